@@ -1,0 +1,78 @@
+# `make` lists the verbs; each is one thing CI also runs. Every verb does its own set-up.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+PROTOS := $(shell find protos -name '*.proto')
+SETUP := $(VENV)/.installed
+MAIN ?= origin/main
+
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e check demo up clean
+
+help:           ## this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+
+setup: $(SETUP) ## virtual environment with the locked dependencies and this project
+
+$(SETUP): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+lock: $(SETUP)  ## choose newest allowed versions anew, into requirements.lock
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
+	  --custom-compile-command 'make lock' pyproject.toml -o requirements.lock
+
+fmt: $(SETUP)   ## rewrite code to the house format
+	ruff check --fix --quiet . && ruff format --quiet . && buf format -w
+
+lint: $(SETUP) types layers proto-check ## style of Python and protos, types, layers, generated code
+	ruff format --check . && ruff check . && buf lint && buf format -d --exit-code
+
+types: $(SETUP) ## mypy, strict, package and tests
+	mypy && mypy tests --explicit-package-bases
+
+layers: $(SETUP) ## who may import whom
+	lint-imports
+
+proto: $(SETUP) ## regenerate gen/ from protos/
+	rm -rf gen && mkdir gen
+	python -m grpc_tools.protoc -I protos --python_out=gen --grpc_python_out=gen \
+	  --mypy_out=quiet:gen --mypy_grpc_out=quiet:gen $(PROTOS)
+
+proto-check: $(SETUP) ## gen/ is what protos/ says
+	rm -rf .gen-check && mkdir .gen-check
+	python -m grpc_tools.protoc -I protos --python_out=.gen-check --grpc_python_out=.gen-check \
+	  --mypy_out=quiet:.gen-check --mypy_grpc_out=quiet:.gen-check $(PROTOS)
+	diff -r -x __pycache__ gen .gen-check && rm -rf .gen-check
+
+breaking: $(SETUP) ## no contract of MAIN (default origin/main) is broken
+	buf breaking --against '.git#ref=$(MAIN)'
+
+test: $(SETUP)  ## every test that CI runs
+	pytest -q
+
+quick: $(SETUP) ## unit and in-process tests only: the inner loop
+	pytest -q -m "not sim and not e2e"
+
+sim: $(SETUP)   ## seeded cluster simulations only
+	pytest -q -m sim
+
+e2e: $(SETUP)   ## real processes only
+	pytest -q -m e2e
+
+check: lint test ## what CI runs
+
+demo: $(SETUP)  ## the main job: a real data set, moving queues, nothing lost, nothing twice
+	baton demo
+
+up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
+	baton up --data-dir .data
+
+clean:          ## forget everything that was made here
+	rm -rf $(VENV) .data .gen-check .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,24 @@
+"""Channels to services: one set of options for everybody."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+MESSAGE_BYTES_MAX = 40 * 1024 * 1024
+"""Largest request or response: 32 MiB of batches and room around them."""
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    """A channel to `host:port`; it connects, and connects again, by itself."""
+    return grpc.aio.insecure_channel(address, options=OPTIONS)

@@ -1,0 +1,105 @@
+"""gRPC edges: deliberate errors to statuses and items, and back into the same class."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from baton.common.v1 import error_pb2
+from google.protobuf.any_pb2 import Any
+from google.rpc import code_pb2, status_pb2
+from grpc_status import rpc_status
+
+from batonmq.common.errors import BatonError, Difference, Internal, Unreachable
+
+
+def _subclasses(cls: type[BatonError]) -> list[type[BatonError]]:
+    return [sub for direct in cls.__subclasses__() for sub in (direct, *_subclasses(direct))]
+
+
+ERROR_OF: dict[str, type[BatonError]] = {error.reason: error for error in _subclasses(BatonError)}
+"""Every error class by its reason."""
+
+
+def error_to_pb(error: BatonError) -> error_pb2.Error:
+    """The error as an item of a batched answer, or as the detail of a status."""
+    return error_pb2.Error(
+        reason=error_pb2.Reason.Value(f"REASON_{error.reason}"),
+        message=error.message,
+        remedy=error.remedy,
+        retry=error_pb2.Retry.Value(f"RETRY_{error.retry.value}"),
+        retry_after_ms=error.retry_after_ms,
+        facts=error.facts,
+        differences=[
+            error_pb2.SubscriptionDifference(
+                topic=d.topic,
+                setting=d.setting,
+                newcomer_client_id=d.newcomer_client_id,
+                newcomer_value=d.newcomer_value,
+                member_client_id=d.member_client_id,
+                member_value=d.member_value,
+            )
+            for d in error.differences
+        ],
+    )
+
+
+def error_from_pb(error: error_pb2.Error) -> BatonError:
+    """Inverse of `error_to_pb`; a reason this version does not know becomes `Internal`."""
+    try:
+        name = error_pb2.Reason.Name(error.reason).removeprefix("REASON_")
+    except ValueError:
+        name = "UNKNOWN"
+    return ERROR_OF.get(name, Internal)(
+        error.message,
+        remedy=error.remedy,
+        retry_after_ms=error.retry_after_ms,
+        facts=dict(error.facts),
+        differences=tuple(
+            Difference(
+                d.topic,
+                d.setting,
+                d.newcomer_client_id,
+                d.newcomer_value,
+                d.member_client_id,
+                d.member_value,
+            )
+            for d in error.differences
+        ),
+    )
+
+
+def status_of(error: BatonError) -> status_pb2.Status:
+    """The `google.rpc.Status` of a call that fails with `error`."""
+    detail = Any()
+    detail.Pack(error_to_pb(error))
+    return status_pb2.Status(
+        code=code_pb2.Code.Value(error.kind), message=error.message, details=[detail]
+    )
+
+
+async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:  # type: ignore[type-arg]
+    """End the call with `error`'s status, message and details."""
+    status = rpc_status.to_status(status_of(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
+    """The deliberate error behind a failed call.
+
+    Without one (the peer is away, the deadline passed) it is `Unreachable`; for a write that
+    means that the outcome is not known.
+    """
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    except ValueError:
+        status = None
+    for detail in status.details if status is not None else ():
+        packed = error_pb2.Error()
+        if detail.Unpack(packed):
+            return error_from_pb(packed)
+    transient = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    kind = Unreachable if error.code() in transient else Internal
+    return kind(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,39 @@
+"""Which names are allowed. The same rules stand in the comments of the protos."""
+
+from __future__ import annotations
+
+import re
+
+from batonmq.common.errors import InvalidName
+
+_TOPIC = re.compile(r"[A-Za-z0-9_%-]{1,127}")
+_BROKER = re.compile(r"[a-z0-9-]{1,63}")
+_CLIENT = re.compile(r"[!-.0-~]{1,255}")
+
+
+def check_topic(name: str) -> str:
+    """`name`, if it may name a topic."""
+    return _check("topic", name, _TOPIC, "1 to 127 characters of A-Z a-z 0-9 _ % -")
+
+
+def check_group(name: str) -> str:
+    """`name`, if it may name a consumer group."""
+    return _check("group", name, _TOPIC, "1 to 127 characters of A-Z a-z 0-9 _ % -")
+
+
+def check_broker(name: str) -> str:
+    """`name`, if it may name a storage replica set."""
+    return _check("broker", name, _BROKER, "1 to 63 characters of a-z 0-9 -")
+
+
+def check_client_id(name: str) -> str:
+    """`name`, if it may be a client id."""
+    return _check("client_id", name, _CLIENT, "1 to 255 visible ASCII characters without /")
+
+
+def _check(field: str, name: str, allowed: re.Pattern[str], rule: str) -> str:
+    if not allowed.fullmatch(name):
+        raise InvalidName(
+            f"{field} {name[:140]!r} is not allowed", remedy=f"Use {rule}.", facts={"field": field}
+        )
+    return name

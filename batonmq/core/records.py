@@ -1,0 +1,392 @@
+"""The batch: how messages stand on the wire, in the log and in a pull response, byte for byte.
+
+A batch belongs to one queue. It is encoded once, by the producer; storage stamps the head of
+the header and touches nothing else. Two checksums make that possible: the producer's covers
+everything it wrote, storage's covers the stamp. docs/format.md has the same table in prose.
+
+All numbers are big-endian.
+
+    at  size  field
+     0     4  magic "BTN1"
+     4     2  version, 1
+     6     2  reserved, 0
+     8     4  length of the whole batch, bytes
+    12     4  CRC-32C of [16, 52): the stamp                    storage
+    16     8  physical position of byte 0 in the log            storage
+    24     8  queue offset of the first record                  storage
+    32     8  store time, Unix milliseconds                     storage
+    40     8  topic id                                          storage
+    48     4  epoch of the master                               storage
+    52     4  CRC-32C of [56, length)                           producer
+    56     8  producer id, 0 for none                           producer
+    64     4  producer epoch
+    68     4  sequence of the first record, per producer and queue
+    72     8  born time of the batch, Unix milliseconds
+    80     4  queue id
+    84     4  record count n, at least 1
+    88     4  extra key count k
+    92     2  topic length t, bytes
+    94     2  flags; bits 0-3 compression (0 none), others 0
+    96     t  topic, ASCII
+           4n lengths of the records, bytes
+           4n tag hashes: Java String.hashCode of the tag, 0 without tag
+           4n key hashes: CRC-32 of the first key, 0 without key
+           8k extra keys: record index, CRC-32 of the key
+              records
+
+A record is: 2 keys length, 2 tag length, 4 properties length, then keys (separated by one
+space), tag, properties (name 0x01 value 0x02, repeated), body; all text UTF-8.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from batonmq.common.errors import BadBatch, BadChecksum, LimitExceeded
+
+MAGIC = 0x42544E31
+VERSION = 1
+HEADER = struct.Struct(">IHHIIqqqqIIqIIqIIIHH")
+HEADER_BYTES = HEADER.size
+STAMP = struct.Struct(">qqqqI")
+STAMP_FROM, STAMP_TO, BODY_FROM = 16, 52, 56
+RECORD = struct.Struct(">HHI")
+
+BATCH_BYTES_MAX = 8 * 1024 * 1024
+BODY_BYTES_MAX = 4 * 1024 * 1024
+PROPERTIES_BYTES_MAX = 32 * 1024
+KEYS_BYTES_MAX = 1024
+TAG_BYTES_MAX = 127
+RECORDS_MAX = 65_535
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as a producer hands it over.
+
+    Attributes:
+        body: Payload, at most 4 MiB.
+        tag: Filter tag, at most 127 bytes of UTF-8 without white space or `|`; empty for none.
+        keys: Index keys without spaces, at most 1,024 bytes together.
+        properties: Names and values without 0x01 and 0x02, at most 32 KiB together.
+    """
+
+    body: bytes
+    tag: str = ""
+    keys: tuple[str, ...] = ()
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed part of a batch and its topic; field names as in the table above."""
+
+    length: int
+    position: int
+    first_offset: int
+    store_unix_ms: int
+    topic_id: int
+    epoch: int
+    producer_id: int
+    producer_epoch: int
+    sequence: int
+    born_unix_ms: int
+    queue_id: int
+    count: int
+    extra_key_count: int
+    topic: str
+
+    @property
+    def next_offset(self) -> int:
+        """One past the queue offset of the last record."""
+        return self.first_offset + self.count
+
+
+@lru_cache(maxsize=4096)
+def tag_hash(tag: str) -> int:
+    """Java's String.hashCode of `tag`, a signed 32-bit number; 0 for the empty tag.
+
+    Source: RocketMQ MessageExtBrokerInner.tagsString2tagsCode.
+    """
+    value = 0
+    raw = tag.encode("utf-16-be", "surrogatepass")
+    for (unit,) in struct.iter_unpack(">H", raw):
+        value = (31 * value + unit) & 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+@lru_cache(maxsize=4096)
+def check_tag(tag: str) -> str:
+    """Why `tag`, which is not empty, can't be a tag; empty if it can."""
+    if len(tag.encode("utf-8", "surrogatepass")) > TAG_BYTES_MAX:
+        return f"a tag has more than {TAG_BYTES_MAX} bytes"
+    if not tag.isprintable() or " " in tag or "|" in tag:
+        return f"tag {tag!r} holds white space, '|' or a character that can't be shown"
+    return ""
+
+
+def key_hash(key: str) -> int:
+    """CRC-32 of the key, unsigned; 0 is kept for "no key" and becomes 1."""
+    return zlib.crc32(key.encode()) or 1
+
+
+def encode_properties(properties: Mapping[str, str]) -> bytes:
+    """Properties as RocketMQ writes them: name 0x01 value 0x02, repeated.
+
+    Raises:
+        BadBatch: a name or value holds a separator.
+        LimitExceeded: they are longer than 32 KiB.
+    """
+    for name, value in properties.items():
+        if not name or any(c in name or c in value for c in "\x01\x02"):
+            raise BadBatch(
+                f"property {name!r} is empty or holds 0x01 or 0x02", facts={"field": "properties"}
+            )
+    raw = "".join(f"{name}\x01{value}\x02" for name, value in properties.items()).encode()
+    _limit("properties", len(raw), PROPERTIES_BYTES_MAX)
+    return raw
+
+
+def decode_properties(raw: bytes) -> dict[str, str]:
+    """Inverse of `encode_properties`; a missing last separator is accepted."""
+    pairs = (item.partition("\x01") for item in raw.decode().split("\x02"))
+    return {name: value for name, mark, value in pairs if mark}
+
+
+def encode_record(message: Message) -> bytes:
+    """One record of a batch.
+
+    Raises:
+        LimitExceeded: keys, tag, properties or body are too long.
+        BadBatch: a key, the tag or a property holds a separator.
+    """
+    keys = " ".join(message.keys).encode()
+    tag = message.tag.encode()
+    if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
+        raise BadBatch("a key is empty or holds white space", facts={"field": "keys"})
+    _limit("tag", len(tag), TAG_BYTES_MAX)
+    if tag and (problem := check_tag(message.tag)):
+        raise BadBatch(problem, facts={"field": "tag"})
+    properties = encode_properties(message.properties) if message.properties else b""
+    _limit("keys", len(keys), KEYS_BYTES_MAX)
+    _limit("body", len(message.body), BODY_BYTES_MAX)
+    head = RECORD.pack(len(keys), len(tag), len(properties))
+    return b"".join((head, keys, tag, properties, message.body))
+
+
+class BatchBuilder:
+    """Collects the messages of one queue and encodes them as one batch."""
+
+    __slots__ = ("_extra_keys", "_key_hashes", "_records", "_tag_hashes", "bytes_count")
+
+    def __init__(self) -> None:
+        self._records: list[bytes] = []
+        self._tag_hashes: list[int] = []
+        self._key_hashes: list[int] = []
+        self._extra_keys: list[tuple[int, int]] = []
+        self.bytes_count = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, message: Message, record: bytes) -> None:
+        """Add `message`, already encoded as `record` by `encode_record`."""
+        index = len(self._records)
+        self._records.append(record)
+        self._tag_hashes.append(tag_hash(message.tag))
+        self._key_hashes.append(key_hash(message.keys[0]) if message.keys else 0)
+        self._extra_keys.extend((index, key_hash(key)) for key in message.keys[1:])
+        self.bytes_count += len(record) + 12
+
+    def encode(
+        self,
+        *,
+        topic: str,
+        queue_id: int,
+        producer: tuple[int, int] = (0, 0),
+        sequence: int = 0,
+        born_unix_ms: int = 0,
+    ) -> bytes:
+        """The batch, unstamped: everything that storage writes is zero.
+
+        Args:
+            producer: Producer id and epoch.
+            sequence: Sequence of the first message within (producer, queue).
+        """
+        if not self._records:
+            raise BadBatch("a batch needs at least one record", facts={"field": "count"})
+        name = topic.encode("ascii")
+        count = len(self._records)
+        body = b"".join(
+            (
+                name,
+                np.fromiter(map(len, self._records), ">u4", count).tobytes(),
+                np.array(self._tag_hashes, ">i4").tobytes(),
+                np.array(self._key_hashes, ">u4").tobytes(),
+                np.array(self._extra_keys, ">u4").tobytes(),
+                *self._records,
+            )
+        )
+        length = HEADER_BYTES + len(body)
+        _limit("batch", length, BATCH_BYTES_MAX)
+        head = bytearray(
+            HEADER.pack(
+                MAGIC, VERSION, 0, length, 0, 0, 0, 0, 0, 0, 0, *producer, sequence,
+                born_unix_ms, queue_id, count, len(self._extra_keys), len(name), 0,
+            )
+        )  # fmt: skip
+        crc = google_crc32c.extend(google_crc32c.value(bytes(head[BODY_FROM:])), body)
+        struct.pack_into(">I", head, STAMP_TO, crc)
+        return bytes(head) + body
+
+
+def read_header(batch: bytes | memoryview) -> Header:
+    """The header of the batch that starts at byte 0; no checksum is looked at.
+
+    Raises:
+        BadBatch: these bytes are not a batch of a version that is known, or its lengths can't be.
+    """
+    if len(batch) < HEADER_BYTES:
+        raise BadBatch(f"{len(batch)} bytes are less than a header", facts={"field": "length"})
+    (
+        magic, version, reserved, length, _, position, first_offset, store_unix_ms, topic_id, epoch,
+        _, producer_id, producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count,
+        topic_bytes, flags,
+    ) = HEADER.unpack_from(batch)  # fmt: skip
+    if magic != MAGIC or version != VERSION or reserved:
+        raise BadBatch(f"magic {magic:#x} version {version}", facts={"field": "magic"})
+    if flags:
+        raise BadBatch(f"unknown flags {flags:#x}", facts={"field": "flags"})
+    columns = HEADER_BYTES + topic_bytes + 12 * count + 8 * extra_key_count
+    if not 1 <= count <= RECORDS_MAX or columns + RECORD.size * count > length:
+        raise BadBatch(f"{count} records can't fit into {length} bytes", facts={"field": "count"})
+    topic = bytes(batch[HEADER_BYTES : HEADER_BYTES + topic_bytes]).decode("ascii", "replace")
+    return Header(
+        length, position, first_offset, store_unix_ms, topic_id, epoch, producer_id,
+        producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count, topic,
+    )  # fmt: skip
+
+
+def check_batch(batch: bytes, *, stamped: bool) -> Header:
+    """The header of `batch`, after every check that does not need the state of a queue.
+
+    Args:
+        stamped: Whether storage's stamp is there and has to be right.
+
+    Raises:
+        BadBatch: lengths, magic, version or a column are wrong.
+        BadChecksum: a checksum is wrong.
+        LimitExceeded: it is longer than 8 MiB.
+    """
+    _limit("batch", len(batch), BATCH_BYTES_MAX)
+    header = read_header(batch)
+    if header.length != len(batch):
+        raise BadBatch(
+            f"length {header.length} in a batch of {len(batch)} bytes", facts={"field": "length"}
+        )
+    stamp_crc, body_crc = (struct.unpack_from(">I", batch, at)[0] for at in (12, STAMP_TO))
+    view = memoryview(batch)
+    _check_crc(body_crc, google_crc32c.value(view[BODY_FROM:].tobytes()))
+    if stamped:
+        _check_crc(stamp_crc, google_crc32c.value(view[STAMP_FROM:STAMP_TO].tobytes()))
+    starts = _columns_at(header)
+    lengths = np.frombuffer(batch, ">u4", header.count, starts[0])
+    if int(lengths.sum(dtype=np.int64)) != header.length - starts[4]:
+        raise BadBatch("record lengths do not add up to the batch", facts={"field": "lengths"})
+    if int(lengths.min()) < RECORD.size:
+        raise BadBatch("a record is shorter than its head", facts={"field": "lengths"})
+    return header
+
+
+def stamp(
+    batch: bytearray,
+    *,
+    position: int,
+    first_offset: int,
+    store_unix_ms: int,
+    topic_id: int,
+    epoch: int,
+) -> None:
+    """Write storage's part of the header, in place."""
+    STAMP.pack_into(batch, STAMP_FROM, position, first_offset, store_unix_ms, topic_id, epoch)
+    crc = google_crc32c.value(bytes(batch[STAMP_FROM:STAMP_TO]))
+    struct.pack_into(">I", batch, 12, crc)
+
+
+def tag_hashes(batch: bytes | memoryview, header: Header) -> npt.NDArray[np.int32]:
+    """The tag-hash column: shape (count,), big-endian signed 32 bit, a view of `batch`."""
+    return np.frombuffer(batch, ">i4", header.count, _columns_at(header)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a batch, decoded."""
+
+    offset: int
+    tag: str
+    keys: tuple[str, ...]
+    properties: Mapping[str, str]
+    body: bytes
+
+
+def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iterator[Record]:
+    """Decode the records at `indexes` (0-based within the batch, ascending), one by one.
+
+    Raises:
+        BadBatch: a record's inner lengths are wrong.
+    """
+    starts = _columns_at(header)
+    lengths = np.frombuffer(batch, ">u4", header.count, starts[0]).astype(np.int64)
+    ends_array = starts[4] + np.cumsum(lengths)
+    begins, ends = (ends_array - lengths).tolist(), ends_array.tolist()
+    unpack_from = RECORD.unpack_from
+    for index in indexes:
+        begin, end = begins[index], ends[index]
+        keys_bytes, tag_bytes, properties_bytes = unpack_from(batch, begin)
+        keys_at = begin + RECORD.size
+        tag_at = keys_at + keys_bytes
+        properties_at = tag_at + tag_bytes
+        body_at = properties_at + properties_bytes
+        if body_at > end:
+            raise BadBatch(f"record {index} is cut short", facts={"field": "record"})
+        yield Record(
+            header.first_offset + index,
+            batch[tag_at:properties_at].decode() if tag_bytes else "",
+            tuple(batch[keys_at:tag_at].decode().split(" ")) if keys_bytes else (),
+            decode_properties(batch[properties_at:body_at]) if properties_bytes else {},
+            batch[body_at:end],
+        )
+
+
+def _columns_at(header: Header) -> tuple[int, int, int, int, int]:
+    lengths_at = HEADER_BYTES + len(header.topic)
+    tags_at = lengths_at + 4 * header.count
+    keys_at = tags_at + 4 * header.count
+    extra_at = keys_at + 4 * header.count
+    return lengths_at, tags_at, keys_at, extra_at, extra_at + 8 * header.extra_key_count
+
+
+def _check_crc(expected: int, actual: int) -> None:
+    if expected != actual:
+        raise BadChecksum(
+            f"checksum {actual:#010x} where {expected:#010x} was written",
+            facts={"expected": expected, "actual": actual},
+        )
+
+
+def _limit(field_name: str, actual: int, limit: int) -> None:
+    if actual > limit:
+        raise LimitExceeded(
+            f"{field_name} has {actual} bytes; the limit is {limit}",
+            facts={"field": field_name, "limit": limit, "actual": actual},
+        )

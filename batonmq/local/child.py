@@ -1,0 +1,172 @@
+"""One child process: start it tied to this one, watch it, end it.
+
+Knows processes and signals, nothing of what the program does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_POLL_S = 0.02
+_TETHER = Path(__file__).with_name("tether.py")
+_LOG_BYTES_MAX = 16 * 1024 * 1024
+
+
+class NotReady(Exception):
+    """A child did not become ready in time, or ended before it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a child runs.
+
+    Attributes:
+        command: The program's path and its arguments.
+        drop: Variables of this process's environment that start with one of these are not
+            passed on.
+        env: Variables to add.
+        log_path: Where its output goes, appended to.
+        is_ready: Asks once whether it serves; must not take more than a second or so.
+    """
+
+    name: str
+    command: Sequence[str]
+    log_path: Path
+    is_ready: Callable[[], Awaitable[bool]]
+    env: Mapping[str, str] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+
+
+class Child:
+    """A program that runs, has ended, or was not started yet.
+
+    It leads a session of its own, so a terminal's Ctrl-C does not reach it: whoever started it
+    decides in which order things end. To be started from a thread that lives as long as it is
+    to live, since it dies with that thread.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.wanted = False
+        """True between `spawn` and the beginning of `stop`: an end in between is unasked for."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the program, for people."""
+        return self.program.name
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None if it does not run."""
+        return self._process.pid if self._process and self.returncode is None else None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs or was never started."""
+        return self._process.poll() if self._process else None
+
+    def spawn(self) -> None:
+        """Start the program; it must not run already."""
+        assert self.pid is None, f"{self.name} runs already"
+        log_path = self.program.log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        if log_path.exists() and log_path.stat().st_size > _LOG_BYTES_MAX:
+            log_path.replace(log_path.with_suffix(".log.1"))
+        tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*tether, *self.program.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(self.program.drop) | dict(self.program.env),
+                start_new_session=True,
+            )
+        self.wanted = True
+
+    async def ready(self, timeout_s: float) -> None:
+        """Return once the program serves.
+
+        Raises:
+            NotReady: It ended, or `timeout_s` passed.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.pid is not None:
+                    if await self.program.is_ready():
+                        return
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise NotReady(f"{self.name} does not serve after {timeout_s:g} s") from None
+        raise NotReady(f"{self.name} ended ({describe_exit(self.returncode)}) before it served")
+
+    async def stop(self, grace_s: float) -> bool:
+        """Ask the program to end, and kill it after `grace_s`; True if it ended by itself."""
+        self.wanted = False
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.ended()
+        except TimeoutError:
+            return False
+        else:
+            return True
+        finally:
+            self.kill_now()
+
+    async def ended(self) -> int | None:
+        """The exit status, once there is one; None if it was never started."""
+        while self.pid is not None:  # noqa: ASYNC110  nothing portable tells of a death
+            await asyncio.sleep(_POLL_S)
+        return self.returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process:
+            self._process.send_signal(number)
+
+    def kill_now(self) -> None:
+        """Kill the program and everything in its session, and wait for its death."""
+        self.wanted = False
+        if self._process and self.pid is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has not become a session leader yet
+                self._process.kill()
+            self._process.wait()
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of its log."""
+        try:
+            with self.program.log_path.open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(0, log.tell() - 500 * count))
+                return log.read().decode(errors="replace").splitlines()[-count:]
+        except OSError:
+            return []
+
+
+def describe_exit(returncode: int | None) -> str:
+    """`exit code 1`, or `SIGKILL`."""
+    if returncode is None:
+        return "never started"
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def _environment(drop: tuple[str, ...]) -> dict[str, str]:
+    inherited = os.environ  # noqa: TID251  a child inherits what is not ours to decide
+    return {name: value for name, value in inherited.items() if not name.startswith(drop)}

@@ -1,0 +1,121 @@
+"""Loopback ports that are chosen once and kept, and the lock of a data directory.
+
+A port is taken from below the range the kernel uses for outgoing connections: from inside it, a
+client that connects again and again to a port nobody listens on can be given that very port as
+its own, and then the server can't have it back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import SystemRandom
+
+HOST = "127.0.0.1"
+_FIRST_PORT = 10_000
+_TRIES = 200
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class DataDirInUse(Exception):
+    """Another process runs on the data directory."""
+
+
+class NoFreePort(Exception):
+    """No port could be found that is free."""
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on the loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def keep_ports(
+    path: Path, names: Sequence[str], preferred: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """One free port per name: the one in the file, else the preferred one, else any.
+
+    The file is rewritten with what was chosen. A port of the file that somebody else has by now
+    is replaced.
+
+    Raises:
+        NoFreePort: There is none left.
+    """
+    remembered = _remembered(path)
+    chosen: dict[str, int] = {}
+    for name in names:
+        wishes = (remembered.get(name), (preferred or {}).get(name))
+        taken = set(chosen.values()) | {remembered[n] for n in remembered if n != name}
+        chosen[name] = next(
+            (port for port in wishes if port and port not in chosen.values() and is_free(port)), 0
+        ) or _any_port(taken)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(chosen, indent=2) + "\n")
+    draft.replace(path)
+    return chosen
+
+
+def _remembered(path: Path) -> dict[str, int]:
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(stored, dict):
+        return {}
+    return {k: v for k, v in stored.items() if isinstance(v, int) and 0 < v < 65_536}
+
+
+def _any_port(taken: set[int]) -> int:
+    random = SystemRandom()
+    end = _ephemeral_first()
+    for _ in range(_TRIES if end > _FIRST_PORT + _TRIES else 0):
+        port = random.randrange(_FIRST_PORT, end)
+        if port not in taken and is_free(port):
+            return port
+    for _ in range(_TRIES):
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            return port
+    raise NoFreePort(f"no free port on {HOST}")
+
+
+def _ephemeral_first() -> int:
+    try:
+        return int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768
+
+
+@contextmanager
+def lock_data_dir(data_dir: Path) -> Iterator[None]:
+    """Hold the directory for this process; the kernel lets go when the process ends.
+
+    Raises:
+        DataDirInUse: Another process holds it.
+    """
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with (data_dir / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise DataDirInUse(f"process {holder} runs on {data_dir}") from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield

@@ -1,0 +1,112 @@
+"""Leadership under an etcd lease."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from batonmq.common.errors import NoQuorum
+from services.runtime.etcd import Compare, EtcdSession, Lease, Put
+
+log = logging.getLogger(__name__)
+
+SAFETY_MS = 1_000
+"""A leader with less of its lease left than this no longer answers (protocol section 8)."""
+
+
+class Election:
+    """Campaigns for `elections/<name>`; the term is the create revision of the key.
+
+    Args:
+        name: What is led, such as "lockmgr".
+        node_id: Written into the key, for people and for redirects.
+        ttl_ms: Length of the lease; an unannounced death is noticed after it.
+    """
+
+    def __init__(
+        self, session: EtcdSession, name: str, node_id: str, *, ttl_ms: int = 5_000
+    ) -> None:
+        self._session, self._node_id, self._ttl_ms = session, node_id, ttl_ms
+        self.key = session.key("elections", name)
+        self.term = 0
+        self._valid_until_ms = 0
+
+    def valid(self) -> bool:
+        """Leading, with more than a second of the lease left, by our own monotonic clock."""
+        return self._session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
+
+    def compare(self) -> Compare:
+        """Condition for transactions that only this term may make."""
+        return Compare(self.key, create_revision=self.term)
+
+    async def run(self, lead: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Campaign for ever; while leading, run `lead(term)`, which is cancelled on loss.
+
+        If `lead` raises, leadership is given up and the exception passes through.
+        """
+        while True:
+            lease: Lease | None = None
+            try:
+                lease = await self._session.lease(self._ttl_ms)
+                sent_ms = self._session.clock.monotonic_ms()
+                if await self._campaign(lease):
+                    self._valid_until_ms = sent_ms + self._ttl_ms
+                    await self._lead(lease, lead)
+            except NoQuorum as error:
+                log.warning("election waits for etcd key=%s error=%s", self.key, error)
+                await asyncio.sleep(0.5)
+            finally:
+                self._valid_until_ms = self.term = 0
+                if lease is not None:
+                    with contextlib.suppress(NoQuorum):
+                        await lease.revoke()
+
+    async def _campaign(self, lease: Lease) -> bool:
+        while True:
+            put = Put(self.key, self._node_id.encode(), lease)
+            revision = await self._session.txn(
+                compare=[Compare(self.key, create_revision=0)], put=[put]
+            )
+            if revision is not None:
+                self.term = revision
+                log.info("elected key=%s term=%d", self.key, revision)
+                return True
+            await self._wait_for_vacancy(lease)
+            if not await lease.refresh():
+                return False
+
+    async def _wait_for_vacancy(self, lease: Lease) -> None:
+        """Until the key may be free, or it is time to refresh the lease."""
+        held = await self._session.get(self.key)
+        if held is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._ttl_ms / 3000):
+                async for answer in self._session.watch(self.key, held.mod_revision + 1):
+                    if any(event.type == event.DELETE for event in answer.events):
+                        return
+
+    async def _lead(self, lease: Lease, lead: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            leading = tasks.create_task(lead(self.term))
+            try:
+                await self._hold(lease)
+            finally:
+                self._valid_until_ms = 0
+                log.warning("leadership ends key=%s term=%d", self.key, self.term)
+                leading.cancel()
+
+    async def _hold(self, lease: Lease) -> None:
+        """Refresh the lease until it is lost or can't be known to live."""
+        while self.valid():
+            await asyncio.sleep(self._ttl_ms / 5000)
+            sent_ms = self._session.clock.monotonic_ms()
+            try:
+                if not await lease.refresh():
+                    return
+            except NoQuorum:
+                continue
+            self._valid_until_ms = sent_ms + self._ttl_ms

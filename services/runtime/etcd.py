@@ -1,0 +1,299 @@
+"""What services ask of etcd: reads, compare-and-set transactions, leases.
+
+Every key is relative to `/baton/<cluster>/`, so clusters can share an etcd. "Lost" and "not
+known" are different answers: a transaction returns None when a comparison failed, and raises
+`NoQuorum` when its outcome is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aetcd
+import grpc
+import grpc.aio
+from aetcd import rpc, utils
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import NoQuorum
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A key as etcd has it; `key` is relative to the cluster's prefix, `lease_id` 0 for none."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    lease_id: int = 0
+
+
+class Lease:
+    """A lease in etcd. Keys put under it vanish when it ends."""
+
+    def __init__(self, session: EtcdSession, lease_id: int) -> None:
+        self._session = session
+        self.lease_id = lease_id
+
+    async def refresh(self) -> bool:
+        """Start the lease's time anew; False if it has ended.
+
+        Raises:
+            NoQuorum: not known.
+        """
+        return await self._session.keep_alive(self.lease_id)
+
+    async def revoke(self) -> None:
+        """End the lease now; its keys vanish. Revoking an ended lease has no effect.
+
+        Raises:
+            NoQuorum: not known.
+        """
+        await self._session.revoke(self.lease_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A condition on one key; revision 0 means that the key must not exist."""
+
+    key: str
+    mod_revision: int | None = None
+    create_revision: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """One write of a transaction."""
+
+    key: str
+    value: bytes
+    lease: Lease | None = None
+
+
+class EtcdSession:
+    """A connection to etcd for one cluster.
+
+    Args:
+        endpoint: host:port.
+        cluster: Cluster name, part of every key.
+        timeout_ms: Bound of every call.
+    """
+
+    def __init__(
+        self, endpoint: str, cluster: str, clock: Clock, *, timeout_ms: int = 3_000
+    ) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self.clock = clock
+        self.prefix = f"/baton/{cluster}/"
+        self._client = aetcd.Client(
+            host=host,
+            port=int(port),
+            options={
+                "grpc.initial_reconnect_backoff_ms": 100,
+                "grpc.max_reconnect_backoff_ms": 1_000,
+                "grpc.keepalive_time_ms": 10_000,
+                "grpc.keepalive_timeout_ms": 3_000,
+            },
+        )
+        self._timeout_s = timeout_ms / 1000
+
+    async def __aenter__(self) -> EtcdSession:
+        await self._client.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    @staticmethod
+    def key(*parts: str) -> str:
+        """The key of `parts`; no part may be empty or hold a slash."""
+        assert all(part and "/" not in part for part in parts), parts
+        return "/".join(parts)
+
+    async def get(self, key: str) -> Stored | None:
+        """The key as it is now (linearizable), or None.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        async with self._translated():
+            answer = await self._client.kvstub.Range(
+                rpc.RangeRequest(key=self._absolute(key)), timeout=self._timeout_s
+            )
+        return self.stored(answer.kvs[0]) if answer.kvs else None
+
+    async def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+        """Every key under `prefix`, ascending, and the revision at which that was so.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        start = self._absolute(prefix)
+        async with self._translated():
+            answer = await self._client.kvstub.Range(
+                rpc.RangeRequest(key=start, range_end=utils.prefix_range_end(start)),
+                timeout=self._timeout_s,
+            )
+        return [self.stored(kv) for kv in answer.kvs], answer.header.revision
+
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
+        """Write unconditionally; the revision of the write.
+
+        Raises:
+            NoQuorum: not known.
+        """
+        revision = await self.txn(compare=(), put=[Put(key, value, lease)])
+        assert revision is not None
+        return revision
+
+    async def delete(self, key: str) -> bool:
+        """Delete a key; False if there was none.
+
+        Raises:
+            NoQuorum: not known.
+        """
+        async with self._translated():
+            answer = await self._client.kvstub.DeleteRange(
+                rpc.DeleteRangeRequest(key=self._absolute(key)), timeout=self._timeout_s
+            )
+        return bool(answer.deleted)
+
+    async def txn(
+        self,
+        *,
+        compare: Sequence[Compare],
+        put: Sequence[Put] = (),
+        delete: Sequence[str] = (),
+    ) -> int | None:
+        """All writes at once if all conditions hold.
+
+        Returns:
+            The revision of the writes, or None if a condition does not hold.
+
+        Raises:
+            NoQuorum: not known; read back before acting on either outcome.
+        """
+        writes = [
+            rpc.RequestOp(
+                request_put=rpc.PutRequest(
+                    key=self._absolute(p.key),
+                    value=p.value,
+                    lease=p.lease.lease_id if p.lease else 0,
+                )
+            )
+            for p in put
+        ]
+        writes += [
+            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._absolute(key)))
+            for key in delete
+        ]
+        request = rpc.TxnRequest(
+            compare=[c for condition in compare for c in self._compares(condition)], success=writes
+        )
+        async with self._translated():
+            answer = await self._client.kvstub.Txn(request, timeout=self._timeout_s)
+        return answer.header.revision if answer.succeeded else None
+
+    async def lease(self, ttl_ms: int) -> Lease:
+        """A new lease. etcd counts in whole seconds and rounds small values up.
+
+        Raises:
+            NoQuorum: not known.
+        """
+        async with self._translated():
+            answer = await self._client.leasestub.LeaseGrant(
+                rpc.LeaseGrantRequest(TTL=max(1, -(-ttl_ms // 1000)), ID=0),
+                timeout=self._timeout_s,
+            )
+        return Lease(self, answer.ID)
+
+    def attach(self, lease_id: int) -> Lease:
+        """A lease that somebody else was granted."""
+        return Lease(self, lease_id)
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        """See `Lease.refresh`."""
+        async with self._translated():
+            call = self._client.leasestub.LeaseKeepAlive(
+                iter([rpc.LeaseKeepAliveRequest(ID=lease_id)]), timeout=self._timeout_s
+            )
+            answer = await call.read()
+            call.cancel()
+        if answer is grpc.aio.EOF:
+            raise NoQuorum("etcd ended a keep-alive without an answer")
+        return bool(answer.TTL > 0)
+
+    async def revoke(self, lease_id: int) -> None:
+        """See `Lease.revoke`."""
+        try:
+            async with self._translated():
+                await self._client.leasestub.LeaseRevoke(
+                    rpc.LeaseRevokeRequest(ID=lease_id), timeout=self._timeout_s
+                )
+        except _LeaseNotFound:
+            return
+
+    async def watch(self, prefix: str, revision: int) -> AsyncIterator[Any]:
+        """etcd's own watch responses for `prefix`, from `revision` on, progress ones included.
+
+        Ends when etcd cancels the watch (as after a compaction beyond `revision`).
+
+        Raises:
+            NoQuorum: the connection broke; watch again.
+        """
+        start = self._absolute(prefix)
+        create = rpc.WatchCreateRequest(
+            key=start,
+            range_end=utils.prefix_range_end(start),
+            start_revision=revision,
+            progress_notify=True,
+        )
+        async with self._translated():
+            call = rpc.WatchStub(self._client.channel).Watch()
+            try:
+                await call.write(rpc.WatchRequest(create_request=create))
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    if answer.canceled or answer.compact_revision:
+                        return
+                    yield answer
+            finally:
+                call.cancel()
+        raise NoQuorum("etcd ended a watch")
+
+    def stored(self, kv: Any) -> Stored:
+        """A key-value of etcd as `Stored`."""
+        key = kv.key.decode().removeprefix(self.prefix)
+        return Stored(key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+
+    def _absolute(self, key: str) -> bytes:
+        return (self.prefix + key).encode()
+
+    def _compares(self, condition: Compare) -> list[Any]:
+        key = self._absolute(condition.key)
+        wanted = {
+            rpc.Compare.MOD: ("mod_revision", condition.mod_revision),
+            rpc.Compare.CREATE: ("create_revision", condition.create_revision),
+        }
+        return [
+            rpc.Compare(key=key, target=target, result=rpc.Compare.EQUAL, **{name: value})
+            for target, (name, value) in wanted.items()
+            if value is not None
+        ]
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            details = error.details() or ""
+            if error.code() is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
+                raise _LeaseNotFound(f"etcd: {details}") from error
+            raise NoQuorum(f"etcd: {error.code().name}: {details}") from error
+
+
+class _LeaseNotFound(NoQuorum):
+    pass

@@ -1,0 +1,76 @@
+"""Calls to another service, wherever its leader is at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import grpc.aio
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.channels import connect
+from batonmq.common.errors import Unreachable
+from services.runtime.mirror import Mirror
+
+Stub = TypeVar("Stub")
+
+
+class Peer(Generic[Stub]):
+    """Follows the leader node of one service through the `nodes/` mirror.
+
+    Args:
+        service: Folder name of the service, such as "offsets".
+        stub: Makes the stub from a channel.
+    """
+
+    def __init__(
+        self, nodes: Mirror, service: str, stub: Callable[[grpc.aio.Channel], Stub]
+    ) -> None:
+        self._nodes, self._service, self._make_stub = nodes, service, stub
+        self._current: tuple[str, grpc.aio.Channel, Stub] | None = None
+        self._retired: list[grpc.aio.Channel] = []
+        self._seen = -1
+
+    def address(self) -> str:
+        """host:port of the leader.
+
+        Raises:
+            Unreachable: none is registered.
+        """
+        found = [
+            node
+            for key, stored in self._nodes.values.items()
+            if key.startswith(f"{self._service}/")
+            and (node := pb.Node.FromString(stored.value)).leader
+        ]
+        if not found:
+            raise Unreachable(
+                f"no {self._service} node is registered",
+                retry_after_ms=200,
+                facts={"service": self._service},
+            )
+        return max(found, key=lambda node: node.epoch).address
+
+    def stub(self) -> Stub:
+        """A stub for the leader.
+
+        Raises:
+            Unreachable: none is registered.
+        """
+        if self._current is not None and self._seen == self._nodes.revision:
+            return self._current[2]
+        address = self.address()
+        if self._current is None or self._current[0] != address:
+            if self._current is not None:
+                self._retired.append(self._current[1])
+            channel = connect(address)
+            self._current = (address, channel, self._make_stub(channel))
+        self._seen = self._nodes.revision
+        return self._current[2]
+
+    async def close(self) -> None:
+        """Close the channels; calls under way are cancelled."""
+        current = [self._current[1]] if self._current is not None else []
+        for channel in current + self._retired:
+            await channel.close()
+        self._current, self._retired = None, []

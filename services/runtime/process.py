@@ -1,0 +1,241 @@
+"""The life of a service process: settings, start, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NoReturn, TypeVar
+
+import grpc.aio
+from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
+
+from batonmq.channels import OPTIONS
+from batonmq.common import logs
+from batonmq.common.clock import Clock
+from batonmq.common.config import ConfigError, load
+from batonmq.common.errors import NoQuorum
+from services.runtime.etcd import EtcdSession, Lease
+from services.runtime.events import EventHub, MetricsServicer
+from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.mirror import Mirror
+from services.runtime.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
+METRICS_SERVICE = "baton.metrics.v1.MetricsService"
+
+
+async def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """What a service hands to the runtime.
+
+    Attributes:
+        servicers: Full proto service name to the function that adds the servicer to a server.
+        loops: Background work, each run as one task until the end. One that raises ends the
+            process with status 1: no service runs on with a dead flusher.
+        held: Names of methods whose calls may be held with nothing to do; on SIGTERM they are
+            ended with NOT_SERVING.
+        drain: Called after the server has stopped taking calls: finish, flush, release.
+    """
+
+    servicers: Mapping[str, Callable[[grpc.aio.Server], None]]
+    loops: Sequence[Loop] = ()
+    held: frozenset[str] = frozenset()
+    drain: Callable[[], Awaitable[None]] = _nothing
+
+
+class Runtime:
+    """What the runtime hands to a service."""
+
+    def __init__(self, service: str, settings: ServiceSettings, etcd: EtcdSession) -> None:
+        self.service, self.settings, self.etcd = service, settings, etcd
+        self.clock = etcd.clock
+        self.random = Random(secrets.randbits(64))
+        self.registry = CollectorRegistry()
+        self.nodes = Mirror(etcd, "nodes/")
+        self.hub = EventHub(
+            f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
+        )
+        self._node: nameserver_pb.Node | None = None
+        self._lease: Lease | None = None
+        self._start_unix_ms = self.clock.unix_ms()
+        self._address = self._metrics_address = ""
+
+    def bound(self, address: str, metrics_address: str) -> None:
+        """Note the addresses others reach the process at."""
+        self._address, self._metrics_address = address, metrics_address
+
+    async def register(self, *, epoch: int = 0, leader: bool = True) -> None:
+        """Write, or write anew, this node's entry in etcd under the process's lease.
+
+        Raises:
+            NoQuorum: not known whether it stands there; the runtime tries again by itself.
+        """
+        self._node = nameserver_pb.Node(
+            service=nameserver_pb.ServiceKind.Value(f"SERVICE_KIND_{self.service.upper()}"),
+            node_id=self.settings.node_id,
+            address=self._address,
+            metrics_address=self._metrics_address,
+            start_unix_ms=self._start_unix_ms,
+            epoch=epoch,
+            leader=leader,
+        )
+        await self._write_node()
+
+    @property
+    def registered(self) -> bool:
+        """Whether the service has registered by itself."""
+        return self._node is not None
+
+    async def keep_registered(self) -> None:
+        """Refresh the lease for ever; if it was lost, register again under a new one."""
+        while True:
+            await asyncio.sleep(self.settings.node_lease_ms / 4000)
+            try:
+                if self._lease is None or not await self._lease.refresh():
+                    log.warning("node lease lost, registering again")
+                    self._lease = None
+                    await self._write_node()
+            except NoQuorum as error:
+                log.warning("node lease not refreshed error=%s", error)
+
+    async def unregister(self) -> None:
+        """Take the node's entry away."""
+        if self._lease is not None:
+            with contextlib.suppress(NoQuorum):
+                await self._lease.revoke()
+            self._lease = None
+
+    async def _write_node(self) -> None:
+        if self._node is None:
+            return
+        lease = self._lease or await self.etcd.lease(self.settings.node_lease_ms)
+        key = self.etcd.key("nodes", self.service, self.settings.node_id)
+        await self.etcd.put(key, self._node.SerializeToString(), lease)
+        self._lease = lease
+
+
+S = TypeVar("S", bound=ServiceSettings)
+Build = Callable[[S, Runtime], AbstractAsyncContextManager[App]]
+
+
+def run(service: str, kind: type[S], build: Build[S]) -> NoReturn:
+    """Run a service until SIGTERM or SIGINT. Exit status 2 for a bad configuration.
+
+    Args:
+        service: Folder name of the service, such as "storage".
+        kind: Its settings.
+        build: Recovers the state and gives the app; on leaving, closes what it opened.
+    """
+    prefix = f"BATON_{service.upper()}"
+    try:
+        settings = load(kind, prefix)
+    except ConfigError as error:
+        _refuse(f"{service}: {error}")
+    if "--print-config" in sys.argv[1:]:
+        print(json.dumps(settings.model_dump(mode="json"), indent=2))
+        sys.exit(0)
+    if sys.argv[1:]:
+        _refuse(f"usage: python -m services.{service} [--print-config]; settings: {prefix}_*")
+    logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
+    try:
+        asyncio.run(_main(service, settings, build))
+    except Exception:
+        log.critical("process ends", exc_info=True)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(2)
+
+
+async def _main(service: str, settings: S, build: Build[S]) -> None:
+    stopping = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    async with (
+        EtcdSession(settings.etcd, settings.cluster, Clock()) as etcd,
+        _nodes_followed(Runtime(service, settings, etcd)) as runtime,
+        build(settings, runtime) as app,
+    ):
+        await _serve(runtime, app, stopping)
+    log.info("stopped")
+
+
+@asynccontextmanager
+async def _nodes_followed(runtime: Runtime) -> AsyncIterator[Runtime]:
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(runtime.nodes.run())
+        yield runtime
+        following.cancel()
+
+
+async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
+    settings = runtime.settings
+    edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held)
+    server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    metrics_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(runtime.hub), server)
+    for add in app.servicers.values():
+        add(server)
+    names = [*app.servicers, METRICS_SERVICE]
+    reflection.enable_server_reflection(
+        [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
+    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    http, _ = start_http_server(settings.metrics_port, settings.host, runtime.registry)
+    address = settings.advertise_address or f"{settings.host}:{port}"
+    runtime.bound(address, f"{settings.host}:{http.server_port}")
+    await server.start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(loop()) for loop in app.loops]
+            await _register(runtime)
+            running.append(tasks.create_task(runtime.keep_registered()))
+            for name in ("", *names):
+                await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+            log.info("serving address=%s metrics_port=%d", address, http.server_port)
+            await stopping.wait()
+            log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
+            edge.drain()
+            await health_servicer.enter_graceful_shutdown()
+            await runtime.unregister()
+            await server.stop(settings.shutdown_grace_ms / 1000)
+            await app.drain()
+            for task in running:
+                task.cancel()
+    finally:
+        await server.stop(None)
+        http.shutdown()
+        http.server_close()
+
+
+async def _register(runtime: Runtime) -> None:
+    """Register unless the service did; wait for etcd as long as it takes."""
+    while not runtime.registered:
+        try:
+            await runtime.register()
+        except NoQuorum as error:
+            log.warning("not registered yet error=%s", error)
+            await asyncio.sleep(0.5)

@@ -1,0 +1,80 @@
+"""Goal: a local etcd is the same one after a restart, whatever ended it, and outlives nobody.
+
+Method: real etcd processes on a directory of the test's own, looked at over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from batonmq.local.child import NotReady, describe_exit
+from batonmq.local.etcd import EtcdProcess, is_healthy
+from tests.support.waiting import lives, until
+
+pytestmark = pytest.mark.e2e
+
+
+def _call(endpoint: str, method: str, **fields: str) -> dict[str, object]:
+    encoded = {k: base64.b64encode(v.encode()).decode() for k, v in fields.items()}
+    request = urllib.request.Request(
+        f"http://{endpoint}/v3/kv/{method}", data=json.dumps(encoded).encode()
+    )
+    with urllib.request.urlopen(request, timeout=5) as response:
+        answer = json.loads(response.read())
+    assert isinstance(answer, dict)
+    return answer
+
+
+async def test_data_and_port_outlast_a_kill(tmp_path: Path) -> None:
+    async with EtcdProcess(tmp_path) as etcd:
+        first = etcd.endpoint
+        _call(first, "put", key="k", value="v")
+        etcd.child.kill_now()
+        assert etcd.child.returncode == -signal.SIGKILL
+    async with EtcdProcess(tmp_path) as etcd:
+        assert etcd.endpoint == first
+        assert _call(first, "range", key="k")["count"] == "1"
+
+
+async def test_shared_etcd_is_healthy(etcd_endpoint: str) -> None:
+    assert await is_healthy(etcd_endpoint)
+
+
+async def test_start_on_spoilt_data_fails_and_names_the_exit(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("not a directory")
+    with pytest.raises(NotReady, match="exit code"):
+        await EtcdProcess(tmp_path).start()
+
+
+async def test_dies_with_its_parent(tmp_path: Path) -> None:
+    program = """
+import asyncio, pathlib, sys
+from batonmq.local.etcd import EtcdProcess
+async def main():
+    async with EtcdProcess(pathlib.Path(sys.argv[1])) as etcd:
+        print(etcd.child.pid, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    assert lives(pid)
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not lives(pid))
+
+
+def test_exit_is_described_for_people() -> None:
+    assert describe_exit(-9) == "SIGKILL"
+    assert describe_exit(3) == "exit code 3"

@@ -1,0 +1,17 @@
+"""A real etcd for the tests of a session."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from batonmq.local.etcd import EtcdProcess
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    """`127.0.0.1:port` of an etcd that all tests share; use a cluster name of your own."""
+    async with EtcdProcess(tmp_path_factory.mktemp("etcd")) as etcd:
+        yield etcd.endpoint

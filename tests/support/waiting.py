@@ -1,0 +1,29 @@
+"""Waiting for a condition instead of for a time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+
+async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = 20) -> None:
+    """Return once `condition`, plain or awaitable, is true; TimeoutError after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            answer = condition()
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if answer:
+                return
+            await asyncio.sleep(0.01)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
