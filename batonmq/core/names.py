@@ -10,10 +10,25 @@ _TOPIC = re.compile(r"[A-Za-z0-9_%-]{1,127}")
 _BROKER = re.compile(r"[a-z0-9-]{1,63}")
 _CLIENT = re.compile(r"[!-.0-~]{1,255}")
 
+SYSTEM_TOPIC_PREFIX = "BATON_SYS_"
+HOST_CHARACTERS_MAX = 255
+
 
 def check_topic(name: str) -> str:
     """`name`, if it may name a topic."""
     return _check("topic", name, _TOPIC, "1 to 127 characters of A-Z a-z 0-9 _ % -")
+
+
+def check_user_topic(name: str) -> str:
+    """`name`, if it may name a topic that users create and delete."""
+    check_topic(name)
+    if name.startswith(SYSTEM_TOPIC_PREFIX):
+        raise InvalidName(
+            f"topic {name} is reserved for the system",
+            remedy=f"Use a name that does not start with {SYSTEM_TOPIC_PREFIX}.",
+            facts={"field": "topic"},
+        )
+    return name
 
 
 def check_group(name: str) -> str:
@@ -29,6 +44,17 @@ def check_broker(name: str) -> str:
 def check_client_id(name: str) -> str:
     """`name`, if it may be a client id."""
     return _check("client_id", name, _CLIENT, "1 to 255 visible ASCII characters without /")
+
+
+def check_host(name: str) -> str:
+    """`name`, if it may stand as the host of a client: it is only ever shown to people."""
+    if len(name) > HOST_CHARACTERS_MAX or not name.isprintable():
+        raise InvalidName(
+            f"host {name[:140]!r} is not allowed",
+            remedy=f"Use at most {HOST_CHARACTERS_MAX} printable characters.",
+            facts={"field": "host"},
+        )
+    return name
 
 
 def _check(field: str, name: str, allowed: re.Pattern[str], rule: str) -> str:

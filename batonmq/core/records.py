@@ -277,7 +277,7 @@ def read_header(batch: bytes | memoryview) -> Header:
     )  # fmt: skip
 
 
-def check_batch(batch: bytes, *, stamped: bool) -> Header:
+def check_batch(batch: bytes | memoryview, *, stamped: bool) -> Header:
     """The header of `batch`, after every check that does not need the state of a queue.
 
     Args:
@@ -286,7 +286,7 @@ def check_batch(batch: bytes, *, stamped: bool) -> Header:
     Raises:
         BadBatch: lengths, magic, version or a column are wrong.
         BadChecksum: a checksum is wrong.
-        LimitExceeded: it is longer than 8 MiB.
+        LimitExceeded: the batch, or keys, tag, properties or body of a record, are too long.
     """
     _limit("batch", len(batch), BATCH_BYTES_MAX)
     header = read_header(batch)
@@ -294,33 +294,44 @@ def check_batch(batch: bytes, *, stamped: bool) -> Header:
         raise BadBatch(
             f"length {header.length} in a batch of {len(batch)} bytes", facts={"field": "length"}
         )
-    stamp_crc, body_crc = (struct.unpack_from(">I", batch, at)[0] for at in (12, STAMP_TO))
-    view = memoryview(batch)
-    _check_crc(body_crc, google_crc32c.value(view[BODY_FROM:].tobytes()))
     if stamped:
-        _check_crc(stamp_crc, google_crc32c.value(view[STAMP_FROM:STAMP_TO].tobytes()))
-    starts = _columns_at(header)
-    lengths = np.frombuffer(batch, ">u4", header.count, starts[0])
-    if int(lengths.sum(dtype=np.int64)) != header.length - starts[4]:
-        raise BadBatch("record lengths do not add up to the batch", facts={"field": "lengths"})
-    if int(lengths.min()) < RECORD.size:
-        raise BadBatch("a record is shorter than its head", facts={"field": "lengths"})
+        check_stamp(batch)
+    check_body(batch)
+    _check_columns(batch, header)
     return header
 
 
-def stamp(
-    batch: bytearray,
+def check_stamp(batch: bytes | memoryview) -> None:
+    """Compare the checksum of storage's stamp.
+
+    Raises:
+        BadChecksum: it is wrong.
+    """
+    _check_crc(batch, 12, STAMP_FROM, STAMP_TO)
+
+
+def check_body(batch: bytes | memoryview) -> None:
+    """Compare the checksum of what the producer wrote.
+
+    Raises:
+        BadChecksum: it is wrong.
+    """
+    _check_crc(batch, STAMP_TO, BODY_FROM, len(batch))
+
+
+def stamped_head(
+    batch: bytes | memoryview,
     *,
     position: int,
     first_offset: int,
     store_unix_ms: int,
     topic_id: int,
     epoch: int,
-) -> None:
-    """Write storage's part of the header, in place."""
-    STAMP.pack_into(batch, STAMP_FROM, position, first_offset, store_unix_ms, topic_id, epoch)
-    crc = google_crc32c.value(bytes(batch[STAMP_FROM:STAMP_TO]))
-    struct.pack_into(">I", batch, 12, crc)
+) -> bytes:
+    """Bytes [0, 56) of `batch` with storage's stamp; the rest of the batch stays as it is."""
+    written = STAMP.pack(position, first_offset, store_unix_ms, topic_id, epoch)
+    crc = google_crc32c.value(written).to_bytes(4, "big")
+    return b"".join((batch[:12], crc, written, batch[STAMP_TO:BODY_FROM]))
 
 
 def tag_hashes(batch: bytes | memoryview, header: Header) -> npt.NDArray[np.int32]:
@@ -343,7 +354,7 @@ def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iter
     """Decode the records at `indexes` (0-based within the batch, ascending), one by one.
 
     Raises:
-        BadBatch: a record's inner lengths are wrong.
+        BadBatch: a record's inner lengths are wrong, or its text is not UTF-8.
     """
     starts = _columns_at(header)
     lengths = np.frombuffer(batch, ">u4", header.count, starts[0]).astype(np.int64)
@@ -359,13 +370,17 @@ def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iter
         body_at = properties_at + properties_bytes
         if body_at > end:
             raise BadBatch(f"record {index} is cut short", facts={"field": "record"})
-        yield Record(
-            header.first_offset + index,
-            batch[tag_at:properties_at].decode() if tag_bytes else "",
-            tuple(batch[keys_at:tag_at].decode().split(" ")) if keys_bytes else (),
-            decode_properties(batch[properties_at:body_at]) if properties_bytes else {},
-            batch[body_at:end],
-        )
+        try:
+            record = Record(
+                header.first_offset + index,
+                batch[tag_at:properties_at].decode() if tag_bytes else "",
+                tuple(batch[keys_at:tag_at].decode().split(" ")) if keys_bytes else (),
+                decode_properties(batch[properties_at:body_at]) if properties_bytes else {},
+                batch[body_at:end],
+            )
+        except UnicodeDecodeError as error:
+            raise BadBatch(f"record {index}: {error}", facts={"field": "record"}) from error
+        yield record
 
 
 def _columns_at(header: Header) -> tuple[int, int, int, int, int]:
@@ -376,7 +391,34 @@ def _columns_at(header: Header) -> tuple[int, int, int, int, int]:
     return lengths_at, tags_at, keys_at, extra_at, extra_at + 8 * header.extra_key_count
 
 
-def _check_crc(expected: int, actual: int) -> None:
+def _check_columns(batch: bytes | memoryview, header: Header) -> None:
+    """Compare the columns with the heads of the records, all records at once."""
+    lengths_at, _, _, extra_at, records_at = _columns_at(header)
+    lengths = np.frombuffer(batch, ">u4", header.count, lengths_at).astype(np.int64)
+    if int(lengths.min()) < RECORD.size:
+        raise BadBatch("a record is shorter than its head", facts={"field": "lengths"})
+    ends = np.cumsum(lengths)
+    if int(ends[-1]) != header.length - records_at:
+        raise BadBatch("record lengths do not add up to the batch", facts={"field": "lengths"})
+    at_every_byte = np.ndarray((header.length - 7,), ">u8", batch, 0, (1,))
+    heads = at_every_byte[records_at + ends - lengths].astype(np.uint64)
+    keys, tags, properties = heads >> 48, (heads >> 32) & 0xFFFF, heads & 0xFFFFFFFF
+    bodies = lengths - (keys + tags + properties).astype(np.int64) - RECORD.size
+    if int(bodies.min()) < 0:
+        raise BadBatch("a record is cut short", facts={"field": "record"})
+    _limit("keys", int(keys.max()), KEYS_BYTES_MAX)
+    _limit("tag", int(tags.max()), TAG_BYTES_MAX)
+    _limit("properties", int(properties.max()), PROPERTIES_BYTES_MAX)
+    _limit("body", int(bodies.max()), BODY_BYTES_MAX)
+    extra = np.frombuffer(batch, ">u4", 2 * header.extra_key_count, extra_at)[::2]
+    if extra.size and int(extra.max()) >= header.count:
+        raise BadBatch("an extra key belongs to no record", facts={"field": "extra_keys"})
+
+
+def _check_crc(batch: bytes | memoryview, written_at: int, begin: int, end: int) -> None:
+    """Compare the checksum at `written_at` with that of [begin, end), without a copy."""
+    expected = int.from_bytes(batch[written_at : written_at + 4], "big")
+    actual = google_crc32c.value(np.frombuffer(batch, np.uint8, end - begin, begin))
     if expected != actual:
         raise BadChecksum(
             f"checksum {actual:#010x} where {expected:#010x} was written",

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_POLL_S = 0.02
+POLL_S = 0.02
 _TETHER = Path(__file__).with_name("tether.py")
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
@@ -57,6 +57,7 @@ class Child:
         self.wanted = False
         """True between `spawn` and the beginning of `stop`: an end in between is unasked for."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_position = 0
 
     @property
     def name(self) -> str:
@@ -82,6 +83,7 @@ class Child:
             log_path.replace(log_path.with_suffix(".log.1"))
         tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
         with log_path.open("ab") as log:
+            self._log_position = log.tell()
             self._process = subprocess.Popen(
                 [*tether, *self.program.command],
                 stdin=subprocess.DEVNULL,
@@ -103,7 +105,7 @@ class Child:
                 while self.pid is not None:
                     if await self.program.is_ready():
                         return
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise NotReady(f"{self.name} does not serve after {timeout_s:g} s") from None
         raise NotReady(f"{self.name} ended ({describe_exit(self.returncode)}) before it served")
@@ -111,8 +113,8 @@ class Child:
     async def stop(self, grace_s: float) -> bool:
         """Ask the program to end, and kill it after `grace_s`; True if it ended by itself."""
         self.wanted = False
-        self.signal(signal.SIGTERM)
-        self.signal(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        self.send(signal.SIGCONT)
         try:
             async with asyncio.timeout(grace_s):
                 await self.ended()
@@ -125,34 +127,38 @@ class Child:
 
     async def ended(self) -> int | None:
         """The exit status, once there is one; None if it was never started."""
-        while self.pid is not None:  # noqa: ASYNC110  nothing portable tells of a death
-            await asyncio.sleep(_POLL_S)
+        await until(lambda: self.pid is None)
         return self.returncode
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
         if self._process:
             self._process.send_signal(number)
 
     def kill_now(self) -> None:
         """Kill the program and everything in its session, and wait for its death."""
-        self.wanted = False
         if self._process and self.pid is not None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has not become a session leader yet
+            except ProcessLookupError:  # it ended in this moment
                 self._process.kill()
             self._process.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of its log."""
+        """The end of what it has printed since the last `spawn`."""
         try:
             with self.program.log_path.open("rb") as log:
                 log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - 500 * count))
+                log.seek(max(self._log_position, log.tell() - 500 * count))
                 return log.read().decode(errors="replace").splitlines()[-count:]
         except OSError:
             return []
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once `condition` is true. Polls: nothing portable tells of a child's death."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
 
 
 def describe_exit(returncode: int | None) -> str:

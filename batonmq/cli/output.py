@@ -1,0 +1,129 @@
+"""How commands speak: tables or JSON on standard output, failures on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from batonmq.common.errors import BatonError
+
+Item = Mapping[str, Any]
+Columns = Mapping[str, str | Callable[[Item], object]]
+"""Heading to the key of an item, or to what makes the cell from the item."""
+
+
+class Form(StrEnum):
+    """What output is made for."""
+
+    TABLE = "table"
+    """People."""
+    JSON = "json"
+    """Programs."""
+
+
+class Output:
+    """Prints in one form. Items are the same in both; a table shows some of their keys."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+
+    def items(self, items: Sequence[Item], columns: Columns) -> None:
+        """A list: a table, or one JSON array."""
+        if self.form is Form.JSON:
+            print(json.dumps(list(items), indent=2), flush=True)
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading in columns:
+            table.add_column(heading, overflow="fold")
+        for item in items:
+            table.add_row(*(Text(printable(_cell(item, column))) for column in columns.values()))
+        _console(sys.stdout).print(table)
+
+    def item(self, item: Item, columns: Columns) -> None:
+        """One thing: a table of one row, or one JSON object."""
+        if self.form is Form.JSON:
+            print(json.dumps(item, indent=2), flush=True)
+        else:
+            self.items([item], columns)
+
+    def line(self, item: Item, text: str) -> None:
+        """One of many: a line of text, or a line of JSON; out at once."""
+        print(json.dumps(item) if self.form is Form.JSON else text, flush=True)
+
+    def note(self, text: str) -> None:
+        """Something a person wants to know beside the result; a program doesn't."""
+        if self.form is Form.TABLE:
+            print(text, flush=True)
+
+    def error(self, error: BatonError) -> None:
+        """A refusal or failure: its reason, its sentence, its remedy."""
+        if self.form is Form.TABLE:
+            self.failure(error.reason, error.message, error.remedy)
+            for d in error.differences:
+                print(
+                    f"  {d.topic} {d.setting}: {d.newcomer_client_id} has "
+                    f"{d.newcomer_value!r}, {d.member_client_id} has {d.member_value!r}",
+                    file=sys.stderr,
+                )
+            return
+        described = {
+            "reason": error.reason,
+            "message": error.message,
+            "remedy": error.remedy,
+            "retry": error.retry.value,
+            "retry_after_ms": error.retry_after_ms,
+            "facts": error.facts,
+            "differences": [
+                {slot: getattr(d, slot) for slot in type(d).__slots__} for d in error.differences
+            ],
+        }
+        print(json.dumps({"error": described}), file=sys.stderr)
+
+    def failure(self, reason: str, message: str, remedy: str) -> None:
+        """A failure that did not come from a service."""
+        if self.form is Form.JSON:
+            described = {"reason": reason, "message": message, "remedy": remedy}
+            print(json.dumps({"error": described}), file=sys.stderr)
+        else:
+            print(f"error: {reason}: {message}", file=sys.stderr)
+            if remedy:
+                print(f"  {remedy}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: control characters as escapes."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
+
+
+def wall_time(unix_ms: int) -> str:
+    """A wall stamp for people, in UTC, to the millisecond."""
+    stamp = datetime.fromtimestamp(unix_ms / 1000, UTC)
+    return stamp.strftime("%Y-%m-%dT%H:%M:%S.") + f"{unix_ms % 1000:03d}Z"
+
+
+def duration(milliseconds: int) -> str:
+    """A span for people: its two largest units."""
+    seconds = max(milliseconds, 0) // 1000
+    if seconds == 0:
+        return f"{max(milliseconds, 0)}ms"
+    parts = [(seconds // 86_400, "d"), (seconds // 3600 % 24, "h"), (seconds // 60 % 60, "m")]
+    shown = [f"{count}{unit}" for count, unit in [*parts, (seconds % 60, "s")] if count]
+    return " ".join(shown[:2])
+
+
+def _cell(item: Item, column: str | Callable[[Item], object]) -> str:
+    value = item[column] if isinstance(column, str) else column(item)
+    return "-" if value is None or value == "" else str(value)
+
+
+def _console(file: Any) -> Console:
+    # Not a terminal: as wide as it needs to be, so that a program finds one row per line.
+    return Console(file=file, width=None if file.isatty() else 10_000, highlight=False)

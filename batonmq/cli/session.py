@@ -1,0 +1,98 @@
+"""What every command shares: its options, and the way a coroutine becomes an exit status.
+
+0: done. 1: failed or refused, and standard error says why. 2: the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from batonmq.cli.output import Form, Output
+from batonmq.common.errors import BatonError
+
+DEFAULT_NAMESERVER = "127.0.0.1:9876"
+
+NameserverOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nameserver",
+        metavar="HOST:PORT",
+        help="Address of a nameserver; several separated by commas.",
+        show_default=False,
+    ),
+]
+FormatOption = Annotated[
+    Form | None, typer.Option("--format", help="What to print.", show_default=False)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the options in front of the command say; those behind it win."""
+
+    nameserver: str
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The shared options of one command."""
+
+    nameserver: str
+    output: Output
+
+    def run(self, main: Coroutine[Any, Any, None], *, endless: bool = False) -> None:
+        """Run `main`; SIGINT, SIGTERM and SIGHUP cancel it, so that it can end in good order.
+
+        Args:
+            endless: Being interrupted is how the command ends: status 0 and not 130.
+        """
+        try:
+            try:
+                asyncio.run(_interruptible(main))
+            except BaseExceptionGroup as group:
+                raise _first_of(group) from group
+        except BatonError as error:
+            self.output.error(error)
+            raise typer.Exit(1) from error
+        except OSError as error:
+            self.output.failure("SYSTEM_ERROR", str(error), "")
+            raise typer.Exit(1) from error
+        except asyncio.CancelledError as error:
+            raise typer.Exit(0 if endless else 130) from error
+
+
+def open_session(context: typer.Context, nameserver: str | None, form: Form | None) -> Session:
+    """The session of a command.
+
+    Args:
+        nameserver: The command's own option.
+        form: The command's own option.
+    """
+    defaults = context.find_object(Defaults)
+    assert defaults is not None
+    return Session(nameserver or defaults.nameserver, Output(form or defaults.form))
+
+
+async def _interruptible(main: Coroutine[Any, Any, None]) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, task.cancel)
+    await main
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error of a group that a person can do most with."""
+    leaves = [
+        _first_of(error) if isinstance(error, BaseExceptionGroup) else error
+        for error in group.exceptions
+    ]
+    return next((leaf for leaf in leaves if isinstance(leaf, BatonError)), leaves[0])

@@ -1,0 +1,35 @@
+"""Small things asyncio lacks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if `event` is set first, in which case `work` is cancelled.
+
+    If both happen, the result wins.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(work)
+        waiting = tasks.create_task(event.wait())
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not working.done():
+            working.cancel()
+            return None
+    return working.result()
+
+
+async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
+    """Whether `event` was set within `timeout_ms`."""
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

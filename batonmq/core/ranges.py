@@ -1,0 +1,69 @@
+"""Half-open runs of offsets: ascending, disjoint, not touching."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+Range = tuple[int, int]
+"""[first, next) in offsets; never empty."""
+
+
+def normalize(ranges: Iterable[Range]) -> list[Range]:
+    """The same offsets as ascending runs, joined where they touch or overlap."""
+    joined: list[Range] = []
+    for first, end in sorted(ranges):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif first < end:
+            joined.append((first, end))
+    return joined
+
+
+def subtract(ranges: Sequence[Range], minus: Sequence[Range]) -> list[Range]:
+    """Offsets of `ranges` that are not in `minus`; both normalized."""
+    left: list[Range] = []
+    for begin, end in ranges:
+        first = begin
+        index = max(bisect_right(minus, (first, first)) - 1, 0)
+        while index < len(minus) and minus[index][0] < end:
+            cut_first, cut_end = minus[index]
+            if cut_first > first:
+                left.append((first, min(cut_first, end)))
+            first = max(first, cut_end)
+            index += 1
+        if first < end:
+            left.append((first, end))
+    return left
+
+
+def contains(ranges: Sequence[Range], offset: int) -> bool:
+    """Whether `offset` is in one of the normalized `ranges`."""
+    index = bisect_right(ranges, (offset, offset + 1)) - 1
+    at = index if index >= 0 and ranges[index][0] <= offset else index + 1
+    return at < len(ranges) and ranges[at][0] <= offset < ranges[at][1]
+
+
+def of_sorted(offsets: Iterable[int]) -> list[Range]:
+    """Ascending offsets as runs."""
+    runs: list[Range] = []
+    for offset in offsets:
+        if runs and runs[-1][1] == offset:
+            runs[-1] = (runs[-1][0], offset + 1)
+        else:
+            runs.append((offset, offset + 1))
+    return runs
+
+
+def clip(ranges: Sequence[Range], first: int, end: int) -> list[Range]:
+    """The part of `ranges` inside [first, end)."""
+    return [
+        (max(begin, first), min(stop, end))
+        for begin, stop in ranges
+        if begin < end and stop > first
+    ]
+
+
+def count(ranges: Iterable[Range]) -> int:
+    """How many offsets."""
+    return sum(end - first for first, end in ranges)

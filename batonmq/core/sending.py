@@ -1,0 +1,144 @@
+"""The producer's books of one queue: what waits, what is on its way, under which sequence."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from batonmq.core.records import BatchBuilder, Message
+from batonmq.core.route import QueueId
+
+Token = TypeVar("Token")
+
+SEQUENCE_LIMIT = 1 << 32
+
+
+@dataclass(slots=True)
+class Batch(Generic[Token]):
+    """Messages of one queue that travel together.
+
+    Attributes:
+        token: What the shell attaches, to tell the senders of the outcome.
+        encoded: The bytes once they are fixed: from the first try on.
+        first_sent_ms: Monotonic time of the first try; the delivery timeout counts from there.
+        failures: Tries that failed.
+    """
+
+    token: Token
+    builder: BatchBuilder = field(default_factory=BatchBuilder)
+    encoded: bytes = b""
+    first_sent_ms: int = -1
+    failures: int = 0
+
+
+class QueueSender(Generic[Token]):
+    """One queue's batches, in order, at most one of them in flight.
+
+    Because of that a repeated batch can never be overtaken, and sequences have no gaps.
+
+    Args:
+        producer_id: Of this producer; not 0.
+    """
+
+    def __init__(self, queue: QueueId, producer_id: int, bytes_max: int, count_max: int) -> None:
+        self.queue = queue
+        self._producer_id, self._bytes_max, self._count_max = producer_id, bytes_max, count_max
+        self._epoch = 0
+        self._sequence = 0
+        self._waiting: deque[Batch[Token]] = deque()
+        self.in_flight: Batch[Token] | None = None
+        self.backing_off = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether a batch could be sent now."""
+        return bool(self._waiting) and self.in_flight is None and not self.backing_off
+
+    @property
+    def failures(self) -> int:
+        """Failed tries of the batch that is next."""
+        return self._waiting[0].failures if self._waiting else 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or travels."""
+        return not self._waiting and self.in_flight is None
+
+    def open_batch(self, record_bytes: int) -> Batch[Token] | None:
+        """The batch that takes another record of this size; None if a new one has to begin."""
+        if not self._waiting or self._waiting[-1].encoded:
+            return None
+        builder = self._waiting[-1].builder
+        full = len(builder) >= self._count_max or builder.bytes_count + record_bytes > (
+            self._bytes_max
+        )
+        return None if full else self._waiting[-1]
+
+    def begin_batch(self, token: Token) -> Batch[Token]:
+        """A new batch behind the others."""
+        batch = Batch(token)
+        self._waiting.append(batch)
+        return batch
+
+    def add(self, batch: Batch[Token], message: Message, record: bytes) -> int:
+        """Add a message to an open batch; its index there."""
+        batch.builder.add(message, record)
+        return len(batch.builder) - 1
+
+    def take(self, unix_ms: int, monotonic_ms: int) -> Batch[Token]:
+        """Put the first waiting batch in flight; its bytes are fixed from then on."""
+        assert self.ready
+        batch = self.in_flight = self._waiting.popleft()
+        if not batch.encoded:
+            batch.encoded = batch.builder.encode(
+                topic=self.queue.topic,
+                queue_id=self.queue.queue_id,
+                producer=(self._producer_id, self._epoch),
+                sequence=self._sequence,
+                born_unix_ms=unix_ms,
+            )
+            batch.first_sent_ms = monotonic_ms
+        return batch
+
+    def stored(self) -> Batch[Token]:
+        """The batch in flight is stored."""
+        batch = self._landed()
+        self._sequence = (self._sequence + len(batch.builder)) % SEQUENCE_LIMIT
+        return batch
+
+    def again(self) -> None:
+        """The batch in flight is to be sent once more, unchanged and before all others.
+
+        Nothing is ready until the caller has set `backing_off` to False.
+        """
+        batch = self._landed()
+        batch.failures += 1
+        self.backing_off = True
+        self._waiting.appendleft(batch)
+
+    def refused(self) -> Batch[Token]:
+        """The batch in flight was refused for good; its sequence numbers go to the next."""
+        return self._landed()
+
+    def unknown(self) -> Batch[Token]:
+        """Nobody will ever know whether the batch in flight is stored.
+
+        A new epoch begins, so that the next sequence neither leaves a gap nor looks repeated.
+        """
+        self._epoch += 1
+        self._sequence = 0
+        return self._landed()
+
+    def drop(self) -> list[Batch[Token]]:
+        """Forget everything that waits or travels; the dropped batches."""
+        dropped = [*([self.in_flight] if self.in_flight else []), *self._waiting]
+        self.in_flight = None
+        self._waiting.clear()
+        return dropped
+
+    def _landed(self) -> Batch[Token]:
+        batch = self.in_flight
+        assert batch is not None
+        self.in_flight = None
+        return batch

@@ -1,0 +1,143 @@
+"""Where everything is: one nameserver address in, stubs for every service out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from random import Random
+
+import grpc.aio
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+
+from batonmq.channels import connect
+from batonmq.common.backoff import Backoff
+from batonmq.common.errors import BatonError, Retry, Unreachable
+from batonmq.common.rpc import from_rpc_error
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+"""Bound of a call that is not held by the server."""
+_BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
+
+
+class Directory:
+    """Channels to the nodes of a cluster, found through its nameserver.
+
+    Args:
+        nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
+    """
+
+    def __init__(self, nameserver: str, random: Random) -> None:
+        self._addresses = [part.strip() for part in nameserver.split(",") if part.strip()]
+        self._random = random
+        self._turn = 0
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._nodes: list[pb.Node] = []
+        self._refreshing = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close every channel; calls under way end."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def nameserver(self) -> nameserver_grpc.NameserverServiceAsyncStub:
+        """A stub for the nameserver whose turn it is."""
+        address = self._addresses[self._turn % len(self._addresses)]
+        return nameserver_grpc.NameserverServiceStub(self._channel(address))
+
+    def next_nameserver(self) -> None:
+        """Try another nameserver from now on, if there is one."""
+        self._turn += 1
+
+    async def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
+        """A stub for the storage node of `broker`.
+
+        Raises:
+            Unreachable: it is not registered, or no nameserver answers.
+        """
+        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        return storage_grpc.StorageServiceStub(self._channel(address))
+
+    async def offsets(self) -> offsets_grpc.OffsetsServiceAsyncStub:
+        """A stub for the offsets master.
+
+        Raises:
+            Unreachable: none is registered, or no nameserver answers.
+        """
+        address = await self._address(pb.SERVICE_KIND_OFFSETS)
+        return offsets_grpc.OffsetsServiceStub(self._channel(address))
+
+    async def lockmgr(self) -> lockmgr_grpc.LockmgrServiceAsyncStub:
+        """A stub for the lockmgr leader.
+
+        Raises:
+            Unreachable: none is registered, or no nameserver answers.
+        """
+        address = await self._address(pb.SERVICE_KIND_LOCKMGR)
+        return lockmgr_grpc.LockmgrServiceStub(self._channel(address))
+
+    async def refresh(self) -> list[pb.Node]:
+        """Ask a nameserver for the nodes again.
+
+        Raises:
+            Unreachable: no nameserver answers.
+        """
+        before = self._nodes
+        async with self._refreshing:
+            if self._nodes is not before:
+                return self._nodes
+            try:
+                answer = await self.nameserver().DescribeCluster(
+                    pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError as error:
+                self.next_nameserver()
+                raise from_rpc_error(error) from error
+            self._nodes = list(answer.nodes)
+            return self._nodes
+
+    async def pause(self, error: BatonError, failures: int) -> None:
+        """Wait before the next try, as long as `error` and the failures so far suggest.
+
+        Looks the nodes up again if the error says that somebody moved.
+        """
+        await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000)
+        if isinstance(error, Unreachable) or error.retry is Retry.REFRESH_ROUTE:
+            try:
+                await self.refresh()
+            except BatonError as failure:
+                log.debug("nodes not refreshed error=%s", failure)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = connect(address)
+        return channel
+
+    async def _address(self, service: pb.ServiceKind.ValueType, node_id: str = "") -> str:
+        found = self._find(service, node_id)
+        if found is None:
+            await self.refresh()
+            found = self._find(service, node_id)
+        if found is None:
+            name = pb.ServiceKind.Name(service).removeprefix("SERVICE_KIND_").lower()
+            raise Unreachable(
+                f"no {name} node {node_id} is registered".replace("  ", " "),
+                retry_after_ms=200,
+                facts={"service": name},
+            )
+        return found
+
+    def _find(self, service: pb.ServiceKind.ValueType, node_id: str) -> str | None:
+        nodes = [
+            node
+            for node in self._nodes
+            if node.service == service and node.leader and node_id in ("", node.node_id)
+        ]
+        return max(nodes, key=lambda node: node.epoch).address if nodes else None

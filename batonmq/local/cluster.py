@@ -1,0 +1,208 @@
+"""A whole cluster on this machine: etcd and one process of each service, supervised."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+
+from batonmq.channels import connect
+from batonmq.local.child import POLL_S, Child, NotReady
+from batonmq.local.etcd import EtcdProcess, is_healthy
+from batonmq.local.layout import SERVICES, ClusterOptions, Layout
+from batonmq.local.ports import lock_data_dir
+from batonmq.local.supervisor import GivenUp, Supervisor
+
+_ETCD_WAIT_S = 5.0
+_REGISTERED_S = 30.0
+_STOP_ORDER = (("nameserver", "lockmgr", "storage"), ("offsets",), ("etcd",))
+
+
+class ClusterFailed(Exception):
+    """The cluster could not be started, or could not be kept running. Everything is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A process of the cluster; `pid` is None if it does not run or is not the cluster's own."""
+
+    name: str
+    address: str
+    metrics_address: str
+    pid: int | None
+
+
+def to_stderr(message: str) -> None:
+    """Tell the person at the terminal."""
+    print(message, file=sys.stderr, flush=True)
+
+
+class LocalCluster:
+    """Runs inside `async with`; once that is entered, every service serves and is registered.
+
+    A process that ends unasked is reported and, with `auto_restart`, started again; one that
+    keeps ending ends the cluster: the body of the `async with` is cancelled and `ClusterFailed`
+    raised in its place.
+
+    Args:
+        data_dir: Made if it does not exist. Only one cluster may run on it.
+        report: Takes what a person should know at once, one message a call.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        options: ClusterOptions | None = None,
+        report: Callable[[str], None] = to_stderr,
+    ) -> None:
+        self.data_dir = data_dir.absolute()
+        self.options = options or ClusterOptions()
+        self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
+        self._exits = AsyncExitStack()
+        self._failure: ClusterFailed | None = None
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """host:port of each service's gRPC server, and of etcd."""
+        return {name: self._layout.address(name) for name in SERVICES} | {"etcd": self._etcd}
+
+    @property
+    def nameserver(self) -> str:
+        """host:port that clients are given."""
+        return self._layout.address("nameserver")
+
+    def endpoints(self) -> list[Endpoint]:
+        """Every process, etcd first."""
+        rest = [
+            Endpoint(n, self._layout.address(n), self._layout.metrics_address(n), self.pid(n))
+            for n in SERVICES
+        ]
+        return [Endpoint("etcd", self._etcd, self._etcd, self.pid("etcd")), *rest]
+
+    @property
+    def auto_restart(self) -> bool:
+        """Whether a process that ends unasked is started again."""
+        return self._processes.auto_restart
+
+    @auto_restart.setter
+    def auto_restart(self, wanted: bool) -> None:
+        self._processes.auto_restart = wanted
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a service or of `etcd`; None while it does not run."""
+        return self._processes.pid(name)
+
+    async def start(self, name: str) -> None:
+        """Start a process that does not run, and wait until it serves."""
+        await self._processes.start(name)
+
+    async def stop(self, name: str) -> None:
+        """End a process in good order; it stays away until `start`."""
+        await self._processes.stop(name)
+
+    async def restart(self, name: str) -> None:
+        """`stop`, then `start`."""
+        await self.stop(name)
+        await self.start(name)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL a process and wait for its death, which counts as unasked for."""
+        await self._processes.kill(name)
+
+    async def serving(self, name: str) -> None:
+        """Wait until a process, such as one that was killed, serves again."""
+        await self._processes.serving(name)
+
+    def pause(self, name: str) -> None:
+        """Stop a process in its tracks; it keeps its memory and its sockets."""
+        self._processes.send(name, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Let a paused process go on."""
+        self._processes.send(name, signal.SIGCONT)
+
+    async def __aenter__(self) -> Self:
+        """Start everything.
+
+        Raises:
+            DataDirInUse: Another cluster runs on the directory.
+            ClusterFailed: Something did not start; nothing is left running.
+        """
+        async with AsyncExitStack() as exits:
+            exits.enter_context(lock_data_dir(self.data_dir))
+            exits.push_async_callback(self._processes.stop_all, _STOP_ORDER)
+            await self._start_all()
+            tasks = await exits.enter_async_context(asyncio.TaskGroup())
+            for name in self._processes:
+                exits.callback(tasks.create_task(self._watch(name)).cancel)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._exits.aclose()
+        finally:
+            if self._failure is not None:
+                raise self._failure from None
+
+    async def _start_all(self) -> None:
+        self._layout = Layout(self.data_dir, self.options)
+        self._etcd = self.options.etcd
+        try:
+            if self._etcd:
+                silent = f"etcd at {self._etcd} does not answer"
+                await _wait(lambda: is_healthy(self._etcd), _ETCD_WAIT_S, silent)
+            else:
+                etcd = EtcdProcess(self._layout.etcd_dir, log_path=self._layout.log_path("etcd"))
+                self._etcd = etcd.endpoint
+                self._processes.add(etcd.child)
+                await self._processes.ready("etcd")
+            for name in SERVICES:
+                self._processes.add(Child(self._layout.program(name, self._etcd)))
+            for name in SERVICES:
+                await self._processes.ready(name)
+            await _wait(self._all_registered, _REGISTERED_S, "not every service has registered")
+        except NotReady as error:
+            raise ClusterFailed(str(error)) from error
+
+    async def _all_registered(self) -> bool:
+        async with connect(self.nameserver) as channel:
+            stub = nameserver_grpc.NameserverServiceStub(channel)
+            request = nameserver_pb.DescribeClusterRequest()
+            try:
+                answer = await stub.DescribeCluster(request, timeout=2)
+            except grpc.aio.AioRpcError:
+                return False
+        leaders = {node.address for node in answer.nodes if node.leader}
+        return leaders.issuperset(self._layout.address(name) for name in SERVICES)
+
+    async def _watch(self, name: str) -> None:
+        try:
+            await self._processes.watch(name)
+        except GivenUp as error:
+            self._failure = ClusterFailed(str(error))
+            raise
+
+
+async def _wait(condition: Callable[[], Awaitable[bool]], timeout_s: float, otherwise: str) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await condition():
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise NotReady(f"{otherwise} after {timeout_s:g} s") from None

@@ -1,0 +1,172 @@
+"""The values of the lock manager: who owns a queue, what offsets showed, who waits.
+
+Knows nothing of the wire, of etcd or of clocks: times are readings of the leader's monotonic
+clock that the caller passes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class QueueKey:
+    """One queue as one consumer group sees it."""
+
+    group: str
+    topic: str
+    broker: str
+    queue_id: int
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.topic}/{self.broker}/{self.queue_id}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Incarnation:
+    """One process life of one client; ownership belongs to it, never to a client id."""
+
+    client_id: str
+    incarnation_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The times of the decision table (protocol section 7).
+
+    Attributes:
+        lease_ms: An owner that is silent for longer may lose the queue.
+        slot_ms: At most one observation of a queue counts in this time.
+        slots_min: So many slots without change let a drained queue go to a newcomer.
+        evicted_renewal_ms: An owner that is no member any more is renewed for so long.
+        waiter_memory_ms: A refused asker counts as waiting until it has not asked for so long.
+    """
+
+    lease_ms: int = 30_000
+    slot_ms: int = 500
+    slots_min: int = 3
+    evicted_renewal_ms: int = 60_000
+    waiter_memory_ms: int = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """What stands in etcd for a queue. `token` and `generation` stay when it is free."""
+
+    owner: Incarnation | None = None
+    token: int = 0
+    acquire_seq: int = 0
+    attempt: str = ""
+    generation: int = 0
+
+    def freed(self) -> Lock:
+        """The same queue with nobody owning it."""
+        return Lock(token=self.token, generation=self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asks, by its how manyth request, and by which view of its group."""
+
+    incarnation: Incarnation
+    acquire_seq: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A queue as offsets showed it; all zero if offsets does not know it."""
+
+    token: int = 0
+    closed: bool = False
+    committed: int = 0
+    delivered: int = 0
+    unacked_count: int = 0
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is in flight."""
+        return self.delivered == self.committed
+
+
+class Step(Enum):
+    """How far a change of an entry has come."""
+
+    FENCE = "fence"
+    PERSIST = "persist"
+    RELEASE = "release"
+
+
+@dataclass(slots=True)
+class Pending:
+    """A change of an entry whose outcome is not known yet."""
+
+    step: Step
+    asker: Incarnation
+    attempt: str = ""
+
+
+@dataclass(slots=True)
+class Waiter:
+    """An asker that was refused for a reason that can clear."""
+
+    since_ms: int
+    seen_ms: int
+    parked_count: int = 0
+
+
+class LockState(Enum):
+    """What an entry is, for people."""
+
+    FREE = "free"
+    HELD = "held"
+    PENDING = "pending"
+    PHANTOM = "phantom"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A queue at the leader: its lock and what only memory knows of it.
+
+    Attributes:
+        lock: As etcd has it; nobody's if `revision` is 0.
+        revision: Modification revision in etcd; 0 if the queue has never been granted.
+        lease_start_ms: When the owner was last known to live.
+        held_since_ms: When the owner was granted the queue, or the leader began.
+        newly_acquired: Whether the last grant went to somebody new.
+        phantom: offsets has a newer token than the lock: the owner's is dead.
+        pending: A change under way; at most one.
+        seen: Last observation; None if it is out of date.
+        seen_ms: When that was made, or tried.
+        slots: Slots in a row without a change of token, committed or delivered.
+        slot_start_ms: When the present slot began.
+        stamp: Changes with the lock; an observation begun under another stamp is not used.
+        waiters: Who was refused, oldest first.
+        evicted_since_ms: Since when the owner was seen to be no member; None if it is one.
+    """
+
+    key: QueueKey
+    lock: Lock = field(default_factory=Lock)
+    revision: int = 0
+    lease_start_ms: int = 0
+    held_since_ms: int = 0
+    newly_acquired: bool = True
+    phantom: bool = False
+    pending: Pending | None = None
+    seen: Observation | None = None
+    seen_ms: int = 0
+    slots: int = 0
+    slot_start_ms: int = 0
+    stamp: int = 0
+    waiters: dict[Incarnation, Waiter] = field(default_factory=dict)
+    evicted_since_ms: int | None = None
+
+    @property
+    def state(self) -> LockState:
+        """What the entry is at this moment."""
+        if self.pending is not None:
+            return LockState.PENDING
+        if self.lock.owner is None:
+            return LockState.FREE
+        return LockState.PHANTOM if self.phantom else LockState.HELD

@@ -1,0 +1,326 @@
+"""All queues of one leader: leases, observations, waiters, changes under way.
+
+An entry changes in three steps: `begin` marks it, the shell fences and persists, and exactly one
+of `granted`, `freed`, `refused` and `reloaded` ends it. From `begin` until the outcome is known
+nobody is renewed and nothing else begins (protocol section 5, stories 6 and 7).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from batonmq.common.errors import HandoverPending
+from services.lockmgr.core.access import Decision, Deny, decide_access
+from services.lockmgr.core.locks import (
+    Asker,
+    Entry,
+    Incarnation,
+    Lock,
+    LockState,
+    Observation,
+    Pending,
+    Policy,
+    QueueKey,
+    Step,
+    Waiter,
+)
+
+
+class HoldState(Enum):
+    """What a keep-alive did to an entry."""
+
+    OK = "OK"
+    WANTED = "WANTED"
+    NOT_OWNER = "NOT_OWNER"
+    PENDING = "PENDING"
+    ORPHAN = "ORPHAN"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """State of one entry after a keep-alive; `token` is the entry's."""
+
+    key: QueueKey
+    state: HoldState
+    token: int
+    wanted_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepAlive:
+    """What an owner says about itself.
+
+    Attributes:
+        acquire_seq: Highest request whose outcomes it has seen.
+        holds: Everything it owns, with the tokens.
+        evicted_groups: Groups of `holds` in which it is no member any more.
+    """
+
+    incarnation: Incarnation
+    acquire_seq: int
+    holds: Sequence[tuple[QueueKey, int]]
+    evicted_groups: frozenset[str] = frozenset()
+
+
+class LockTable:
+    """The entries of one term of leadership. Holds no clock: every call brings the time."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._entries: dict[QueueKey, Entry] = {}
+        self._owned: dict[Incarnation, set[QueueKey]] = {}
+
+    # What is there
+
+    def get(self, key: QueueKey) -> Entry | None:
+        """The entry of `key`, not to be changed by the caller."""
+        return self._entries.get(key)
+
+    def entries(self, group: str = "", topic: str = "") -> Iterator[Entry]:
+        """Entries that are in etcd or are being changed, ascending; empty filters let all pass."""
+        for key in sorted(self._entries):
+            entry = self._entries[key]
+            known = entry.revision or entry.pending is not None or entry.waiters
+            if known and group in ("", key.group) and topic in ("", key.topic):
+                yield entry
+
+    def counts(self) -> Counter[LockState]:
+        """How many entries are in which state."""
+        return Counter(entry.state for entry in self._entries.values() if entry.revision)
+
+    def pending_count(self) -> int:
+        """How many changes are under way."""
+        return sum(entry.pending is not None for entry in self._entries.values())
+
+    # A leader begins
+
+    def load(
+        self, key: QueueKey, lock: Lock, revision: int, offsets_token: int, now_ms: int
+    ) -> None:
+        """Take over an entry of the leader before: its lease starts now.
+
+        Args:
+            offsets_token: Answered by offsets after it has learnt of this term. If it is not the
+                owner's, the owner was fenced and must not be renewed (story 12).
+        """
+        entry = Entry(key, lease_start_ms=now_ms, held_since_ms=now_ms)
+        self._entries[key] = entry
+        self._put(entry, lock, revision)
+        entry.phantom = lock.owner is not None and lock.token != offsets_token
+
+    # Observing
+
+    def needs_look(self, key: QueueKey, asker: Asker, now_ms: int) -> bool:
+        """Whether the queue must be observed before deciding.
+
+        However many contenders there are, they share one observation per slot. An owner's own
+        request always gets a fresh one.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return True
+        if entry.pending is not None:
+            return False
+        if entry.seen is None or entry.lock.owner == asker.incarnation:
+            return True
+        return self.due_ms(key, now_ms) <= 0
+
+    def due_ms(self, key: QueueKey, now_ms: int) -> int:
+        """Time until the next observation of `key` may count."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.seen_ms + self._policy.slot_ms - now_ms
+
+    def look(self, key: QueueKey) -> int:
+        """Begin an observation; the stamp to be given to `observe`."""
+        return self._touch(key).stamp
+
+    def observe(self, key: QueueKey, seen: Observation, stamp: int, now_ms: int) -> None:
+        """Note what offsets showed; ignored if the entry has changed since `look`."""
+        entry = self._touch(key)
+        if entry.stamp != stamp or entry.pending is not None:
+            return
+        before, entry.seen, entry.seen_ms = entry.seen, seen, now_ms
+        if entry.lock.owner is not None:
+            entry.phantom = seen.token != entry.lock.token
+        if before is None or _progress(before) != _progress(seen):
+            entry.slots, entry.slot_start_ms = 0, now_ms
+        elif now_ms - entry.slot_start_ms >= self._policy.slot_ms:
+            entry.slots, entry.slot_start_ms = entry.slots + 1, now_ms
+
+    def unseen(self, key: QueueKey, now_ms: int) -> None:
+        """Note that an observation failed, so that the next one waits for its slot."""
+        self._touch(key).seen_ms = now_ms
+
+    def distrust(self, key: QueueKey) -> None:
+        """Forget the last observation: offsets has contradicted it."""
+        self._touch(key).seen = None
+
+    # Deciding
+
+    def decide(self, key: QueueKey, asker: Asker, now_ms: int) -> Decision | None:
+        """What to do about the asker's wish; None if the queue must be observed first."""
+        entry = self._touch(key)
+        if entry.pending is not None:
+            error = HandoverPending(
+                f"{key} is being handed over",
+                retry_after_ms=100,
+                facts={"attempt": entry.pending.attempt, "step": entry.pending.step.value},
+            )
+            return Deny(error, clears=True)
+        if entry.seen is None:
+            return None
+        return decide_access(entry, asker, entry.seen, now_ms, self._policy)
+
+    def wait(self, key: QueueKey, asker: Incarnation, now_ms: int, *, parked: int = 0) -> None:
+        """Note a refusal that can clear; the owner learns that it is wanted.
+
+        Args:
+            parked: 1 when a call starts to be held, -1 when it ends.
+        """
+        entry = self._touch(key)
+        waiter = entry.waiters.get(asker)
+        if waiter is None:
+            if parked < 0:
+                return  # granted while it was held
+            waiter = entry.waiters[asker] = Waiter(now_ms, now_ms)
+        waiter.seen_ms = now_ms
+        waiter.parked_count += parked
+
+    def forget_waiters(self, now_ms: int) -> None:
+        """Drop waiters that have not asked lately, and entries that nothing is known of."""
+        for entry in list(self._entries.values()):
+            for asker, waiter in list(entry.waiters.items()):
+                silent_ms = now_ms - waiter.seen_ms
+                if not waiter.parked_count and silent_ms > self._policy.waiter_memory_ms:
+                    del entry.waiters[asker]
+            if not (entry.revision or entry.pending or entry.waiters):
+                silent_ms = now_ms - entry.seen_ms
+                if silent_ms > self._policy.waiter_memory_ms:
+                    del self._entries[entry.key]
+
+    # Changing
+
+    def begin(self, key: QueueKey, step: Step, asker: Incarnation) -> Pending:
+        """Mark the entry: a change starts and its outcome is open."""
+        entry = self._touch(key)
+        assert entry.pending is None, f"{key} is being changed already"
+        entry.pending = Pending(step, asker)
+        entry.stamp += 1
+        return entry.pending
+
+    def refused(self, key: QueueKey) -> None:
+        """End a change that changed nothing anywhere."""
+        self._settle(key)
+
+    def granted(
+        self, key: QueueKey, lock: Lock, revision: int, now_ms: int, *, newly_acquired: bool
+    ) -> int:
+        """End a change: the lock is in etcd, the owner's lease starts now.
+
+        Returns:
+            How long the new owner has waited since it was first refused, in milliseconds.
+        """
+        assert lock.owner is not None
+        entry = self._settle(key)
+        self._put(entry, lock, revision)
+        entry.lease_start_ms = entry.held_since_ms = now_ms
+        entry.newly_acquired = newly_acquired
+        waiter = entry.waiters.pop(lock.owner, None)
+        return 0 if waiter is None else now_ms - waiter.since_ms
+
+    def freed(self, key: QueueKey, revision: int) -> None:
+        """End a release: etcd has the entry without an owner."""
+        entry = self._settle(key)
+        self._put(entry, entry.lock.freed(), revision)
+
+    def reloaded(self, key: QueueKey, lock: Lock | None, revision: int, *, fenced: bool) -> None:
+        """End a change that etcd refused: it has another lock than the entry had.
+
+        Args:
+            lock: What etcd has; None for nothing.
+            fenced: offsets has raised the token, so the lock's is dead.
+        """
+        entry = self._settle(key)
+        self._put(entry, lock or Lock(), revision)
+        entry.phantom = fenced and entry.lock.owner is not None
+
+    # Owners
+
+    def renew(self, key: QueueKey, now_ms: int) -> None:
+        """Start the owner's lease anew, after its grant was repeated to it."""
+        self._entries[key].lease_start_ms = now_ms
+
+    def keep_alive(self, call: KeepAlive, now_ms: int) -> list[Report]:
+        """Renew what matches: a report per hold, in order, then the owner's unlisted entries."""
+        reports = [self._renew(call, key, token, now_ms) for key, token in call.holds]
+        unlisted = self._owned.get(call.incarnation, set()) - {key for key, _ in call.holds}
+        for key in sorted(unlisted):
+            entry = self._entries[key]
+            # An outcome that the owner has not seen yet is on its way to it: no orphan.
+            if entry.lock.acquire_seq <= call.acquire_seq and entry.pending is None:
+                reports.append(Report(key, HoldState.ORPHAN, entry.lock.token))
+        return reports
+
+    def owns(self, key: QueueKey, incarnation: Incarnation, token: int) -> bool:
+        """Whether the entry's lock is this incarnation's, by this token."""
+        entry = self._entries.get(key)
+        return entry is not None and (entry.lock.owner, entry.lock.token) == (incarnation, token)
+
+    def _renew(self, call: KeepAlive, key: QueueKey, token: int, now_ms: int) -> Report:
+        entry = self._entries.get(key)
+        if entry is None or not self.owns(key, call.incarnation, token):
+            return Report(key, HoldState.NOT_OWNER, 0 if entry is None else entry.lock.token)
+        if entry.pending is not None:
+            return Report(key, HoldState.PENDING, token)
+        if entry.phantom:
+            return Report(key, HoldState.NOT_OWNER, token)
+        evicted = key.group in call.evicted_groups
+        if not evicted:
+            entry.evicted_since_ms = None
+        elif entry.evicted_since_ms is None:
+            entry.evicted_since_ms = now_ms
+        elif now_ms - entry.evicted_since_ms > self._policy.evicted_renewal_ms:
+            return Report(key, HoldState.NOT_OWNER, token)
+        entry.lease_start_ms = now_ms
+        wanted_by = min(
+            ((waiter.since_ms, asker) for asker, waiter in self._contenders(entry)), default=None
+        )
+        if wanted_by is None and not evicted:
+            return Report(key, HoldState.OK, token)
+        return Report(key, HoldState.WANTED, token, wanted_by[1].client_id if wanted_by else "")
+
+    @staticmethod
+    def _contenders(entry: Entry) -> Iterable[tuple[Incarnation, Waiter]]:
+        return (item for item in entry.waiters.items() if item[0] != entry.lock.owner)
+
+    def _touch(self, key: QueueKey) -> Entry:
+        return self._entries.setdefault(key, Entry(key))
+
+    def _settle(self, key: QueueKey) -> Entry:
+        entry = self._entries[key]
+        assert entry.pending is not None, f"{key} is not being changed"
+        entry.pending = None
+        entry.stamp += 1
+        return entry
+
+    def _put(self, entry: Entry, lock: Lock, revision: int) -> None:
+        """Every change of a lock: keeps the index of owners, and forgets what was seen."""
+        before = entry.lock.owner
+        if before is not None:
+            self._owned[before].discard(entry.key)
+            if not self._owned[before]:
+                del self._owned[before]
+        if lock.owner is not None:
+            self._owned.setdefault(lock.owner, set()).add(entry.key)
+        entry.lock, entry.revision = lock, revision
+        entry.phantom, entry.evicted_since_ms = False, None
+        entry.slots = 0
+        if lock.owner is not None:  # else the token stands, and what was seen of it serves a fence
+            entry.seen = None
+
+
+def _progress(seen: Observation) -> tuple[int, int, int]:
+    return seen.token, seen.committed, seen.delivered

@@ -1,0 +1,289 @@
+"""One hand-over: fence at offsets, then persist in etcd, then say so (protocol section 5).
+
+Neither step is left before its outcome is known: a fence is repeated with the same attempt id, a
+transaction until it was made or refused. Until then the table keeps the entry as pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+from baton.offsets.v1 import offsets_service_pb2 as pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import (
+    BatonError,
+    HandoverPending,
+    Internal,
+    InvalidArgument,
+    NotHolder,
+    NotIdle,
+    NotLeader,
+    OffsetsUnreachable,
+    OldEpoch,
+    Overloaded,
+    Superseded,
+    TokenMismatch,
+    Unacked,
+    Unreachable,
+)
+from services.lockmgr.core.access import Condition, Grant, held
+from services.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, QueueKey, Step
+from services.lockmgr.core.table import LockTable
+from services.lockmgr.metrics import Recorder
+from services.lockmgr.offsets import Offsets, Verdict, unreachable
+from services.lockmgr.store import BACKOFF, Change, Conflict, LockStore
+from services.lockmgr.translate import incarnation_to_pb, key_to_pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One queue that somebody asks for, with what it brings along as an earlier owner."""
+
+    key: QueueKey
+    asker: Asker
+    resume: Sequence[queue_pb2.OffsetRange] = ()
+    reset_epoch: int = 0
+    initial_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No grant. `clears`: waiting makes sense; `again`: looking anew at once does."""
+
+    error: BatonError
+    clears: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """What a leader works with during one term.
+
+    Attributes:
+        number: Create revision of its election key.
+    """
+
+    number: int
+    policy: Policy
+    table: LockTable
+    offsets: Offsets
+    store: LockStore
+    clock: Clock
+    random: Random
+    recorder: Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A fence that succeeded."""
+
+    attempt: str
+    condition: Condition
+    answer: pb.Fenced
+
+
+class HandOvers:
+    """Carries out what the decision table has granted."""
+
+    def __init__(self, term: Term) -> None:
+        self._term, self._table = term, term.table
+        self._attempts = 0
+
+    async def carry_out(
+        self, wish: Wish, grant: Grant, pending: Pending
+    ) -> lockmgr_pb.Grant | Refusal:
+        """Fence, persist, and settle the entry, which `pending` has marked.
+
+        If the term turns out to be over, the entry stays pending: nobody is renewed any more.
+        """
+        entry = self._table.get(wish.key)
+        assert entry is not None
+        start_ms = self._now_ms()
+        passed = await self._fence(wish, grant, pending, entry)
+        if isinstance(passed, Refusal):
+            if not isinstance(passed.error, NotLeader):
+                self._table.refused(wish.key)
+            if passed.again:
+                self._table.distrust(wish.key)
+            return passed
+        fenced_ms, pending.step = self._now_ms(), Step.PERSIST
+        lock = Lock(
+            owner=wish.asker.incarnation,
+            token=passed.answer.token,
+            acquire_seq=wish.asker.acquire_seq,
+            attempt=passed.attempt,
+            generation=wish.asker.generation,
+        )
+        outcome = await self._term.store.persist(Change(wish.key, lock, entry.revision))
+        if isinstance(outcome, Conflict):
+            return self._not_persisted(wish.key, outcome)
+        self._granted(wish, grant, passed, lock, outcome)
+        end_ms = self._now_ms()
+        self._term.recorder.phases(
+            fence=fenced_ms - start_ms, persist=end_ms - fenced_ms, total=end_ms - start_ms
+        )
+        return self.answer(passed.answer, newly_acquired=grant.newly_acquired)
+
+    async def repeat(self, wish: Wish, entry: Entry) -> lockmgr_pb.Grant | Refusal:
+        """Answer the grant once more, if offsets confirms that its token is in force.
+
+        The fence's own attempt is asked again: offsets repeats its answer and does nothing. The
+        token and condition it carries could not pass as a new fence.
+        """
+        lock, stamp = entry.lock, entry.stamp
+        item = self._item(wish, Condition.SAME_HOLDER, lock.token - 1, lock.attempt, lock.token)
+        try:
+            verdict = await self._term.offsets.fence(item)
+        except BatonError as error:
+            return Refusal(unreachable(error))
+        if entry.stamp != stamp or entry.pending is not None:
+            return Refusal(self._pending_error(wish.key), clears=True, again=True)
+        if isinstance(verdict, BatonError) or verdict.token != lock.token:
+            self._table.distrust(wish.key)
+            return Refusal(self._pending_error(wish.key), clears=True, again=True)
+        self._table.renew(wish.key, self._now_ms())
+        self._term.recorder.repeated()
+        return self.answer(verdict, newly_acquired=entry.newly_acquired)
+
+    def answer(self, fenced: pb.Fenced, *, newly_acquired: bool) -> lockmgr_pb.Grant:
+        """What the new owner is told."""
+        return lockmgr_pb.Grant(
+            token=fenced.token,
+            committed_offset=fenced.committed_offset,
+            acked=fenced.acked,
+            maybe_seen=fenced.maybe_seen,
+            reset_epoch=fenced.reset_epoch,
+            lease_ms=self._term.policy.lease_ms,
+            newly_acquired=newly_acquired,
+            offsets_epoch=self._term.offsets.epoch,
+        )
+
+    async def _fence(
+        self, wish: Wish, grant: Grant, pending: Pending, entry: Entry
+    ) -> _Passed | Refusal:
+        """Try the conditions in order; each under an attempt id of its own."""
+        conditions, expected_token = deque(grant.conditions), grant.expected_token
+        refused: list[BatonError] = []
+        while conditions:
+            condition = conditions.popleft()
+            pending.attempt = self._next_attempt()
+            item = self._item(wish, condition, expected_token, pending.attempt, entry.lock.token)
+            verdict = await self._until_known(item)
+            if not isinstance(verdict, BatonError):
+                return _Passed(pending.attempt, condition, verdict)
+            if isinstance(verdict, TokenMismatch):
+                if verdict.facts.get("attempt") != pending.attempt:
+                    return Refusal(self._pending_error(wish.key), clears=True, again=True)
+                # Ours, and its answer is lost: fence once more, as the holder that we made.
+                conditions = deque([Condition.SAME_HOLDER])
+                expected_token = int(verdict.facts["token"])
+            elif isinstance(verdict, Superseded):
+                return Refusal(self._pending_error(wish.key), clears=True, again=True)
+            elif not isinstance(verdict, Unacked | NotIdle | NotHolder):
+                return Refusal(verdict)
+            refused.append(verdict)
+        return Refusal(self._why(entry, refused), clears=True)
+
+    async def _until_known(self, item: pb.FenceItem) -> Verdict:
+        tries, unknown = 0, False
+        while True:
+            try:
+                verdict = await self._term.offsets.fence(item)
+                if not isinstance(verdict, OldEpoch):
+                    return verdict
+                if not await self._announced():
+                    return NotLeader("a newer lock manager leads", retry_after_ms=200)
+            except (Unreachable, Internal) as error:
+                unknown = True
+                log.warning("fence not known attempt=%s error=%s", item.attempt, error)
+            except BatonError as error:
+                if not unknown:
+                    plain = isinstance(error, OffsetsUnreachable | Overloaded | InvalidArgument)
+                    return error if plain else unreachable(error)
+            await asyncio.sleep(BACKOFF.delay_ms(tries, self._term.random) / 1000)
+            tries += 1
+
+    async def _announced(self) -> bool:
+        """Tell offsets our term, which it may have lost; False if it knows a newer one."""
+        try:
+            await self._term.offsets.announce()
+        except OldEpoch:
+            return False
+        return True
+
+    def _item(
+        self, wish: Wish, condition: Condition, expected_token: int, attempt: str, token_min: int
+    ) -> pb.FenceItem:
+        return pb.FenceItem(
+            queue=key_to_pb(wish.key),
+            attempt=attempt,
+            expected_token=expected_token,
+            condition=pb.FenceCondition.Value(f"FENCE_CONDITION_{condition.value}"),
+            idle_ms=self._term.policy.lease_ms if condition is Condition.IDLE else 0,
+            holder=incarnation_to_pb(wish.asker.incarnation),
+            resume=wish.resume,
+            reset_epoch=wish.reset_epoch,
+            token_min=token_min,
+            initial_offset=wish.initial_offset,
+        )
+
+    def _why(self, entry: Entry, refused: Sequence[BatonError]) -> BatonError:
+        """The refusal that tells an asker most, in the words of the decision table."""
+        unacked = next((error for error in refused if isinstance(error, Unacked)), None)
+        slot_ms = self._term.policy.slot_ms
+        if unacked is None:
+            return held(entry, self._now_ms(), self._term.policy)
+        owner = entry.lock.owner
+        return Unacked(
+            f"{entry.key}: {unacked.message}",
+            retry_after_ms=slot_ms,
+            facts={**unacked.facts, "owner": owner.client_id if owner else ""},
+        )
+
+    def _not_persisted(self, key: QueueKey, conflict: Conflict) -> Refusal:
+        if conflict.deposed:
+            return Refusal(NotLeader("another lock manager leads", retry_after_ms=200))
+        log.error("lock changed behind the leader's back key=%s", key)
+        self._table.reloaded(key, conflict.lock, conflict.revision, fenced=True)
+        return Refusal(self._pending_error(key), clears=True, again=True)
+
+    def _granted(
+        self, wish: Wish, grant: Grant, passed: _Passed, lock: Lock, revision: int
+    ) -> None:
+        entry = self._table.get(wish.key)
+        assert entry is not None
+        before = entry.lock.owner
+        wait_ms = self._table.granted(
+            wish.key, lock, revision, self._now_ms(), newly_acquired=grant.newly_acquired
+        )
+        event = metrics_pb.LockGranted(
+            client_id=wish.asker.incarnation.client_id,
+            token=lock.token,
+            previous_client_id=before.client_id if before else "",
+            wait_ms=wait_ms,
+            stolen=passed.condition is Condition.IDLE
+            and before not in (None, wish.asker.incarnation),
+        )
+        self._term.recorder.granted(wish.key, event, newly_acquired=grant.newly_acquired)
+
+    def _next_attempt(self) -> str:
+        self._attempts += 1
+        return f"{self._term.number}-{self._attempts}-{self._term.random.getrandbits(32):08x}"
+
+    def _now_ms(self) -> int:
+        return self._term.clock.monotonic_ms()
+
+    @staticmethod
+    def _pending_error(key: QueueKey) -> HandoverPending:
+        return HandoverPending(f"{key} is changing hands", retry_after_ms=100)

@@ -1,0 +1,106 @@
+"""What the lock manager tells of itself: Prometheus series and live events."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Sequence
+
+from baton.common.v1 import error_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from batonmq.common.errors import BatonError
+from services.lockmgr.core.locks import Incarnation, LockState, QueueKey
+from services.lockmgr.core.table import Report
+from services.lockmgr.translate import key_to_pb
+from services.runtime.events import EventHub
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Recorder:
+    """Counts and publishes decisions."""
+
+    def __init__(self, registry: CollectorRegistry, hub: EventHub) -> None:
+        self._hub = hub
+        self._grants = Counter(
+            "baton_lockmgr_grants",
+            "Queues granted; kind is new, same (the owner again), stolen or repeated.",
+            ("kind",),
+            registry=registry,
+        )
+        self._denials = Counter(
+            "baton_lockmgr_denials", "Queues denied, by reason.", ("reason",), registry=registry
+        )
+        self._steals = Counter(
+            "baton_lockmgr_steals", "Queues taken after the owner's lease ran out.", registry=registry
+        )
+        self._releases = Counter("baton_lockmgr_releases", "Queues released.", registry=registry)
+        self._reports = Counter(
+            "baton_lockmgr_keep_alive_reports",
+            "Entries reported to owners, by state.",
+            ("state",),
+            registry=registry,
+        )
+        self._keep_alives = Counter(
+            "baton_lockmgr_keep_alives", "Keep-alives answered.", registry=registry
+        )
+        self._seconds = Histogram(
+            "baton_lockmgr_handover_seconds",
+            "Time of hand-overs that succeeded, by phase: fence, persist, total.",
+            ("phase",),
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._entries = Gauge(
+            "baton_lockmgr_entries", "Lock entries by state.", ("state",), registry=registry
+        )
+        self._term = Gauge(
+            "baton_lockmgr_term", "Term of this leader; 0 for a standby.", registry=registry
+        )
+
+    def granted(
+        self, key: QueueKey, event: pb.LockGranted, *, newly_acquired: bool
+    ) -> None:
+        """A hand-over has succeeded."""
+        kind = "stolen" if event.stolen else "new" if newly_acquired else "same"
+        self._grants.labels(kind).inc()
+        self._steals.inc(event.stolen)
+        if self._hub.watched:
+            self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_granted=event))
+
+    def repeated(self) -> None:
+        """A grant was answered once more."""
+        self._grants.labels("repeated").inc()
+
+    def denied(self, key: QueueKey, asker: Incarnation, error: BatonError) -> None:
+        """An asker was told no."""
+        self._denials.labels(error.reason).inc()
+        if self._hub.watched:
+            reason = error_pb2.Reason.Value(f"REASON_{error.reason}")
+            event = pb.LockDenied(client_id=asker.client_id, reason=reason)
+            self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_denied=event))
+
+    def released(self, key: QueueKey, owner: Incarnation, token: int) -> None:
+        """An owner gave a queue back."""
+        self._releases.inc()
+        if self._hub.watched:
+            event = pb.LockReleased(client_id=owner.client_id, token=token)
+            self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_released=event))
+
+    def kept_alive(self, reports: Sequence[Report]) -> None:
+        """An owner's keep-alive was judged."""
+        self._keep_alives.inc()
+        for report in reports:
+            self._reports.labels(report.state.value).inc()
+
+    def phases(self, **phase_ms: int) -> None:
+        """How long the phases of a hand-over took."""
+        for phase, ms in phase_ms.items():
+            self._seconds.labels(phase).observe(ms / 1000)
+
+    def standing(self, term: int, counts: Counts[LockState]) -> None:
+        """What the table holds now."""
+        self._term.set(term)
+        for state in LockState:
+            self._entries.labels(state.value).set(counts[state])

@@ -1,0 +1,150 @@
+"""What the lock manager asks of offsets, many queues per call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc.aio
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+
+from batonmq.common.batcher import Batcher
+from batonmq.common.errors import (
+    BatonError,
+    Internal,
+    OffsetsUnreachable,
+    UnknownQueue,
+    Unreachable,
+)
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from services.lockmgr.core.locks import Observation, QueueKey
+from services.lockmgr.translate import key_from_pb, key_to_pb
+from services.runtime.peers import Peer
+
+RPC_TIMEOUT_S = 2.0
+Verdict = pb.Fenced | BatonError
+OffsetsPeer = Peer[pb_grpc.OffsetsServiceAsyncStub]
+
+
+class Offsets:
+    """Calls of one term of leadership. Answers of a deposed offsets node are not used.
+
+    Args:
+        term: Sent with every fence, so that none lands after a newer leader's Announce.
+    """
+
+    def __init__(self, peer: OffsetsPeer, term: int) -> None:
+        self._peer, self._term = peer, term
+        self.epoch = 0
+        self._queries: Batcher[QueueKey, Observation | BatonError] = Batcher(
+            self._send_queries, items_max=1_024
+        )
+        self._fences: Batcher[pb.FenceItem, Verdict] = Batcher(self._send_fences, items_max=256)
+
+    async def run(self) -> None:
+        """Send what is asked for, for ever; to be run as one task."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._queries.run())
+            tasks.create_task(self._fences.run())
+
+    async def announce(self) -> dict[QueueKey, int]:
+        """Make the term known: no older one's fence is accepted again. Repeating is harmless.
+
+        Returns:
+            The token of every queue that has one.
+
+        Raises:
+            OldEpoch: a newer term has announced itself.
+            OffsetsUnreachable, Unreachable: not known.
+        """
+        # Without an epoch, so that OldEpoch can only be about the term.
+        request = pb.AnnounceRequest(term=self._term)
+        try:
+            answer = await self._stub().Announce(request, timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self._check_epoch(answer.offsets_epoch)
+        return {key_from_pb(queue.queue): queue.token for queue in answer.queues}
+
+    async def observe(self, key: QueueKey) -> Observation:
+        """The queue as it is now; all zero if offsets does not know it.
+
+        Raises:
+            OffsetsUnreachable: it can't be seen.
+        """
+        try:
+            outcome = await self._queries.call(key)
+        except (Unreachable, Internal) as error:
+            raise unreachable(error) from error
+        if isinstance(outcome, UnknownQueue):
+            return Observation()
+        if isinstance(outcome, BatonError):
+            raise outcome
+        return outcome
+
+    async def fence(self, item: pb.FenceItem) -> Verdict:
+        """What offsets decided about `item`; an error means that nothing changed.
+
+        Raises:
+            OffsetsUnreachable: it was never sent.
+            Unreachable, Internal: not known; to be repeated with the same attempt.
+            BatonError: the whole call was refused; this time nothing changed.
+        """
+        return await self._fences.call(item)
+
+    async def _send_queries(
+        self, keys: Sequence[QueueKey]
+    ) -> Sequence[Observation | BatonError]:
+        request = pb.QueryRequest(
+            offsets_epoch=self.epoch, queues=[key_to_pb(key) for key in keys]
+        )
+        try:
+            answer = await self._stub().Query(request, timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self._check_epoch(answer.offsets_epoch)
+        return [
+            error_from_pb(outcome.error)
+            if outcome.HasField("error")
+            else _observation(outcome.progress)
+            for outcome in answer.outcomes
+        ]
+
+    async def _send_fences(self, items: Sequence[pb.FenceItem]) -> Sequence[Verdict]:
+        request = pb.FenceRequest(term=self._term, offsets_epoch=self.epoch, items=items)
+        try:
+            answer = await self._stub().Fence(request, timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self._check_epoch(answer.offsets_epoch)
+        return [
+            error_from_pb(outcome.error) if outcome.HasField("error") else outcome.fenced
+            for outcome in answer.outcomes
+        ]
+
+    def _stub(self) -> pb_grpc.OffsetsServiceAsyncStub:
+        try:
+            return self._peer.stub()
+        except Unreachable as error:
+            raise unreachable(error) from error
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise Unreachable(f"offsets answered with epoch {epoch} after {self.epoch}")
+        self.epoch = epoch
+
+
+def unreachable(error: BatonError) -> OffsetsUnreachable:
+    """The same failure, as an asker of a queue is told it."""
+    return OffsetsUnreachable(f"offsets: {error.message}", retry_after_ms=500)
+
+
+def _observation(progress: pb.Progress) -> Observation:
+    return Observation(
+        token=progress.token,
+        closed=progress.closed,
+        committed=progress.committed_offset,
+        delivered=progress.delivered_offset,
+        unacked_count=progress.unacked_count,
+    )

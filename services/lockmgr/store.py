@@ -1,0 +1,148 @@
+"""Lock entries in etcd, under locks/<group>/<topic>/<broker>/<queue_id>."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from baton.lockmgr.v1 import stored_lock_pb2
+
+from batonmq.common.backoff import Backoff
+from batonmq.common.batcher import Batcher
+from batonmq.common.errors import NoQuorum
+from services.lockmgr.core.locks import Lock, QueueKey
+from services.lockmgr.translate import key_from_pb, lock_from_pb, lock_to_pb
+from services.runtime.etcd import Compare, EtcdSession, Put, Stored
+
+log = logging.getLogger(__name__)
+
+PREFIX = "locks/"
+BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
+_CHANGES_MAX = 100
+"""Entries per transaction; etcd takes 128 operations, one of them is the leader's guard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A lock to be written over the one of `revision`; 0 for a queue that has no entry."""
+
+    key: QueueKey
+    lock: Lock
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A change that was not made, and what stands in etcd instead.
+
+    `deposed`: because this term is over.
+    """
+
+    lock: Lock | None
+    revision: int
+    deposed: bool
+
+
+Outcome = int | Conflict
+
+
+class LockStore:
+    """Writes of one term: each only while the leader's election key is its own.
+
+    Args:
+        guard: Holds as long as this term leads.
+    """
+
+    def __init__(self, session: EtcdSession, guard: Compare, random: Random) -> None:
+        self._session, self._guard, self._random = session, guard, random
+        self._changes: Batcher[Change, Outcome] = Batcher(self._write, items_max=_CHANGES_MAX)
+
+    async def run(self) -> None:
+        """Write what is asked for, for ever; to be run as one task."""
+        await self._changes.run()
+
+    async def load(self) -> list[tuple[QueueKey, Lock, int]]:
+        """Every entry with its lock and modification revision.
+
+        Raises:
+            NoQuorum: not known; an empty table must never be served in its place.
+        """
+        found, _ = await self._session.get_prefix(PREFIX)
+        entries = []
+        for stored in found:
+            message = stored_lock_pb2.StoredLock.FromString(stored.value)
+            entries.append((key_from_pb(message.queue), lock_from_pb(message), stored.mod_revision))
+        return entries
+
+    async def persist(self, change: Change) -> Outcome:
+        """Make one change; returns once it is known whether it was made.
+
+        Returns:
+            The entry's new revision, or what stands there instead.
+        """
+        return await self._changes.call(change)
+
+    async def _write(self, changes: Sequence[Change]) -> Sequence[Outcome]:
+        revision = await self._txn(changes)
+        if revision is not None:
+            return [revision] * len(changes)
+        # Refused, or made by an earlier try whose answer was lost: look at each.
+        outcomes = [await self._read_back(change) for change in changes]
+        if len(changes) == 1:
+            return outcomes
+        for place, (change, outcome) in enumerate(zip(changes, outcomes, strict=True)):
+            if isinstance(outcome, Conflict):
+                alone = await self._txn([change])
+                outcomes[place] = await self._read_back(change) if alone is None else alone
+        return outcomes
+
+    async def _txn(self, changes: Sequence[Change]) -> int | None:
+        """Repeat the transaction until its outcome is known.
+
+        A try whose answer was lost may still be made later, but only as long as its comparisons
+        hold: once a repetition has been made or refused, nothing of it can land any more.
+        """
+        compare = [self._guard]
+        compare += [Compare(_key(c.key), mod_revision=c.revision) for c in changes]
+        put = [Put(_key(c.key), lock_to_pb(c.key, c.lock).SerializeToString()) for c in changes]
+        tries = 0
+        while True:
+            try:
+                return await self._session.txn(compare=compare, put=put)
+            except NoQuorum as error:
+                log.warning("locks not known to be written count=%d error=%s", len(put), error)
+            await self._pause(tries)
+            tries += 1
+
+    async def _read_back(self, change: Change) -> Outcome:
+        stored = await self._get(_key(change.key))
+        lock = _lock(stored) if stored else None
+        revision = stored.mod_revision if stored else 0
+        if lock == change.lock and revision != change.revision:
+            return revision
+        leader = await self._get(self._guard.key)
+        deposed = leader is None or leader.create_revision != self._guard.create_revision
+        return Conflict(lock, revision, deposed)
+
+    async def _get(self, key: str) -> Stored | None:
+        tries = 0
+        while True:
+            try:
+                return await self._session.get(key)
+            except NoQuorum:
+                await self._pause(tries)
+                tries += 1
+
+    async def _pause(self, tries: int) -> None:
+        await asyncio.sleep(BACKOFF.delay_ms(tries, self._random) / 1000)
+
+
+def _key(key: QueueKey) -> str:
+    return EtcdSession.key("locks", key.group, key.topic, key.broker, str(key.queue_id))
+
+
+def _lock(stored: Stored) -> Lock:
+    return lock_from_pb(stored_lock_pb2.StoredLock.FromString(stored.value))

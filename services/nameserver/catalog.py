@@ -1,0 +1,194 @@
+"""What this replica knows: live, decoded copies of what etcd has, and who waits for changes.
+
+Only reads. A copy may lag behind etcd, by milliseconds as a rule; it never goes back. Whoever is
+about to write reads etcd itself (`store`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from google.protobuf.message import DecodeError
+
+from batonmq.common.errors import NotServing, Overloaded
+from services.nameserver.convert import group_from_bytes, topic_from_bytes
+from services.nameserver.core import Group, Route, Topic, build_route
+from services.runtime.etcd import EtcdSession
+from services.runtime.mirror import Mirror
+
+log = logging.getLogger(__name__)
+
+CATCH_UP_MS_MAX = 5_000
+Value = TypeVar("Value")
+
+
+class Catalog:
+    """Topics, groups, live members and nodes as this replica sees them.
+
+    Args:
+        nodes: Mirror of `nodes/`; somebody else runs it.
+        watchers_max: More than so many watches at a time are refused.
+    """
+
+    def __init__(self, etcd: EtcdSession, nodes: Mirror, *, watchers_max: int) -> None:
+        self._topic_mirror = Mirror(etcd, "topics/")
+        self._group_mirror = Mirror(etcd, "groups/")
+        self._nodes, self._watchers_max = nodes, watchers_max
+        self.live = Mirror(etcd, "live/")
+        self.mirrors = (self._topic_mirror, self._group_mirror, self.live)
+        self.topics: dict[str, Topic] = {}
+        self.groups: dict[str, Group] = {}
+        self.watcher_count = 0
+        self._addresses: dict[str, str] = {}
+        self._route_generation = 0
+        self._waiting: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._topic_mirror.on_change.append(self._topics_changed)
+        self._group_mirror.on_change.append(self._groups_changed)
+        nodes.on_change.append(self._nodes_changed)
+        self._nodes_changed(frozenset())
+
+    def check_ready(self) -> None:
+        """Refuse to answer from copies that are not complete yet.
+
+        Raises:
+            NotServing: etcd has not been read once.
+        """
+        if not all(mirror.revision for mirror in (*self.mirrors, self._nodes)):
+            raise NotServing("the nameserver has not read etcd yet", retry_after_ms=200)
+
+    async def ready(self) -> None:
+        """Until every copy is complete."""
+        for mirror in (*self.mirrors, self._nodes):
+            await mirror.ready()
+
+    async def caught_up(self, *, topics: int = 0, groups: int = 0, live: int = 0) -> None:
+        """Until the copies hold what was written at these revisions.
+
+        Raises:
+            NotServing: they don't within 5 s. What was written stands.
+        """
+        try:
+            async with asyncio.timeout(CATCH_UP_MS_MAX / 1000):
+                await self._topic_mirror.reached(topics)
+                await self._group_mirror.reached(groups)
+                await self.live.reached(live)
+        except TimeoutError as error:
+            raise NotServing(
+                "the change is stored, but this replica does not see it yet", retry_after_ms=500
+            ) from error
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """host:port of every broker that is alive."""
+        return self._addresses
+
+    def route(self, topic: Topic) -> Route:
+        """The present route of a topic. Its generation rises with any topic's, any broker's."""
+        return build_route(topic, self._addresses, self._route_generation)
+
+    def nodes(self) -> tuple[list[pb.Node], int]:
+        """Live nodes by service and node id, and their generation."""
+        decoded = (
+            _decoded(key, stored.value, pb.Node.FromString)
+            for key, stored in self._nodes.values.items()
+        )
+        found = [node for node in decoded if node is not None]
+        return sorted(found, key=lambda n: (n.service, n.node_id)), self._nodes.revision
+
+    @contextmanager
+    def watching_topic(self, name: str) -> Iterator[asyncio.Event]:
+        """An event that is set at each change of the topic or of any broker."""
+        with self._watching(f"topics/{name}") as changed:
+            yield changed
+
+    @contextmanager
+    def watching_group(self, name: str) -> Iterator[asyncio.Event]:
+        """An event that is set at each change of the group."""
+        with self._watching(f"groups/{name}") as changed:
+            yield changed
+
+    @contextmanager
+    def _watching(self, key: str) -> Iterator[asyncio.Event]:
+        if self.watcher_count >= self._watchers_max:
+            raise Overloaded(
+                f"{self._watchers_max} watches are open already",
+                remedy="Ask another nameserver.",
+                retry_after_ms=5_000,
+                facts={"limit": self._watchers_max},
+            )
+        changed = asyncio.Event()
+        self._waiting[key].add(changed)
+        self.watcher_count += 1
+        try:
+            yield changed
+        finally:
+            self.watcher_count -= 1
+            self._waiting[key].discard(changed)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def _topics_changed(self, names: frozenset[str]) -> None:
+        _follow(self._topic_mirror, names, self.topics, topic_from_bytes)
+        self._routes_changed()
+        self._wake(f"topics/{name}" for name in names)
+
+    def _groups_changed(self, names: frozenset[str]) -> None:
+        _follow(self._group_mirror, names, self.groups, group_from_bytes)
+        self._wake(f"groups/{name}" for name in names)
+
+    def _nodes_changed(self, _: frozenset[str]) -> None:
+        addresses = {
+            node.node_id: node.address
+            for node in self.nodes()[0]
+            if node.service == pb.SERVICE_KIND_STORAGE and node.leader
+        }
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        self._routes_changed()
+        self._wake(key for key in self._waiting if key.startswith("topics/"))
+
+    def _routes_changed(self) -> None:
+        """Raise the generation: to the revision of the change, and past the last one.
+
+        Topics and nodes arrive by two streams, so a change may come after one with a higher
+        revision; replicas then differ by the one that is added, until the next change.
+        """
+        revision = max(self._topic_mirror.revision, self._nodes.revision)
+        self._route_generation = max(self._route_generation + 1, revision)
+
+    def _wake(self, keys: Iterator[str]) -> None:
+        for key in keys:
+            for changed in self._waiting.get(key, ()):
+                changed.set()
+
+
+def _follow(
+    mirror: Mirror,
+    keys: frozenset[str],
+    decoded: dict[str, Value],
+    decode: Callable[[bytes], Value],
+) -> None:
+    """Bring `decoded` up to date with the mirror."""
+    for key in keys:
+        stored = mirror.values.get(key)
+        value = _decoded(key, stored.value, decode) if stored is not None else None
+        if value is None:
+            decoded.pop(key, None)
+        else:
+            decoded[key] = value
+
+
+def _decoded(key: str, value: bytes, decode: Callable[[bytes], Value]) -> Value | None:
+    """The value; None, and an error in the log, if the bytes in etcd are not ours."""
+    try:
+        return decode(value)
+    except (DecodeError, KeyError):
+        log.error("etcd has an unreadable value key=%s", key)
+        return None

@@ -1,0 +1,27 @@
+"""Settings of the nameserver."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from services.runtime.settings import ServiceSettings
+
+
+class NameserverSettings(ServiceSettings):
+    """Read from BATON_NAMESERVER_<NAME> and the file BATON_NAMESERVER_CONFIG_FILE names."""
+
+    node_id: str = Field("nameserver-0", pattern=r"^[a-z0-9-]{1,63}$")
+    """Name of the replica, unique among the nameservers of the cluster."""
+    member_lease_ms: int = Field(30_000, ge=2_000)
+    """A member that is silent for so long is removed from its group, in milliseconds; etcd
+    rounds up to whole seconds."""
+    heartbeat_interval_ms: int = Field(10_000, ge=100)
+    """Members are told to send a heartbeat so often, in milliseconds."""
+    watchers_max: int = Field(10_000, ge=1)
+    """Open watches of routes and groups; more are refused."""
+
+    @model_validator(mode="after")
+    def _one_heartbeat_may_be_lost(self) -> NameserverSettings:
+        if self.heartbeat_interval_ms * 2 > self.member_lease_ms:
+            raise ValueError("heartbeat_interval_ms must be at most half of member_lease_ms")
+        return self

@@ -1,0 +1,9 @@
+"""`python -m services.offsets`."""
+
+from __future__ import annotations
+
+from services.offsets.app import build
+from services.offsets.config import OffsetsSettings
+from services.runtime.process import run
+
+run("offsets", OffsetsSettings, build)

@@ -1,0 +1,116 @@
+"""What callers ask of a queue's progress, and what they get: plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from services.offsets.core.ranges import EMPTY, RangeSet
+
+
+class QueueKey(NamedTuple):
+    """One queue as one group sees it; the key of everything here."""
+
+    group: str
+    topic: str
+    broker: str
+    queue_id: int
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.topic}/{self.broker}/{self.queue_id}"
+
+
+class Holder(NamedTuple):
+    """An incarnation of a client, to which a token is issued."""
+
+    client_id: str
+    incarnation_id: int
+
+
+class Instant(NamedTuple):
+    """One reading of both clocks."""
+
+    monotonic_ms: int
+    unix_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on the state of one queue.
+
+    Attributes:
+        span_max: How far ahead of deliveries the delivered offset is made durable, in messages.
+        ack_ranges_max: Acked ranges above the committed offset beyond which delivery stops.
+        ack_bytes_max: Their stored size beyond which delivery stops.
+    """
+
+    span_max: int = 2_000
+    ack_ranges_max: int = 100_000
+    ack_bytes_max: int = 1024 * 1024
+
+
+class Condition(Enum):
+    """When a fence passes (protocol 4). There is no unconditional one."""
+
+    CLOSED_OR_DRAINED = "CLOSED_OR_DRAINED"
+    SAME_HOLDER = "SAME_HOLDER"
+    IDLE = "IDLE"
+    FORCED = "FORCED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """A wish to pass a queue on (protocol 4).
+
+    Attributes:
+        attempt: Id of the attempt; the same when repeated; not empty.
+        expected_token: The token the caller saw; 0 for a queue without progress.
+        resume: What the new holder, as an earlier one, still has in hand under `reset_epoch`.
+        idle_ms: For IDLE.
+        token_min: The new token is greater.
+        initial_offset: Committed offset of a queue that has no progress yet.
+    """
+
+    attempt: str
+    expected_token: int
+    condition: Condition
+    holder: Holder
+    resume: RangeSet = EMPTY
+    reset_epoch: int = 0
+    idle_ms: int = 0
+    token_min: int = 0
+    initial_offset: int = 0
+
+
+class Acks(NamedTuple):
+    """What a holder has handled: all below `committed_offset` and all in `acked`."""
+
+    reset_epoch: int
+    committed_offset: int
+    acked: RangeSet
+
+
+class Grant(NamedTuple):
+    """What a new holder starts from. `changed` is false for a repeated attempt."""
+
+    token: int
+    committed_offset: int
+    acked: RangeSet
+    maybe_seen: RangeSet
+    reset_epoch: int
+    changed: bool = True
+
+
+class Delivered(NamedTuple):
+    """A recorded delivery: the maybe-seen offsets in it. `changed` asks for durability."""
+
+    maybe_seen: RangeSet
+    changed: bool
+
+
+class Committed(NamedTuple):
+    """Progress after acks. `changed` is false if they told nothing new."""
+
+    committed_offset: int
+    changed: bool

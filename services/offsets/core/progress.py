@@ -1,0 +1,305 @@
+"""Progress of one queue of one group, and the rules that move it (protocol 3, 4, 6.8, 9).
+
+Words as in the protocol: T token, C committed, A acked above C, D delivered, M maybe-seen,
+R reset epoch. Every method either raises and has changed nothing, or has done all of its work.
+Whether and when a change becomes durable is not known here, only that it must be (`changed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batonmq.common.errors import (
+    AckCap,
+    BeyondDelivered,
+    DeliveryGap,
+    Fenced,
+    NotHolder,
+    NotIdle,
+    Superseded,
+    TokenMismatch,
+    Unacked,
+)
+from services.offsets.core.calls import (
+    Acks,
+    Committed,
+    Condition,
+    Delivered,
+    Fence,
+    Grant,
+    Holder,
+    Instant,
+    Limits,
+)
+from services.offsets.core.ranges import EMPTY, RangeSet
+
+_RUN_BYTES_MAX = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """State of one queue.
+
+    Attributes:
+        token: T; 0 for a queue that was never fenced.
+        holder: Whom T was issued to.
+        closed: The holder has declared T finished; true before the first fence.
+        committed_offset: C; never in `acked`.
+        acked: A, all above C.
+        delivered_offset: D, not below C.
+        delivered_reserved: Durable upper bound of D, not below D.
+        maybe_seen: M; disjoint from what is acked or committed.
+        reset_epoch: R.
+        grant: What the fence that issued a token answered; None before the first.
+        attempt: Id of that fence.
+        forced: T was taken by force.
+        access_monotonic_ms: Time of the last accepted access under T.
+        update_unix_ms: Wall clock of the last change that must be durable.
+    """
+
+    token: int = 0
+    holder: Holder | None = None
+    closed: bool = True
+    committed_offset: int = 0
+    acked: RangeSet = EMPTY
+    delivered_offset: int = 0
+    delivered_reserved: int = 0
+    maybe_seen: RangeSet = EMPTY
+    reset_epoch: int = 0
+    grant: Grant | None = None
+    attempt: str = ""
+    forced: bool = False
+    access_monotonic_ms: int
+    update_unix_ms: int = 0
+
+    # ---- questions
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is in flight."""
+        return self.delivered_offset == self.committed_offset
+
+    def in_flight(self) -> RangeSet:
+        """Delivered under T and not acked: [C, D) minus A."""
+        return RangeSet.of(self.committed_offset, self.delivered_offset).difference(self.acked)
+
+    def idle_ms(self, now: Instant) -> int:
+        """Time since the last accepted access under T."""
+        return now.monotonic_ms - self.access_monotonic_ms
+
+    def ack_window_full(self, limits: Limits) -> bool:
+        """Whether A has reached a cap (protocol 16, bounds)."""
+        ranges = len(self.acked.runs)
+        if ranges >= limits.ack_ranges_max:
+            return True
+        if ranges * _RUN_BYTES_MAX < limits.ack_bytes_max - _RUN_BYTES_MAX:
+            return False
+        return len(self.acked.encoded) >= limits.ack_bytes_max
+
+    # ---- protocol 4
+
+    def fence(self, wish: Fence, now: Instant) -> Grant:
+        """Pass the queue to `wish.holder` if the token is as expected and the condition holds.
+
+        Raises:
+            Superseded: the attempt succeeded once, its token is not the current one any more.
+            TokenMismatch: T is not the expected one.
+            Unacked, NotHolder, NotIdle: the condition does not hold.
+        """
+        if wish.attempt == self.attempt:
+            return self._replay(wish)
+        if wish.expected_token != self.token:
+            raise TokenMismatch(
+                f"the token is {self.token}, expected was {wish.expected_token}",
+                facts={
+                    "expected": wish.expected_token,
+                    "token": self.token,
+                    "attempt": self.attempt,
+                },
+            )
+        self._check_condition(wish, now)
+        live = EMPTY
+        if wish.reset_epoch == self.reset_epoch:
+            live = wish.resume.at_or_above(self.committed_offset).difference(self.acked)
+        same_holder = not self.closed and self.holder == wish.holder
+        if not self.closed:
+            dropped = self.in_flight()
+            if same_holder:
+                dropped = dropped.difference(live)
+            self.maybe_seen = self.maybe_seen.union(dropped)
+        lowest = self.delivered_offset if same_holder else self.committed_offset
+        self.delivered_offset = self.delivered_reserved = max(lowest, live.next_offset)
+        self.holder, self.closed = wish.holder, False
+        self.forced = wish.condition is Condition.FORCED
+        self.token = max(self.token, wish.token_min) + 1
+        self.attempt = wish.attempt
+        self.grant = Grant(
+            self.token, self.committed_offset, self.acked, self.maybe_seen, self.reset_epoch
+        )
+        self.access_monotonic_ms, self.update_unix_ms = now
+        return self.grant
+
+    def _replay(self, wish: Fence) -> Grant:
+        assert self.grant is not None, "an attempt that succeeded has an answer"
+        if self.grant.token != self.token:
+            raise Superseded(
+                f"attempt {wish.attempt} was answered with token {self.grant.token}, "
+                f"the token is {self.token} now",
+                facts={"token": self.token},
+            )
+        return self.grant._replace(changed=False)
+
+    def _check_condition(self, wish: Fence, now: Instant) -> None:
+        match wish.condition:
+            case Condition.CLOSED_OR_DRAINED if not self.closed and not self.drained:
+                open_offsets = self.in_flight()
+                raise Unacked(
+                    f"{open_offsets.count} delivered messages are not acked",
+                    facts={
+                        "unacked": open_offsets.count,
+                        "lowest_offset": open_offsets.runs[0][0],
+                    },
+                )
+            case Condition.SAME_HOLDER if self.closed or self.holder != wish.holder:
+                raise NotHolder(
+                    f"token {self.token} is closed"
+                    if self.closed
+                    else f"token {self.token} was issued to another incarnation"
+                )
+            case Condition.IDLE if self.idle_ms(now) < wish.idle_ms:
+                raise NotIdle(
+                    f"the last access was {self.idle_ms(now)} ms ago, asked for {wish.idle_ms}",
+                    retry_after_ms=wish.idle_ms - self.idle_ms(now),
+                    facts={"idle_ms": self.idle_ms(now)},
+                )
+
+    # ---- protocol 3, under the current token
+
+    def record_delivered(
+        self, token: int, delivery: tuple[int, int], limits: Limits, now: Instant
+    ) -> Delivered:
+        """Note that `[first_offset, next_offset)` is about to leave (protocol 3, 6.3, 6.8).
+
+        At an ack cap only what lies below the end of A may still be delivered: it fills the
+        holes that keep A apart, and without it a new holder could never bring A down.
+
+        Raises:
+            Fenced: T is another, or closed.
+            DeliveryGap: an offset before the range is neither delivered nor acked.
+            AckCap: the ack window is full.
+        """
+        self._check_open(token)
+        first_offset, next_offset = delivery
+        expected = self.acked.first_missing(self.delivered_offset)
+        if first_offset > expected:
+            raise DeliveryGap(
+                f"offset {expected} was not delivered, the delivery starts at {first_offset}",
+                facts={"first_offset": first_offset, "expected": expected},
+            )
+        changed = False
+        if next_offset > self.delivered_offset:
+            if next_offset > self.acked.next_offset and self.ack_window_full(limits):
+                raise AckCap(
+                    f"{len(self.acked.runs)} acked ranges wait for offset {self.committed_offset}",
+                    retry_after_ms=1_000,
+                    facts={"ranges": len(self.acked.runs), "limit": limits.ack_ranges_max},
+                )
+            self.delivered_offset = next_offset
+            changed = next_offset > self.delivered_reserved
+            if changed:
+                self.delivered_reserved = next_offset + limits.span_max
+                self.update_unix_ms = now.unix_ms
+        self.access_monotonic_ms = now.monotonic_ms
+        return Delivered(self.maybe_seen.between(first_offset, next_offset), changed)
+
+    def touch(self, token: int, now: Instant) -> None:
+        """Note that a pull of the holder is parked (protocol 6.5).
+
+        Raises:
+            Fenced: T is another, or closed.
+        """
+        self._check_open(token)
+        self.access_monotonic_ms = now.monotonic_ms
+
+    def commit(self, token: int, acks: Acks, now: Instant) -> Committed:
+        """Add `acks` to what is acked: a set union, so order and repetition do not matter.
+
+        Raises:
+            Fenced: T or R is another, or T is closed.
+            BeyondDelivered: an offset not yet acked was not delivered either.
+        """
+        self._check_open(token, acks.reset_epoch)
+        new = self._new(acks)
+        if new:
+            self._ack(new)
+            self.update_unix_ms = now.unix_ms
+        self.access_monotonic_ms = now.monotonic_ms
+        return Committed(self.committed_offset, bool(new))
+
+    def close(self, token: int, acks: Acks, unfinished: RangeSet, now: Instant) -> Committed:
+        """Finish T: acks as in `commit`; what was cut off becomes maybe-seen; D := C (protocol 9).
+
+        In flight, neither acked nor unfinished means never started: it returns unseen.
+
+        Raises:
+            Fenced: T or R is another.
+            BeyondDelivered: an offset was not delivered.
+        """
+        if token == self.token and self.closed:
+            return Committed(self.committed_offset, False)
+        self._check_open(token, acks.reset_epoch)
+        new = self._new(acks)
+        cut_off = unfinished.at_or_above(self.committed_offset)
+        cut_off = cut_off.difference(self.acked).difference(new)
+        self._check_delivered(cut_off)
+        self._ack(new)
+        self.maybe_seen = self.maybe_seen.union(cut_off.at_or_above(self.committed_offset))
+        self.delivered_offset = self.delivered_reserved = self.committed_offset
+        self.closed = True
+        self.update_unix_ms = now.unix_ms
+        return Committed(self.committed_offset, True)
+
+    def _check_open(self, token: int, reset_epoch: int | None = None) -> None:
+        other_epoch = reset_epoch is not None and reset_epoch != self.reset_epoch
+        if token == self.token and not self.closed and not other_epoch:
+            return
+        if other_epoch or (self.closed and self.holder is None):
+            why = "RESET"
+        elif token == self.token:
+            why = "CLOSED"
+        else:
+            why = "FORCED" if self.forced else "TAKEN"
+        raise Fenced(
+            f"token {token} is not in force, the current one is {self.token} ({why})",
+            facts={
+                "token": token,
+                "current": self.token,
+                "reset_epoch": self.reset_epoch,
+                "why": why,
+            },
+        )
+
+    def _new(self, acks: Acks) -> RangeSet:
+        """What of `acks` is not acked yet."""
+        told = acks.acked
+        if acks.committed_offset > self.committed_offset:
+            told = told.union(RangeSet.of(self.committed_offset, acks.committed_offset))
+        new = told.at_or_above(self.committed_offset).difference(self.acked)
+        self._check_delivered(new)
+        return new
+
+    def _check_delivered(self, offsets: RangeSet) -> None:
+        if offsets.next_offset > self.delivered_offset:
+            offset = offsets.at_or_above(self.delivered_offset).runs[0][0]
+            raise BeyondDelivered(
+                f"offset {offset} was not delivered, only those below {self.delivered_offset}",
+                facts={"offset": offset, "delivered": self.delivered_offset},
+            )
+
+    def _ack(self, new: RangeSet) -> None:
+        acked = self.acked.union(new)
+        self.committed_offset = acked.first_missing(self.committed_offset)
+        self.acked = acked.at_or_above(self.committed_offset)
+        self.maybe_seen = self.maybe_seen.difference(new)
+        self.delivered_offset = max(self.delivered_offset, self.committed_offset)
+        self.delivered_reserved = max(self.delivered_reserved, self.delivered_offset)

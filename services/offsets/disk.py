@@ -1,0 +1,124 @@
+"""The only file access of offsets: one LMDB environment, written in synced transactions.
+
+Knows keys and values as bytes, not what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import lmdb
+
+from batonmq.common.errors import DataLoss
+
+log = logging.getLogger(__name__)
+
+Entry = tuple[bytes, bytes]
+"""Key and value."""
+
+MAP_BYTES_MIN = 1 << 30
+"""Address space at first, not memory and not disk; doubled when it is used up."""
+
+
+class DataDirInUse(Exception):
+    """Another process has the data directory open."""
+
+
+class Disk:
+    """Ordered keys and values that survive a power cut once `write` has returned.
+
+    Args:
+        folder: Made if it does not exist; used by one process at a time.
+
+    Raises:
+        DataDirInUse: another process has it.
+    """
+
+    def __init__(self, folder: Path, map_bytes: int = MAP_BYTES_MIN) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._held = os.open(folder / "process.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._held)
+            raise DataDirInUse(f"another process uses {folder}") from error
+        self._environment = lmdb.open(
+            str(folder / "progress"), map_size=map_bytes, max_dbs=0, readahead=False
+        )
+        for made in (folder / "progress", folder, folder.parent):
+            _sync_folder(made)
+        self._access = threading.Lock()
+        self._closed = False
+
+    def read(self) -> Iterator[Entry]:
+        """All entries by key, ascending.
+
+        Raises:
+            DataLoss: the file is damaged.
+        """
+        try:
+            with self._environment.begin(buffers=False) as transaction:
+                yield from transaction.cursor()
+        except lmdb.Error as error:
+            raise DataLoss(f"stored progress can't be read: {error}") from error
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """Write all entries or none, and return when they are durable.
+
+        Raises:
+            lmdb.Error, OSError: not known whether they are; the process must end.
+        """
+        await asyncio.to_thread(self.write_now, entries)
+
+    def write_now(self, entries: Sequence[Entry]) -> None:
+        """`write` for a caller that may be blocked."""
+        with self._access:
+            if self._closed:
+                raise OSError("the disk is closed")
+            while not self._try_write(entries):
+                map_bytes = self._environment.info()["map_size"] * 2
+                log.info("map grown map_bytes=%d", map_bytes)
+                self._environment.set_mapsize(map_bytes)
+
+    def _try_write(self, entries: Sequence[Entry]) -> bool:
+        try:
+            with self._environment.begin(write=True) as transaction:
+                for key, value in entries:
+                    transaction.put(key, value)
+        except lmdb.MapFullError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Wait for a write under way, then let go of the folder."""
+        with self._access:
+            if not self._closed:
+                self._closed = True
+                self._environment.close()
+                os.close(self._held)
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)

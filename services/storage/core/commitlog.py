@@ -1,0 +1,244 @@
+"""The commit log: segments of fixed size, batches one behind the other.
+
+It knows positions, not queues. A batch lies in one segment: where the next one does not fit, a
+filler closes the segment. docs/format.md has the bytes.
+
+    log/00000000000000000000    segment, named by the position of its first byte, 20 digits
+    log/00000000001073741824
+
+    filler:  0  4 magic "BTNF"    4  4 bytes to the end of the segment, these 8 included
+             fewer than 8 bytes at the end of a segment stay zero
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batonmq.common.errors import DataLoss, LimitExceeded
+from services.storage.core.files import Disk, File, FileCache
+
+FOLDER = "log"
+FILLER_MAGIC = 0x42544E46
+FILLER = struct.Struct(">II")
+_NAME = re.compile(r"\d{20}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stamped:
+    """A batch ready to be written: its stamped head of 56 bytes, and the rest as it came."""
+
+    position: int
+    head: bytes
+    rest: memoryview
+
+    @property
+    def next_position(self) -> int:
+        """Position after the batch."""
+        return self.position + len(self.head) + len(self.rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsynced:
+    """What one sync has to do: files in order of position, and the position it reaches."""
+
+    files: tuple[File, ...]
+    position: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    first_position: int
+    size: int
+    file: File | None = None
+    """Open from the first write until everything in the segment is synced."""
+
+    @property
+    def path(self) -> str:
+        return f"{FOLDER}/{self.first_position:020d}"
+
+    @property
+    def next_position(self) -> int:
+        return self.first_position + self.size
+
+
+class CommitLog:
+    """Positions [first_position, next_position) are written, those below `synced_position` safe.
+
+    After opening, `next_position` is the end of the last segment; `truncate` says where the last
+    good batch ends.
+
+    Args:
+        cache: For segments that are only read.
+        segment_bytes: Size of new segments; existing ones keep theirs.
+
+    Raises:
+        DataLoss: a segment is missing between others.
+    """
+
+    def __init__(self, disk: Disk, cache: FileCache, segment_bytes: int) -> None:
+        self._disk, self._cache, self._segment_bytes = disk, cache, segment_bytes
+        self._segments: list[_Segment] = []
+        self._firsts: list[int] = []
+        for name in filter(_NAME.fullmatch, disk.names(FOLDER)):
+            self._found(int(name))
+        self.first_position = self._firsts[0] if self._firsts else 0
+        self.next_position = self._end()
+        self.synced_position = self.first_position
+
+    def place(self, lengths: Sequence[int]) -> list[int]:
+        """Positions that batches of `lengths` bytes would get, in order; nothing changes.
+
+        Raises:
+            LimitExceeded: one is longer than a segment.
+        """
+        at, positions = self.next_position, []
+        end = self._segment_end(at)
+        for length in lengths:
+            if at + length > end:
+                at, end = end, self._segment_end(end)
+                if at + length > end:
+                    raise LimitExceeded(
+                        f"batch has {length} bytes; a segment has {end - at}",
+                        facts={"field": "batch", "limit": end - at, "actual": length},
+                    )
+            positions.append(at)
+            at += length
+        return positions
+
+    def append(self, batches: Sequence[Stamped]) -> None:
+        """Write batches whose positions `place` gave just now: one write per segment.
+
+        Raises:
+            Overloaded: there is no space for another segment; nothing was written.
+        """
+        while self._end() <= batches[-1].position:
+            self._create()
+        begin = 0
+        while begin < len(batches):
+            segment = self._segment_at(batches[begin].position)
+            count = bisect_left(
+                batches, segment.next_position, begin, key=lambda batch: batch.position
+            )
+            if self.next_position < segment.first_position:
+                self._fill()
+            self._write(segment, batches[begin:count])
+            begin = count
+
+    def read(self, position: int, bytes_max: int) -> bytes:
+        """Up to `bytes_max` bytes from `position` on; fewer only at the end of its segment."""
+        segment = self._segment_at(position)
+        file = segment.file or self._cache.get(segment.path)
+        at = position - segment.first_position
+        return file.read(at, min(bytes_max, segment.size - at))
+
+    def segment_end(self, position: int) -> int:
+        """Position after the segment that holds `position`."""
+        return self._segment_at(position).next_position
+
+    def unsynced(self) -> Unsynced:
+        """What to sync so that everything written until now is safe."""
+        segments = self._between(self.synced_position, self.next_position)
+        return Unsynced(tuple(map(self._writable, segments)), self.next_position)
+
+    def synced(self, position: int) -> None:
+        """Note that a sync of everything below `position` has ended well."""
+        for segment in self._between(self.synced_position, position):
+            if segment.next_position <= position:
+                self._close(segment)
+        self.synced_position = max(self.synced_position, position)
+
+    def truncate(self, position: int) -> int:
+        """Forget everything from `position` on. Durable on return.
+
+        Returns:
+            How many bytes were dropped: up to the last one that was not zero.
+        """
+        dropped = 0
+        while self._segments and self._segments[-1].first_position > position:
+            segment = self._segments.pop()
+            self._firsts.pop()
+            dropped += self._writable(segment).cut(0)
+            self._close(segment)
+            self._cache.forget(segment.path)
+            self._disk.remove(segment.path)
+        if position < self._end():
+            last = self._segments[-1]
+            dropped += self._writable(last).cut(position - last.first_position)
+        self.next_position = position
+        return dropped
+
+    def close(self) -> None:
+        """Close the files; nothing is synced."""
+        for segment in self._segments:
+            self._close(segment)
+
+    def _found(self, first_position: int) -> None:
+        segment = _Segment(first_position, 0)
+        file = self._disk.open(segment.path)
+        segment.size = file.size
+        file.close()
+        if segment.size == 0:
+            self._disk.remove(segment.path)  # a crash came between its creation and its first byte
+            return
+        if self._segments and self._end() != first_position:
+            raise DataLoss(
+                f"the log has no segment at {self._end()}, but one at {first_position}",
+                facts={"position": self._end()},
+            )
+        self._segments.append(segment)
+        self._firsts.append(first_position)
+
+    def _create(self) -> None:
+        segment = _Segment(self._end(), self._segment_bytes)
+        segment.file = self._disk.create(segment.path, segment.size)
+        self._segments.append(segment)
+        self._firsts.append(segment.first_position)
+
+    def _fill(self) -> None:
+        """Close the segment in which the next batch has no room."""
+        segment = self._segment_at(self.next_position)
+        room = segment.next_position - self.next_position
+        if room >= FILLER.size:
+            at = self.next_position - segment.first_position
+            self._writable(segment).write(at, [FILLER.pack(FILLER_MAGIC, room)])
+        self.next_position += room
+
+    def _write(self, segment: _Segment, batches: Sequence[Stamped]) -> None:
+        assert batches[0].position == self.next_position, (batches[0].position, self.next_position)
+        parts = [part for batch in batches for part in (batch.head, batch.rest)]
+        self._writable(segment).write(self.next_position - segment.first_position, parts)
+        self.next_position = batches[-1].next_position
+
+    def _writable(self, segment: _Segment) -> File:
+        if segment.file is None:
+            segment.file = self._disk.open(segment.path)
+        return segment.file
+
+    @staticmethod
+    def _close(segment: _Segment) -> None:
+        if segment.file is not None:
+            segment.file.close()
+            segment.file = None
+
+    def _end(self) -> int:
+        return self._segments[-1].next_position if self._segments else self.first_position
+
+    def _segment_at(self, position: int) -> _Segment:
+        return self._segments[bisect_right(self._firsts, position) - 1]
+
+    def _between(self, begin: int, end: int) -> list[_Segment]:
+        """Segments that hold a part of [begin, end)."""
+        if begin >= end:
+            return []
+        first = max(bisect_right(self._firsts, begin) - 1, 0)
+        return self._segments[first : bisect_left(self._firsts, end)]
+
+    def _segment_end(self, position: int) -> int:
+        """End of the segment that holds, or will hold, `position`."""
+        if position >= self._end():
+            return position + self._segment_bytes
+        return self._segment_at(position).next_position

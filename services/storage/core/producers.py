@@ -1,0 +1,143 @@
+"""What idempotent producers have stored lately, so that a retry gets the first receipt again.
+
+A batch names its producer's id and epoch and the sequence of its first message, an unsigned
+32-bit number that counts messages per producer and queue and wraps. State lives in memory; it is
+derived from the log, so recovery brings it back.
+
+A producer that nobody remembers, or that comes with a new epoch, may start at any sequence: its
+earlier state may have expired. A producer that was silent for 7 days, or is the longest silent
+one of more than 100,000, is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+
+from batonmq.common.errors import DuplicateSequence, ProducerFenced, SequenceGap
+from batonmq.core.records import Header
+
+BATCHES_KEPT = 5
+IDLE_MS_MAX = 7 * 24 * 3_600_000
+PRODUCERS_MAX = 100_000
+QUEUES_MAX = 400_000
+SEQUENCES = 1 << 32
+
+QueueKey = tuple[int, int]
+"""Topic id and queue id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Where a batch is stored.
+
+    Attributes:
+        next_position: Position after the batch: safe once the log is synced so far.
+        duplicate: Stored by an earlier try.
+    """
+
+    first_offset: int
+    position: int
+    next_position: int
+    store_unix_ms: int
+    duplicate: bool = False
+
+
+_Batch = tuple[int, int, Receipt]
+"""Sequence, count and receipt of a stored batch."""
+
+
+@dataclass(slots=True)
+class _Producer:
+    epoch: int
+    used_unix_ms: int
+    queues: dict[QueueKey, deque[_Batch]] = field(default_factory=dict)
+
+
+class ProducerTable:
+    """Sequences and receipts by producer and queue.
+
+    Args:
+        producers_max: More are not remembered.
+        queues_max: More pairs of producer and queue are not remembered.
+    """
+
+    def __init__(self, producers_max: int = PRODUCERS_MAX, queues_max: int = QUEUES_MAX) -> None:
+        self._producers_max, self._queues_max = producers_max, queues_max
+        self._producers: OrderedDict[int, _Producer] = OrderedDict()
+        self._queues_count = 0
+
+    def __len__(self) -> int:
+        return len(self._producers)
+
+    def check(self, header: Header, queue: QueueKey) -> Receipt | None:
+        """The receipt of an earlier try of this batch; None if the batch is new.
+
+        Raises:
+            ProducerFenced: a newer epoch of the producer has written to any queue here.
+            SequenceGap: messages before this batch are missing.
+            DuplicateSequence: it was stored, but its receipt is forgotten, or it is not the batch
+                that was stored.
+        """
+        producer = self._producers.get(header.producer_id) if header.producer_id else None
+        if producer is None:
+            return None
+        if header.producer_epoch < producer.epoch:
+            raise ProducerFenced(
+                f"epoch {header.producer_epoch} of producer {header.producer_id} is over; "
+                f"epoch {producer.epoch} has written",
+                facts={"epoch": header.producer_epoch, "current": producer.epoch},
+            )
+        batches = producer.queues.get(queue)
+        if header.producer_epoch > producer.epoch or batches is None:
+            return None
+        expected = (batches[-1][0] + batches[-1][1]) % SEQUENCES
+        if header.sequence == expected:
+            return None
+        if (header.sequence - expected) % SEQUENCES < SEQUENCES // 2:
+            raise SequenceGap(
+                f"sequence {header.sequence} of producer {header.producer_id} "
+                f"comes where {expected} is expected",
+                facts={"expected": expected, "actual": header.sequence},
+            )
+        for sequence, count, receipt in batches:
+            if (sequence, count) == (header.sequence, header.count):
+                return replace(receipt, duplicate=True)
+        raise DuplicateSequence(
+            f"sequence {header.sequence} of producer {header.producer_id} was stored; "
+            f"{expected} is expected",
+            facts={"sequence": header.sequence},
+        )
+
+    def record(self, header: Header, queue: QueueKey, receipt: Receipt) -> None:
+        """Remember a stored batch, which `check` called new."""
+        if not header.producer_id:
+            return
+        producer = self._producers.get(header.producer_id)
+        if producer is None or producer.epoch < header.producer_epoch:
+            self._forget(header.producer_id)
+            producer = _Producer(header.producer_epoch, receipt.store_unix_ms)
+            self._producers[header.producer_id] = producer
+        producer.used_unix_ms = receipt.store_unix_ms
+        self._producers.move_to_end(header.producer_id)
+        if queue not in producer.queues:
+            producer.queues[queue] = deque(maxlen=BATCHES_KEPT)
+            self._queues_count += 1
+        producer.queues[queue].append((header.sequence, header.count, receipt))
+        while len(self._producers) > 1 and (
+            len(self._producers) > self._producers_max or self._queues_count > self._queues_max
+        ):
+            self._forget(next(iter(self._producers)))
+
+    def expire(self, now_unix_ms: int) -> None:
+        """Forget the producers that were silent for 7 days."""
+        while self._producers:
+            producer_id, producer = next(iter(self._producers.items()))
+            if producer.used_unix_ms > now_unix_ms - IDLE_MS_MAX:
+                break
+            self._forget(producer_id)
+
+    def _forget(self, producer_id: int) -> None:
+        producer = self._producers.pop(producer_id, None)
+        if producer is not None:
+            self._queues_count -= len(producer.queues)

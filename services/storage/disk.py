@@ -1,0 +1,205 @@
+"""The real files below the data directory. Nothing else in the service touches the disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+from batonmq.common.errors import Overloaded
+from services.storage.core.files import Disk, File
+
+PARTS_MAX = 1_024
+"""What one pwritev takes (IOV_MAX)."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+class InUse(Exception):
+    """Another process has the data directory."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Own `folder`, which is made if it is missing, against other processes.
+
+    Raises:
+        InUse: another process owns it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise InUse(f"{folder} is used by process {file.read() or 'unknown'}") from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+class RealFile(File):
+    """A file of the operating system."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._fd = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC, 0o644)
+
+    @property
+    def size(self) -> int:
+        """See File."""
+        return os.fstat(self._fd).st_size
+
+    def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
+        """See File."""
+        rest = iter(parts)
+        while chunk := list(islice(rest, PARTS_MAX)):
+            wanted = sum(map(len, chunk))
+            written = os.pwritev(self._fd, chunk, at)
+            at += written
+            if written < wanted:
+                left = memoryview(b"".join(chunk))[written:]
+                while left:
+                    written = os.pwrite(self._fd, left, at)
+                    at, left = at + written, left[written:]
+
+    def read(self, at: int, bytes_max: int) -> bytes:
+        """See File."""
+        first = os.pread(self._fd, bytes_max, at)
+        if len(first) == bytes_max or not first:
+            return first
+        return first + self.read(at + len(first), bytes_max - len(first))
+
+    def cut(self, at: int) -> int:
+        """See File."""
+        size, used = self.size, self._used(at)
+        if used:
+            os.ftruncate(self._fd, at)
+            os.posix_fallocate(self._fd, 0, size)
+            os.fsync(self._fd)
+        return used
+
+    def sync(self) -> None:
+        """See File."""
+        os.fdatasync(self._fd)
+
+    def allocate(self, size: int) -> None:
+        """Give the file `size` bytes on disk, durably."""
+        os.posix_fallocate(self._fd, 0, size)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """See File."""
+        os.close(self._fd)
+
+    def _used(self, at: int) -> int:
+        """Bytes from `at` to the last that is not zero; holes are not read."""
+        size, used_to, position = self.size, at, at
+        while position < size:
+            try:
+                position = os.lseek(self._fd, position, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:
+                    break
+                raise
+            chunk = self.read(position, min(_CHUNK_BYTES, size - position))
+            if stripped := chunk.rstrip(b"\0"):
+                used_to = position + len(stripped)
+            position += len(chunk)
+        return used_to - at
+
+
+class RealDisk(Disk):
+    """Files below `folder`.
+
+    Args:
+        folder: The data directory, locked by the caller.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self, folder: str) -> list[str]:
+        """See Disk."""
+        path = self._folder / folder
+        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+
+    def create(self, path: str, size: int) -> File:
+        """See Disk."""
+        full = self._folder / path
+        try:
+            return self._created(full, size)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            full.unlink(missing_ok=True)
+            if error.errno not in _NO_SPACE:
+                raise
+            raise Overloaded(
+                f"no space on disk for a segment of {size} bytes",
+                remedy="Free space on the disk of the storage node.",
+                retry_after_ms=5_000,
+                facts={"limit": shutil.disk_usage(self._folder).free},
+            ) from error
+
+    def open(self, path: str, *, create: bool = False) -> File:
+        """See Disk."""
+        full = self._folder / path
+        try:
+            return RealFile(full, os.O_CREAT if create else 0)
+        except FileNotFoundError:
+            if not create:
+                raise
+        full.parent.mkdir(parents=True, exist_ok=True)
+        return RealFile(full, os.O_CREAT)
+
+    def remove(self, path: str) -> None:
+        """See Disk."""
+        full = self._folder / path
+        if full.is_dir():
+            shutil.rmtree(full)
+        else:
+            full.unlink(missing_ok=True)
+        _sync_folder(full.parent)
+
+    def load(self, path: str) -> bytes:
+        """See Disk."""
+        full = self._folder / path
+        return full.read_bytes() if full.exists() else b""
+
+    def replace(self, path: str, content: bytes) -> None:
+        """See Disk."""
+        full = self._folder / path
+        fresh = full.with_name(f"{full.name}.new")
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(full)
+        _sync_folder(full.parent)
+
+    def _created(self, full: Path, size: int) -> File:
+        if not full.parent.is_dir():
+            full.parent.mkdir(parents=True)
+            _sync_folder(full.parent.parent)
+        file = RealFile(full, os.O_CREAT | os.O_EXCL)
+        try:
+            file.allocate(size)
+            _sync_folder(full.parent)
+        except OSError:
+            file.close()
+            raise
+        return file
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,137 @@
+"""Group commit: one sync in a worker thread covers everything written before it began.
+
+While it runs the loop goes on taking appends; they ride in the next one. A sync that fails is
+the end of the process: the kernel may have dropped the pages, so a second try proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from prometheus_client import Histogram
+
+from batonmq.common.errors import NotServing
+from services.storage.core.commitlog import Unsynced
+from services.storage.core.producers import QueueKey
+from services.storage.core.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Flusher:
+    """Syncs the log and wakes those who wait for it.
+
+    Args:
+        sync: Blocks until the files are safe; called in a worker thread.
+        grown: Called with the queues in which readers see more than before.
+        interval_ms: Time between syncs nobody waits for; 0 syncs at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        sync: Callable[[Unsynced], None],
+        grown: Callable[[frozenset[QueueKey]], None],
+        seconds: Histogram,
+        interval_ms: int = 0,
+    ) -> None:
+        self._store, self._sync, self._grown = store, sync, grown
+        self._seconds, self._interval_ms = seconds, interval_ms
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._wrote, self._urgent = asyncio.Event(), asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+        self._failure: OSError | None = None
+
+    def check(self) -> None:
+        """Refuse what would need the disk after it has failed.
+
+        Raises:
+            NotServing: it has.
+        """
+        if self._failure is not None:
+            raise NotServing(f"the log can't be written: {self._failure}", retry_after_ms=5_000)
+
+    def wrote(self) -> None:
+        """Note that the log has grown."""
+        self._wrote.set()
+
+    async def reached(self, position: int) -> None:
+        """Until everything below `position` is safe.
+
+        Raises:
+            NotServing: the disk has failed; not known whether it is safe.
+        """
+        self.check()
+        if position <= self._store.log.synced_position:
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((position, future))
+        self._wrote.set()
+        self._urgent.set()
+        await future
+
+    def fail(self, error: OSError) -> None:
+        """Stop for good: the disk has failed. `run` raises the error and so ends the process."""
+        if self._failure is None:
+            log.critical("log can't be written or synced, the process ends error=%s", error)
+            self._failure = error
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(
+                    NotServing(f"the log can't be written: {error}", retry_after_ms=5_000)
+                )
+        self._wrote.set()
+        self._urgent.set()
+
+    async def run(self) -> None:
+        """Sync for ever; to be run as one task.
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        while True:
+            await self._wrote.wait()
+            if self._interval_ms:
+                await self._pause()
+            self._wrote.clear()
+            self._urgent.clear()
+            await self.sync()
+
+    async def sync(self) -> None:
+        """Sync what is written now.
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        async with self._one_at_a_time:
+            if self._failure is not None:
+                raise self._failure
+            unsynced = self._store.log.unsynced()
+            now = asyncio.get_running_loop().time
+            begin = now()
+            try:
+                await asyncio.to_thread(self._sync, unsynced)
+            except OSError as error:
+                self.fail(error)
+                raise
+            self._seconds.observe(now() - begin)
+            self._grown(self._store.synced(unsynced.position))
+            self._release(unsynced.position)
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(self._interval_ms / 1000):
+                await self._urgent.wait()
+        except TimeoutError:
+            return
+
+    def _release(self, position: int) -> None:
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            if item[0] > position:
+                self._waiting.append(item)
+            elif not item[1].done():
+                item[1].set_result(None)

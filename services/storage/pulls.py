@@ -1,0 +1,144 @@
+"""Pulls that found nothing and wait: woken by their queue, kept alive at offsets.
+
+A parked pull holds no right; when it wakes, reading and recording run again, and the record is
+the check of its token (protocol, section 6.5). It costs no thread and is never polled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from baton.common.v1 import queue_pb2
+from prometheus_client import Gauge
+
+from batonmq.common.errors import BatonError, Overloaded
+from services.storage.core.producers import QueueKey
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who pulls: a queue as a group sees it, and the token under which it is owned."""
+
+    group: str
+    topic: str
+    broker: str
+    queue_id: int
+    token: int
+
+    def queue(self) -> queue_pb2.GroupQueue:
+        """The queue as messages name it."""
+        return queue_pb2.GroupQueue(
+            group=self.group,
+            queue=queue_pb2.Queue(topic=self.topic, broker=self.broker, queue_id=self.queue_id),
+        )
+
+
+Touch = Callable[[Sequence[Holder]], Awaitable[Sequence[BatonError | None]]]
+
+
+@dataclass(eq=False, slots=True)
+class _Parked:
+    holder: Holder
+    woken: asyncio.Future[BatonError | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class ParkedPulls:
+    """The pulls that wait, by queue.
+
+    Args:
+        touch: Tells offsets of holders that are alive; None or the refusal for each.
+        parked: Shows how many there are.
+        parked_max: More are refused.
+        interval_ms: Time between two touches.
+    """
+
+    def __init__(self, touch: Touch, parked: Gauge, *, parked_max: int, interval_ms: int) -> None:
+        self._touch, self._parked_max, self._interval_ms = touch, parked_max, interval_ms
+        self._by_queue: dict[QueueKey, set[_Parked]] = {}
+        self._count = 0
+        parked.set_function(lambda: self._count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    async def wait(self, key: QueueKey, holder: Holder, hold_ms: int) -> None:
+        """Until the queue has grown, its topic has changed, or `hold_ms` are over.
+
+        Raises:
+            Fenced, UnknownQueue: offsets says that the token is not current.
+            Overloaded: too many pulls are parked.
+        """
+        if self._count >= self._parked_max:
+            raise Overloaded(
+                f"{self._count} pulls are held already",
+                retry_after_ms=1_000,
+                facts={"limit": self._parked_max},
+            )
+        parked = _Parked(holder)
+        others = self._by_queue.setdefault(key, set())
+        others.add(parked)
+        self._count += 1
+        try:
+            async with asyncio.timeout(hold_ms / 1000):
+                refusal = await parked.woken
+        except TimeoutError:
+            return
+        finally:
+            self._count -= 1
+            others.discard(parked)
+            if not others and self._by_queue.get(key) is others:
+                del self._by_queue[key]
+        if refusal is not None:
+            raise refusal
+
+    def wake(self, keys: Iterable[QueueKey]) -> None:
+        """Wake the pulls of queues that have grown."""
+        for key in keys:
+            for parked in self._by_queue.get(key, ()):
+                _wake(parked)
+
+    def wake_topics(self, names: frozenset[str]) -> None:
+        """Wake the pulls of topics that have changed, or are gone."""
+        for parked in self._all():
+            if parked.holder.topic in names:
+                _wake(parked)
+
+    async def run(self) -> None:
+        """Touch every holder at intervals; to be run as one task."""
+        while True:
+            await asyncio.sleep(self._interval_ms / 1000)
+            await self.touch()
+
+    async def touch(self) -> None:
+        """Tell offsets of all holders; pulls whose token is refused are answered so."""
+        holders = list({parked.holder for parked in self._all()})
+        if not holders:
+            return
+        try:
+            verdicts = await self._touch(holders)
+        except BatonError as error:
+            log.info("parked pulls not touched count=%d error=%s", len(holders), error)
+            return
+        refused = {
+            holder: verdict
+            for holder, verdict in zip(holders, verdicts, strict=True)
+            if verdict is not None
+        }
+        for parked in self._all() if refused else ():
+            if (verdict := refused.get(parked.holder)) and not parked.woken.done():
+                parked.woken.set_result(verdict)
+
+    def _all(self) -> list[_Parked]:
+        return [parked for queue in self._by_queue.values() for parked in queue]
+
+
+def _wake(parked: _Parked) -> None:
+    if not parked.woken.done():
+        parked.woken.set_result(None)

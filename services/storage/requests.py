@@ -1,0 +1,143 @@
+"""Reads the requests: limits and names as the proto's comments have them, defaults filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from baton.common.v1 import queue_pb2
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import InvalidArgument, LimitExceeded, WrongBroker
+from batonmq.core.names import check_broker, check_group, check_topic
+from batonmq.core.subscription import TagFilter
+from services.storage.core.filter import HashFilter
+from services.storage.core.store import Wanted
+from services.storage.pulls import Holder
+
+APPEND_BATCHES_MAX = 1_024
+APPEND_BYTES_MAX = 32 * 1024 * 1024
+PULL_BYTES_MAX = 4 * 1024 * 1024
+PULL_BYTES_DEFAULT = 1024 * 1024
+PULL_MESSAGES_MAX = 65_535
+PULL_MESSAGES_DEFAULT = 1_000
+HOLD_MS_MAX = 30_000
+QUERY_QUEUES_MAX = 10_000
+QUEUE_ID_MAX = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A pull whose fields are all in range."""
+
+    holder: Holder
+    wanted: Wanted
+    hold_ms: int
+    offsets_epoch: int
+
+
+def append_batches(request: pb.AppendRequest) -> list[bytes]:
+    """The batches of a request, each still to be checked.
+
+    Raises:
+        InvalidArgument: there are none, or a durability that this node can't reach.
+        LimitExceeded: too many, or too many bytes.
+    """
+    batches = list(request.batches)
+    if not batches:
+        raise InvalidArgument("a request needs a batch", facts={"field": "batches"})
+    _limit("batches", len(batches), APPEND_BATCHES_MAX)
+    _limit("bytes", sum(map(len, batches)), APPEND_BYTES_MAX)
+    if request.durability not in (
+        pb.DURABILITY_UNSPECIFIED,
+        pb.DURABILITY_MEMORY,
+        pb.DURABILITY_FSYNCED,
+    ):
+        raise InvalidArgument(
+            f"durability {request.durability} can't be reached by a node without replicas",
+            facts={"field": "durability"},
+        )
+    return batches
+
+
+def pull(request: pb.PullRequest, broker: str) -> Pull:
+    """A pull, checked against everything but the state of topic and queue.
+
+    Raises:
+        InvalidArgument, InvalidName, LimitExceeded, BadExpression, WrongBroker: it is refused.
+    """
+    if not request.HasField("queue"):
+        raise InvalidArgument("a pull names a queue", facts={"field": "queue"})
+    check_group(request.queue.group)
+    queue = check_queue_name(request.queue.queue, broker)
+    for field, number, least in (
+        ("token", request.token, 1),
+        ("offset", request.offset, 0),
+        ("offsets_epoch", request.offsets_epoch, 0),
+    ):
+        if number < least:
+            raise InvalidArgument(f"{field} {number} is below {least}", facts={"field": field})
+    _limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
+    _limit("messages_max", request.messages_max, PULL_MESSAGES_MAX)
+    _limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
+    return Pull(
+        Holder(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
+        Wanted(
+            request.offset,
+            request.bytes_max or PULL_BYTES_DEFAULT,
+            request.messages_max or PULL_MESSAGES_DEFAULT,
+            hash_filter(request.expression),
+        ),
+        request.hold_ms,
+        request.offsets_epoch,
+    )
+
+
+def queried_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.Queue]:
+    """The queues of a request, each still to be checked.
+
+    Raises:
+        InvalidArgument: there are none.
+        LimitExceeded: too many.
+    """
+    queues = list(request.queues)
+    if not queues:
+        raise InvalidArgument("a request needs a queue", facts={"field": "queues"})
+    _limit("queues", len(queues), QUERY_QUEUES_MAX)
+    return queues
+
+
+def check_queue_name(queue: queue_pb2.Queue, broker: str) -> queue_pb2.Queue:
+    """`queue`, if it may be a queue of this node.
+
+    Raises:
+        InvalidName, LimitExceeded: a field is out of range.
+        WrongBroker: it names another node.
+    """
+    check_topic(queue.topic)
+    check_broker(queue.broker)
+    _limit("queue_id", queue.queue_id, QUEUE_ID_MAX)
+    if queue.broker != broker:
+        raise WrongBroker(
+            f"this is broker {broker}, not {queue.broker}",
+            facts={"asked": queue.broker, "actual": broker},
+        )
+    return queue
+
+
+@lru_cache(maxsize=1_024)
+def hash_filter(expression: str) -> HashFilter:
+    """The filter on tag hashes that `expression` means.
+
+    Raises:
+        BadExpression, LimitExceeded: it means nothing.
+    """
+    return HashFilter(TagFilter.parse(expression).hashes)
+
+
+def _limit(field: str, actual: int, limit: int) -> None:
+    if actual > limit:
+        raise LimitExceeded(
+            f"{field} is {actual}; the limit is {limit}",
+            facts={"field": field, "limit": limit, "actual": actual},
+        )

@@ -1,0 +1,80 @@
+"""Which topics exist and how many of their queues are here, as the nameserver wrote it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import TopicNotFound
+from services.runtime.etcd import EtcdSession, Stored
+from services.runtime.mirror import Mirror
+from services.storage.core.store import TopicQueues
+
+MISSING_MS = 1_000
+"""A name that etcd did not have is not asked for again so soon."""
+MISSING_MAX = 10_000
+
+
+class Topics:
+    """The `topics/` mirror, and a look into etcd for names it does not have yet.
+
+    Args:
+        mirror: Of "topics/"; the caller runs it.
+        broker: Name of this node.
+    """
+
+    def __init__(self, mirror: Mirror, session: EtcdSession, broker: str, clock: Clock) -> None:
+        self._mirror, self._session, self._broker, self._clock = mirror, session, broker, clock
+        self._known: dict[str, tuple[int, TopicQueues]] = {}
+        self._missing: dict[str, int] = {}
+        self._asking = asyncio.Lock()
+        mirror.on_change.append(self._forget)
+
+    def known(self, name: str) -> TopicQueues | None:
+        """The topic, if the mirror has it or a look into etcd has found it."""
+        stored = self._mirror.values.get(name)
+        found = self._known.get(name)
+        if found is not None and (stored is None or stored.mod_revision <= found[0]):
+            return found[1]
+        return self._parsed(name, stored) if stored is not None else None
+
+    async def find(self, name: str) -> TopicQueues:
+        """The topic; etcd is asked once if it is not known, by one caller at a time.
+
+        Raises:
+            TopicNotFound: it does not exist.
+            NoQuorum: not known here, and etcd does not answer.
+        """
+        if (topic := self.known(name)) is not None:
+            return topic
+        async with self._asking:
+            topic = self.known(name)
+            if topic is None and self._missing.get(name, 0) <= self._clock.monotonic_ms():
+                topic = await self._ask(name)
+        if topic is None:
+            raise TopicNotFound(f"topic {name} does not exist", facts={"topic": name})
+        return topic
+
+    async def _ask(self, name: str) -> TopicQueues | None:
+        stored = await self._session.get(self._session.key("topics", name))
+        if stored is not None and stored.mod_revision > self._mirror.revision:
+            return self._parsed(name, stored)
+        if (topic := self.known(name)) is None:  # deleted, or the mirror has it by now
+            if len(self._missing) >= MISSING_MAX:
+                self._missing.clear()
+            self._missing[name] = self._clock.monotonic_ms() + MISSING_MS
+        return topic
+
+    def _parsed(self, name: str, stored: Stored) -> TopicQueues:
+        topic = pb.Topic.FromString(stored.value)
+        counts = {spread.broker: spread.queue_count for spread in topic.spread}
+        queues = TopicQueues(topic.topic_id, counts.get(self._broker, 0))
+        self._known[name] = (stored.mod_revision, queues)
+        return queues
+
+    def _forget(self, names: frozenset[str]) -> None:
+        for name in names:
+            self._known.pop(name, None)
+            self._missing.pop(name, None)

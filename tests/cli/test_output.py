@@ -1,0 +1,129 @@
+"""Goal: output can be read by people and parsed by programs, and a terminal obeys none of it.
+
+Method: print known items in both forms and look at the text.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batonmq.cli.output import Columns, Form, Item, Output, duration, printable, wall_time
+from batonmq.common.errors import Difference, SubscriptionConflict, TopicNotFound
+
+ITEMS: list[Item] = [
+    {"topic": "orders", "broker": "broker-0", "lag": 3},
+    {"topic": "[red]x", "broker": None, "lag": 0},
+]
+COLUMNS: Columns = {"TOPIC": "topic", "BROKER": "broker", "TWICE": lambda item: 2 * item["lag"]}
+
+
+def test_table_has_one_row_per_item_and_dashes_for_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Output(Form.TABLE).items(ITEMS, COLUMNS)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["TOPIC", "BROKER", "TWICE"],
+        ["orders", "broker-0", "6"],
+        ["[red]x", "-", "0"],
+    ]
+
+
+def test_long_cells_are_neither_cut_nor_wrapped_when_piped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Output(Form.TABLE).items([{"topic": "t" * 300}], {"TOPIC": "topic"})
+    assert "t" * 300 in capsys.readouterr().out.splitlines()
+
+
+def test_json_has_every_key_of_the_items(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(Form.JSON).items(ITEMS, COLUMNS)
+    assert json.loads(capsys.readouterr().out) == ITEMS
+
+
+def test_empty_list_is_headings_or_an_empty_array(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(Form.TABLE).items([], COLUMNS)
+    assert capsys.readouterr().out.split() == list(COLUMNS)
+    Output(Form.JSON).items([], COLUMNS)
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_line_is_text_or_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(Form.TABLE).line({"a": "x\ny"}, "text")
+    Output(Form.JSON).line({"a": "x\ny"}, "text")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "text"
+    assert json.loads(second) == {"a": "x\ny"}
+
+
+def test_note_is_for_people_only(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(Form.JSON).note("3 messages")
+    assert capsys.readouterr().out == ""
+    Output(Form.TABLE).note("3 messages")
+    assert capsys.readouterr().out == "3 messages\n"
+
+
+def test_error_tells_reason_sentence_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(Form.TABLE).error(TopicNotFound("topic a does not exist"))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "error: TOPIC_NOT_FOUND: topic a does not exist",
+        "  Create it: baton topic create NAME.",
+    ]
+
+
+def test_error_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    difference = Difference("t", "expression", "new", "a", "old", "b")
+    error = SubscriptionConflict("no", facts={"group": "g"}, differences=(difference,))
+    Output(Form.JSON).error(error)
+    assert json.loads(capsys.readouterr().err)["error"] == {
+        "reason": "SUBSCRIPTION_CONFLICT",
+        "message": "no",
+        "remedy": error.remedy,
+        "retry": "NEVER",
+        "retry_after_ms": 0,
+        "facts": {"group": "g"},
+        "differences": [
+            {
+                "topic": "t",
+                "setting": "expression",
+                "newcomer_client_id": "new",
+                "newcomer_value": "a",
+                "member_client_id": "old",
+                "member_value": "b",
+            }
+        ],
+    }
+
+
+def test_conflict_names_both_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    difference = Difference("t", "expression", "new", "a", "old", "b")
+    Output(Form.TABLE).error(SubscriptionConflict("no", differences=(difference,)))
+    assert "t expression: new has 'a', old has 'b'" in capsys.readouterr().err
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    assert printable("a\x1b[31mb\x00\n\tü€") == "a\\x1b[31mb\\x00\\n\tü€"
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "text"),
+    [
+        (-5, "0ms"),
+        (0, "0ms"),
+        (999, "999ms"),
+        (1_000, "1s"),
+        (61_000, "1m 1s"),
+        (3_600_000, "1h"),
+        (90_061_000, "1d 1h"),
+    ],
+)
+def test_duration_shows_its_two_largest_units(milliseconds: int, text: str) -> None:
+    assert duration(milliseconds) == text
+
+
+def test_wall_time_is_utc_to_the_millisecond() -> None:
+    assert wall_time(1_385_873_999_007) == "2013-12-01T04:59:59.007Z"

@@ -1,0 +1,91 @@
+"""Goal: ports stay the same where they can, never collide, and a directory has one user.
+
+Method: real sockets on loopback and real files; a second process for the lock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from batonmq.local.ports import HOST, DataDirInUse, is_free, keep_ports, lock_data_dir
+
+NAMES = ["a", "b", "c"]
+
+
+@contextmanager
+def _occupied(port: int) -> Iterator[int]:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((HOST, port))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_ports_are_distinct_free_and_kept(tmp_path: Path) -> None:
+    first = keep_ports(tmp_path / "ports.json", NAMES)
+    assert len(set(first.values())) == 3
+    assert all(is_free(port) for port in first.values())
+    assert keep_ports(tmp_path / "ports.json", NAMES) == first
+
+
+def test_port_taken_meanwhile_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
+    first = keep_ports(tmp_path / "ports.json", NAMES)
+    with _occupied(first["b"]):
+        second = keep_ports(tmp_path / "ports.json", NAMES)
+    assert second["b"] not in first.values()
+    assert (second["a"], second["c"]) == (first["a"], first["c"])
+
+
+def test_preferred_port_is_taken_only_when_free_and_none_is_kept(tmp_path: Path) -> None:
+    with _occupied(0) as wanted:
+        assert keep_ports(tmp_path / "1.json", NAMES, {"a": wanted})["a"] != wanted
+    assert keep_ports(tmp_path / "2.json", NAMES, {"a": wanted})["a"] == wanted
+    kept = keep_ports(tmp_path / "1.json", NAMES, {"a": wanted})
+    assert kept["a"] != wanted
+
+
+@pytest.mark.parametrize("spoilt", ["", "[1]", '{"a": "x", "b": 70000}', "{"])
+def test_spoilt_file_is_written_anew(tmp_path: Path, spoilt: str) -> None:
+    path = tmp_path / "ports.json"
+    path.write_text(spoilt)
+    chosen = keep_ports(path, NAMES)
+    assert json.loads(path.read_text()) == chosen
+    assert sorted(chosen) == NAMES
+
+
+def test_lock_is_refused_to_a_second_and_names_the_first(tmp_path: Path) -> None:
+    with (
+        lock_data_dir(tmp_path / "d"),
+        pytest.raises(DataDirInUse, match=rf"process {os.getpid()} runs on"),
+        lock_data_dir(tmp_path / "d"),
+    ):
+        raise AssertionError("locked twice")
+    with lock_data_dir(tmp_path / "d"):
+        pass
+
+
+def test_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, time
+from batonmq.local.ports import lock_data_dir
+with lock_data_dir(pathlib.Path({str(tmp_path)!r})):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(DataDirInUse, match=str(holder.pid)), lock_data_dir(tmp_path):
+            raise AssertionError("locked twice")
+        holder.kill()
+    with lock_data_dir(tmp_path):
+        pass

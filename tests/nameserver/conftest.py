@@ -1,0 +1,34 @@
+"""Fixtures of the nameserver's tests: a cluster of one's own, its etcd, and a replica."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from batonmq.common.clock import Clock
+from services.runtime.etcd import EtcdSession
+from tests.nameserver.replica import Replica, register_broker, replica
+
+
+@pytest.fixture
+def cluster() -> str:
+    return f"test-{secrets.token_hex(8)}"
+
+
+@pytest_asyncio.fixture
+async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
+    """The cluster's keys, with one broker registered."""
+    async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
+        await register_broker(session, "broker-a")
+        yield session
+
+
+@pytest_asyncio.fixture
+async def nameserver(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Replica]:
+    """A replica with the topic `flights`."""
+    async with replica(etcd_endpoint, cluster) as running:
+        await running.create("flights", 8)
+        yield running

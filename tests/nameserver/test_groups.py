@@ -1,0 +1,376 @@
+"""Membership through a real server on a real etcd.
+
+Goal: every replica tells the same about a group, at once, and a refusal touches nobody.
+Method: in-process replicas with member leases of two seconds, the shortest that etcd grants;
+tests wait for what must happen, never for a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest_asyncio
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from prometheus_client import CollectorRegistry
+
+from batonmq.common.errors import Difference
+from services.nameserver.catalog import Catalog
+from services.nameserver.config import NameserverSettings
+from services.nameserver.server import NameserverServicer
+from services.nameserver.store import Store
+from services.nameserver.telemetry import Telemetry
+from services.runtime.etcd import EtcdSession
+from tests.nameserver.replica import (
+    CALL_TIMEOUT_S,
+    Replica,
+    heartbeat,
+    ids,
+    incarnation,
+    refusal,
+    replica,
+)
+from tests.support.waiting import until
+
+SHORT = {"member_lease_ms": 2_000, "heartbeat_interval_ms": 500}
+
+
+async def next_group(call: Any) -> pb.Group:
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        group: pb.Group = (await call.read()).group
+        return group
+
+
+async def keys(etcd: EtcdSession) -> dict[str, int]:
+    """Revision of every key of the cluster: equal means that nothing was written."""
+    return {stored.key: stored.mod_revision for stored in (await etcd.get_prefix(""))[0]}
+
+
+async def test_heartbeat_answers_with_the_group_and_the_interval(nameserver: Replica) -> None:
+    answer = await nameserver.stub.Heartbeat(
+        heartbeat("g", "c1", "DL || AA"), timeout=CALL_TIMEOUT_S
+    )
+    assert answer.interval_ms == 10_000
+    assert answer.group.subscriptions == [pb.Subscription(topic="flights", expression="AA||DL")]
+    assert answer.group.model == pb.MESSAGE_MODEL_CLUSTERING
+    assert answer.group.consume_from == pb.CONSUME_FROM_LAST
+    assert (answer.group.generation, answer.group.subscription_generation) == (1, 1)
+    (member,) = answer.group.members
+    assert member.incarnation == incarnation("c1")
+    assert member.host == "host-of-c1"
+    assert member.join_unix_ms > 0
+    assert await nameserver.group("g") == answer.group
+    listed = await nameserver.stub.ListGroups(pb.ListGroupsRequest(), timeout=CALL_TIMEOUT_S)
+    assert list(listed.groups) == [answer.group]
+
+
+@pytest_asyncio.fixture
+async def servicer(nameserver: Replica) -> AsyncIterator[NameserverServicer]:
+    """A replica's servicer to be called directly, without gRPC's buffers between."""
+    runtime, settings = nameserver.runtime, NameserverSettings()
+    catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=1)
+    store = Store(runtime.etcd, runtime.random, member_lease_ms=30_000)
+    telemetry = Telemetry(CollectorRegistry(), runtime.hub, catalog)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(mirror.run()) for mirror in catalog.mirrors]
+        await catalog.ready()
+        yield NameserverServicer(settings, catalog, store, telemetry)
+        for task in running:
+            task.cancel()
+
+
+async def test_joins_and_leaves_are_pushed(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    with nameserver.watch_group("g") as call:
+        seen = [await next_group(call)]
+        await nameserver.join("g", "c2")
+        seen.append(await next_group(call))
+        assert await nameserver.leave("g", "c1")
+        seen.append(await next_group(call))
+        await nameserver.leave("g", "c2")
+        seen.append(await next_group(call))
+    assert [ids(group) for group in seen] == [["c1"], ["c1", "c2"], ["c2"], []]
+    assert [group.generation for group in seen] == [1, 2, 3, 4]
+
+
+async def test_repeated_heartbeats_write_nothing(nameserver: Replica, etcd: EtcdSession) -> None:
+    await nameserver.join("g", "c1")
+    before = await keys(etcd)
+    for _ in range(3):
+        assert (await nameserver.join("g", "c1")).generation == 1
+    assert await keys(etcd) == before
+    assert nameserver.metric("heartbeats_total") == 4
+
+
+async def test_member_with_other_tags_is_refused_and_the_others_work_on(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await nameserver.join("g", "c1", "tag1")
+    before = await keys(etcd)
+    with nameserver.watch_group("g") as call:
+        await next_group(call)
+        error = await refusal(nameserver.join("g", "c2", "tag2"))
+        assert error.reason == "SUBSCRIPTION_CONFLICT"
+        assert error.differences == (
+            Difference("flights", "expression", "c2", "tag2", "c1", "tag1"),
+        )
+        assert await keys(etcd) == before
+        assert (await nameserver.join("g", "c1", "tag1")).generation == 1
+        await nameserver.join("g", "c3", "tag1")
+        assert ids(await next_group(call)) == ["c1", "c3"]
+    assert nameserver.metric("rejections_total", reason="SUBSCRIPTION_CONFLICT") == 1
+
+
+async def test_expressions_that_mean_the_same_agree(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1", "DL||AA")
+    assert ids(await nameserver.join("g", "c2", " AA || DL ")) == ["c1", "c2"]
+
+
+async def test_model_orderliness_and_start_must_agree(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    request = heartbeat("g", "c2")
+    request.orderly, request.consume_from = True, pb.CONSUME_FROM_FIRST
+    error = await refusal(nameserver.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S))
+    assert [(d.setting, d.newcomer_value, d.member_value) for d in error.differences] == [
+        ("orderly", "true", "false"),
+        ("consume_from", "FIRST", "LAST"),
+    ]
+
+
+async def test_only_member_may_change_its_subscription(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1", "tag1")
+    group = await nameserver.join("g", "c1", "tag2")
+    assert group.subscriptions[0].expression == "tag2"
+    assert (group.generation, group.subscription_generation) == (2, 2)
+    await nameserver.join("g", "c2", "tag2")
+    error = await refusal(nameserver.join("g", "c1", "tag3"))
+    assert error.reason == "SUBSCRIPTION_CONFLICT"
+    assert ids(await nameserver.group("g")) == ["c1", "c2"]
+
+
+async def test_silent_member_expires_and_that_is_pushed(
+    etcd_endpoint: str, cluster: str, nameserver: Replica, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster, **SHORT) as impatient:
+        await impatient.join("g", "silent")
+        await impatient.join("g", "alive")
+
+        async def beating() -> bool:
+            return ids(await impatient.join("g", "alive")) == ["alive"]
+
+        with nameserver.watch_group("g") as call:
+            assert ids(await next_group(call)) == ["alive", "silent"]
+            await until(beating)
+            after = await next_group(call)
+            assert (ids(after), after.generation) == (["alive"], 3)
+        expiries = [at.metric("expiries_total") for at in (impatient, nameserver)]
+        assert sum(expiries) == 1, "one replica wins"
+        assert impatient.metric("members") == 1
+        assert [stored.key for stored in (await etcd.get_prefix("live/"))[0]] == ["live/g/alive"]
+
+
+async def test_any_replica_renews_a_lease_that_another_granted(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, nameserver: Replica
+) -> None:
+    async with replica(etcd_endpoint, cluster, **SHORT) as granting:
+        await granting.join("g", "kept")
+        await granting.join("g", "marker")
+
+    async def marker_is_gone() -> bool:
+        return ids(await nameserver.join("g", "kept")) == ["kept"]
+
+    await until(marker_is_gone)
+    live, _ = await etcd.get_prefix("live/")
+    assert [stored.key for stored in live] == ["live/g/kept"]
+
+
+async def test_restart_keeps_members_and_generation(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster) as before:
+        await before.create("flights")
+        await before.join("g", "c1")
+        group = await before.join("g", "c2")
+    written = await keys(etcd)
+    async with replica(etcd_endpoint, cluster) as after:
+        with after.watch_group("g") as call:
+            assert await next_group(call) == group
+        assert await after.join("g", "c1") == group
+        assert await after.join("g", "c2") == group
+    assert await keys(etcd) == written
+
+
+async def test_members_that_died_while_no_nameserver_ran_are_expired_at_start(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster) as before:
+        await before.create("flights")
+        await before.join("g", "c1")
+        await before.join("g", "c2")
+    dead = await etcd.get(etcd.key("live", "g", "c1"))
+    assert dead is not None
+    await etcd.revoke(dead.lease_id)
+    async with replica(etcd_endpoint, cluster) as after:
+
+        async def expired() -> bool:
+            return ids(await after.group("g")) == ["c2"]
+
+        await until(expired)
+        assert (await after.group("g")).generation == 3
+        assert after.metric("expiries_total") == 1
+
+
+async def test_replicas_that_race_let_every_member_in(
+    nameserver: Replica, etcd_endpoint: str, cluster: str
+) -> None:
+    async with replica(etcd_endpoint, cluster) as other:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(10):
+                asker = (nameserver, other)[number % 2]
+                tasks.create_task(asker.join("g", f"c{number}"))
+        group = await nameserver.join("g", "c0")
+        assert ids(group) == [f"c{number}" for number in range(10)]
+        assert group.generation == 10
+        assert await other.join("g", "c1") == group
+
+
+async def test_client_id_of_a_live_process_is_refused_until_it_expires(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, nameserver: Replica
+) -> None:
+    async with replica(etcd_endpoint, cluster, **SHORT) as impatient:
+        await impatient.join("g", "c1")
+        restarted = heartbeat("g", "c1", incarnation_id=2)
+        error = await refusal(impatient.stub.Heartbeat(restarted, timeout=CALL_TIMEOUT_S))
+        assert error.reason == "CLIENT_ID_IN_USE"
+        assert error.facts == {"client_id": "c1", "host": "host-of-c1"}
+        assert error.retry_after_ms == 2_000
+        with impatient.watch_group("g") as call:
+            assert (await next_group(call)).generation == 1
+            assert ids(await next_group(call)) == []
+        answer = await impatient.stub.Heartbeat(restarted, timeout=CALL_TIMEOUT_S)
+        assert [m.incarnation.incarnation_id for m in answer.group.members] == [2]
+        assert answer.group.generation == 3
+
+
+async def test_process_that_left_makes_room_for_its_client_id_at_once(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    await nameserver.leave("g", "c1")
+    answer = await nameserver.stub.Heartbeat(
+        heartbeat("g", "c1", incarnation_id=2), timeout=CALL_TIMEOUT_S
+    )
+    assert answer.group.members[0].incarnation == incarnation("c1", 2)
+
+
+async def test_leaving_twice_or_as_somebody_else_has_no_effect(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await nameserver.join("g", "c1")
+    await nameserver.join("g", "c2")
+    assert await nameserver.leave("g", "c2")
+    before = await keys(etcd)
+    assert not await nameserver.leave("g", "c2")
+    assert not await nameserver.leave("g", "unknown")
+    assert not await nameserver.leave("no-such-group", "c1")
+    other_life = pb.LeaveRequest(group="g", incarnation=incarnation("c1", 2))
+    assert not (await nameserver.stub.Leave(other_life, timeout=CALL_TIMEOUT_S)).left
+    assert await keys(etcd) == before
+    assert ids(await nameserver.group("g")) == ["c1"]
+
+
+async def test_leaving_member_takes_its_lease_along(nameserver: Replica, etcd: EtcdSession) -> None:
+    await nameserver.join("g", "c1")
+    live = await etcd.get(etcd.key("live", "g", "c1"))
+    assert live is not None
+    assert live.value == b"1"
+    await nameserver.leave("g", "c1")
+    assert not await etcd.attach(live.lease_id).refresh()
+    assert (await etcd.get_prefix("live/"))[0] == []
+
+
+async def test_group_nobody_joined_is_not_found(nameserver: Replica) -> None:
+    with nameserver.watch_group("g") as call:
+        error = await refusal(call.read())
+    assert (error.reason, error.facts) == ("GROUP_NOT_FOUND", {"group": "g"})
+    assert (await refusal(nameserver.group("g"))).reason == "GROUP_NOT_FOUND"
+
+
+async def test_group_joined_at_another_replica_is_found_at_once(
+    nameserver: Replica, etcd_endpoint: str, cluster: str
+) -> None:
+    async with replica(etcd_endpoint, cluster) as other:
+        for number in range(5):
+            await nameserver.join(f"g{number}", "c1")
+            with other.watch_group(f"g{number}") as call:
+                assert ids(await next_group(call)) == ["c1"]
+
+
+async def test_topic_that_does_not_exist_can_not_be_subscribed(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    before = await keys(etcd)
+    request = heartbeat("g", "c1")
+    request.subscriptions.append(pb.Subscription(topic="no-such-topic"))
+    error = await refusal(nameserver.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S))
+    assert (error.reason, error.facts) == ("TOPIC_NOT_FOUND", {"topic": "no-such-topic"})
+    assert await keys(etcd) == before
+
+
+async def test_member_outlives_a_deleted_topic(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    await nameserver.delete("flights")
+    assert ids(await nameserver.join("g", "c1")) == ["c1"]
+
+
+async def test_slow_watcher_gets_the_newest_only(
+    nameserver: Replica, servicer: NameserverServicer
+) -> None:
+    await nameserver.join("g", "c0")
+    watch = servicer.WatchGroup(pb.WatchGroupRequest(group="g"), None)  # type: ignore[arg-type]
+    assert ids((await anext(watch)).group) == ["c0"]
+    for number in range(1, 5):
+        await nameserver.join("g", f"c{number}")
+
+    async def knows_all() -> bool:
+        listed = await servicer.ListGroups(pb.ListGroupsRequest(), None)  # type: ignore[arg-type]
+        return listed.groups[0].generation == 5
+
+    await until(knows_all)
+    newest = (await anext(watch)).group
+    assert newest.generation == 5
+    assert len(ids(newest)) == 5
+    await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_changes_and_refusals_are_told_as_events(nameserver: Replica) -> None:
+    told: list[metrics_pb.MetricEvent] = []
+    hub = nameserver.runtime.hub
+
+    async def listen() -> None:
+        async for batch in hub.watch():
+            told.extend(batch.events)
+
+    async with asyncio.TaskGroup() as tasks:
+        listening = tasks.create_task(listen())
+        await until(lambda: hub.watched)
+        await nameserver.join("g", "c1", "tag1")
+        await refusal(nameserver.join("g", "c2", "tag2"))
+        await nameserver.leave("g", "c1")
+        await until(lambda: len(told) == 3)
+        listening.cancel()
+    assert {event.queue.group for event in told} == {"g"}
+    joined, refused, left = told
+    assert joined.group_changed == metrics_pb.GroupChanged(group="g", generation=1, member_count=1)
+    assert refused.subscription_refused.client_id == "c2"
+    assert refused.subscription_refused.differences[0].member_client_id == "c1"
+    assert left.group_changed == metrics_pb.GroupChanged(group="g", generation=2, member_count=0)
+
+
+async def test_gauges_count_what_is_there(nameserver: Replica) -> None:
+    await nameserver.join("g1", "c1")
+    await nameserver.join("g1", "c2")
+    await nameserver.join("g2", "c1")
+    found = {name: nameserver.metric(name) for name in ("topics", "groups", "members", "watchers")}
+    assert found == {"topics": 1, "groups": 2, "members": 3, "watchers": 0}

@@ -1,0 +1,119 @@
+"""One queue and its callers, for tests of the rules: a real table, short calls, a real restart."""
+
+from __future__ import annotations
+
+from services.offsets.codec import decode_progress, encode_progress
+from services.offsets.core.calls import (
+    Acks,
+    Committed,
+    Condition,
+    Delivered,
+    Fence,
+    Grant,
+    Holder,
+    Instant,
+    Limits,
+    QueueKey,
+)
+from services.offsets.core.progress import Progress
+from services.offsets.core.ranges import EMPTY, RangeSet
+from services.offsets.core.table import ProgressTable
+
+KEY = QueueKey("readers", "news", "broker-a", 3)
+A, B, C = (Holder(f"client-{name}", number) for number, name in enumerate("abc", 1))
+CLOSED_OR_DRAINED, SAME_HOLDER = Condition.CLOSED_OR_DRAINED, Condition.SAME_HOLDER
+IDLE, FORCED = Condition.IDLE, Condition.FORCED
+UNIX_MS = 1_700_000_000_000
+
+
+def offsets(*runs: tuple[int, int]) -> RangeSet:
+    """The set of ascending half-open runs."""
+    return RangeSet.merged(runs)
+
+
+class Scene:
+    """A table with the term 7 announced, its clock, and what of the queue is on the disk."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.now_ms = 1_000_000
+        self.table = ProgressTable(self.limits, 1, 7, self.now)
+        self.stored: bytes | None = None
+        self._attempts = 0
+
+    @property
+    def now(self) -> Instant:
+        return Instant(self.now_ms, UNIX_MS + self.now_ms)
+
+    @property
+    def queue(self) -> Progress:
+        return self.table.query(KEY)
+
+    def fence(
+        self,
+        holder: Holder,
+        expected_token: int,
+        condition: Condition = CLOSED_OR_DRAINED,
+        *,
+        attempt: str = "",
+        resume: RangeSet = EMPTY,
+        reset_epoch: int = 0,
+        idle_ms: int = 30_000,
+        token_min: int = 0,
+        initial_offset: int = 0,
+        term: int = 7,
+    ) -> Grant:
+        self._attempts += 1
+        wish = Fence(
+            attempt=attempt or f"attempt-{self._attempts}",
+            expected_token=expected_token,
+            condition=condition,
+            holder=holder,
+            resume=resume,
+            reset_epoch=reset_epoch,
+            idle_ms=idle_ms,
+            token_min=token_min,
+            initial_offset=initial_offset,
+        )
+        grant = self.table.fence(KEY, term, wish, self.now)
+        self._store(grant.changed)
+        return grant
+
+    def record(self, token: int, first_offset: int, next_offset: int) -> Delivered:
+        delivered = self.table.record_delivered(KEY, token, (first_offset, next_offset), self.now)
+        self._store(delivered.changed)
+        return delivered
+
+    def touch(self, token: int) -> None:
+        self.table.touch(KEY, token, self.now)
+
+    def commit(
+        self, token: int, committed: int = 0, acked: RangeSet = EMPTY, reset_epoch: int = 0
+    ) -> Committed:
+        acks = Acks(reset_epoch, committed, acked)
+        result = self.table.commit(KEY, token, acks, self.now)
+        self._store(result.changed)
+        return result
+
+    def close(
+        self,
+        token: int,
+        committed: int = 0,
+        acked: RangeSet = EMPTY,
+        unfinished: RangeSet = EMPTY,
+        reset_epoch: int = 0,
+    ) -> Committed:
+        acks = Acks(reset_epoch, committed, acked)
+        result = self.table.close(KEY, token, acks, unfinished, self.now)
+        self._store(result.changed)
+        return result
+
+    def restart(self) -> None:
+        """A new life from what is on the disk."""
+        self.table = ProgressTable(self.limits, self.table.epoch + 1, self.table.term, self.now)
+        if self.stored is not None:
+            self.table.restore(KEY, decode_progress(KEY, self.stored))
+
+    def _store(self, changed: bool) -> None:
+        if changed:
+            self.stored = encode_progress(self.queue)

@@ -1,0 +1,31 @@
+"""A real cluster for end-to-end tests: real etcd, real service processes, loopback ports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from batonmq.local.cluster import LocalCluster, to_stderr
+from batonmq.local.layout import ClusterOptions
+
+
+@asynccontextmanager
+async def local_cluster(
+    data_dir: Path,
+    *,
+    auto_restart: bool = True,
+    report: Callable[[str], None] = to_stderr,
+    **settings: Mapping[str, object],
+) -> AsyncIterator[LocalCluster]:
+    """A cluster that serves, until the block ends.
+
+    Use it in the body of a test, not in a fixture: it belongs to the task that enters it.
+
+    Args:
+        data_dir: A cluster on the same directory later has the same messages and addresses.
+        settings: By service, such as `storage={"segment_bytes": 65536}`.
+    """
+    options = ClusterOptions(settings=settings, auto_restart=auto_restart)
+    async with LocalCluster(data_dir, options, report) as cluster:
+        yield cluster
