@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-POLL_S = 0.02
+_POLL_S = 0.02
 _TETHER = Path(__file__).with_name("tether.py")
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
@@ -102,13 +102,15 @@ class Child:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while self.pid is not None:
-                    if await self.program.is_ready():
-                        return
-                    await asyncio.sleep(POLL_S)
+                await until(self._serves_or_ended)
         except TimeoutError:
             raise NotReady(f"{self.name} does not serve after {timeout_s:g} s") from None
-        raise NotReady(f"{self.name} ended ({describe_exit(self.returncode)}) before it served")
+        if self.pid is None:
+            how = describe_exit(self.returncode)
+            raise NotReady(f"{self.name} ended ({how}) before it served")
+
+    async def _serves_or_ended(self) -> bool:
+        return self.pid is None or await self.program.is_ready()
 
     async def stop(self, grace_s: float) -> bool:
         """Ask the program to end, and kill it after `grace_s`; True if it ended by itself."""
@@ -129,6 +131,10 @@ class Child:
         """The exit status, once there is one; None if it was never started."""
         await until(lambda: self.pid is None)
         return self.returncode
+
+    async def serves(self) -> bool:
+        """Whether it runs and is ready."""
+        return self.pid is not None and await self.program.is_ready()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
@@ -155,10 +161,13 @@ class Child:
             return []
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
     """Return once `condition` is true. Polls: nothing portable tells of a child's death."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(POLL_S)
+    while True:
+        answer = condition()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        await asyncio.sleep(_POLL_S)
 
 
 def describe_exit(returncode: int | None) -> str:

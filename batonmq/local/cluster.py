@@ -17,7 +17,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 
 from batonmq.channels import connect
-from batonmq.local.child import POLL_S, Child, NotReady
+from batonmq.local.child import Child, NotReady, until
 from batonmq.local.etcd import EtcdProcess, is_healthy
 from batonmq.local.layout import SERVICES, ClusterOptions, Layout
 from batonmq.local.ports import lock_data_dir
@@ -202,7 +202,6 @@ class LocalCluster:
 async def _wait(condition: Callable[[], Awaitable[bool]], timeout_s: float, otherwise: str) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            while not await condition():
-                await asyncio.sleep(POLL_S)
+            await until(condition)
     except TimeoutError:
         raise NotReady(f"{otherwise} after {timeout_s:g} s") from None

@@ -10,7 +10,7 @@ from random import Random
 
 from batonmq.common.backoff import Backoff
 from batonmq.common.clock import Clock
-from batonmq.local.child import POLL_S, Child, NotReady, describe_exit, until
+from batonmq.local.child import Child, NotReady, describe_exit, until
 
 READY_S = 45.0
 STOP_GRACE_S = 15.0
@@ -31,10 +31,12 @@ class Supervisor:
         auto_restart: Start a child again that ended unasked; may be changed at any time.
     """
 
-    def __init__(self, report: Callable[[str], None], *, auto_restart: bool) -> None:
+    def __init__(
+        self, report: Callable[[str], None], *, auto_restart: bool, backoff: Backoff | None = None
+    ) -> None:
         self.auto_restart = auto_restart
         self._report = report
-        self._clock, self._random, self._backoff = Clock(), Random(), Backoff()
+        self._clock, self._random, self._backoff = Clock(), Random(), backoff or Backoff()
         self._children: dict[str, Child] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._deaths: dict[str, deque[int]] = {}
@@ -73,10 +75,8 @@ class Supervisor:
         Raises:
             TimeoutError: It does not.
         """
-        child = self._children[name]
         async with asyncio.timeout(READY_S):
-            while child.pid is None or not await child.program.is_ready():
-                await asyncio.sleep(POLL_S)
+            await until(self._children[name].serves)
 
     async def start(self, name: str) -> None:
         """Start a child that does not run, and wait until it serves.

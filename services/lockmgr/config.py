@@ -27,6 +27,4 @@ class LockmgrSettings(ServiceSettings):
 
     def policy(self) -> Policy:
         """The times of the decision table."""
-        return Policy(
-            lease_ms=self.lock_lease_ms, slot_ms=self.slot_ms, slots_min=self.slots_min
-        )
+        return Policy(lease_ms=self.lock_lease_ms, slot_ms=self.slot_ms, slots_min=self.slots_min)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 
@@ -62,7 +62,7 @@ class Desk:
 
     # Calls
 
-    async def acquire(self, wishes: Sequence[Wish], hold_ms: int) -> AsyncIterator[Outcome]:
+    async def acquire(self, wishes: Sequence[Wish], hold_ms: int) -> AsyncGenerator[Outcome, None]:
         """An outcome per wish, as soon as it is decided. Closing it gives up what still waits.
 
         Raises:
@@ -100,9 +100,7 @@ class Desk:
         self._term.recorder.kept_alive(reports)
         return reports
 
-    async def release(
-        self, incarnation: Incarnation, holds: Sequence[tuple[QueueKey, int]]
-    ) -> int:
+    async def release(self, incarnation: Incarnation, holds: Sequence[tuple[QueueKey, int]]) -> int:
         """Free what matches; how many entries were freed.
 
         Raises:
@@ -122,9 +120,10 @@ class Desk:
                 f"{len(open_tasks)} of {len(tasks)} releases are not known to be written",
                 retry_after_ms=500,
             )
-        if any(task.cancelled() for task in tasks):
+        freed = [None if task.cancelled() else task.result() for task in tasks]
+        if None in freed:
             raise _MOVED
-        return sum(task.result() for task in tasks)
+        return sum(filter(None, freed))
 
     def entries(self, group: str, topic: str) -> list[Entry]:
         """Entries by key; empty filters let all pass."""
@@ -134,6 +133,11 @@ class Desk:
     def term(self) -> int:
         """The term that is answered for."""
         return self._term.number
+
+    @property
+    def lease_ms(self) -> int:
+        """Length of a lease."""
+        return self._term.policy.lease_ms
 
     def check_leads(self) -> None:
         """Refuse to answer once the leader's lease is nearly over.
@@ -175,7 +179,10 @@ class Desk:
     # One wish
 
     async def _answer(
-        self, wish: Wish, until_ms: int, decided: asyncio.Queue[tuple[QueueKey, pb.Grant | Exception]]
+        self,
+        wish: Wish,
+        until_ms: int,
+        decided: asyncio.Queue[tuple[QueueKey, pb.Grant | Exception]],
     ) -> None:
         outcome: pb.Grant | Exception = _MOVED
         try:
@@ -226,9 +233,7 @@ class Desk:
         done, _ = await asyncio.wait({task}, timeout=CHANGE_WAIT_S)
         return task.result() if done else Refusal(_pending(wish.key))
 
-    async def _carry_out(
-        self, wish: Wish, grant: Grant, pending: Pending
-    ) -> pb.Grant | Refusal:
+    async def _carry_out(self, wish: Wish, grant: Grant, pending: Pending) -> pb.Grant | Refusal:
         try:
             answer = await self._hand_overs.carry_out(wish, grant, pending)
         finally:
@@ -286,36 +291,42 @@ class Desk:
 
     # Freeing
 
-    async def _release(self, key: QueueKey, owner: Incarnation, token: int) -> int:
-        """Free one entry, once no other change of it is under way; 1 if it was freed."""
+    async def _release(self, key: QueueKey, owner: Incarnation, token: int) -> bool | None:
+        """Free one entry, once no other change of it is under way.
+
+        Returns:
+            Whether it was freed; None if the term is over.
+        """
         while (change := self._changing.get(key)) is not None:
             await asyncio.wait({change})
-        if not self._table.owns(key, owner, token):
-            return 0
+        entry = self._table.get(key)
+        if entry is None or not self._table.owns(key, owner, token):
+            return False
+        if entry.pending is not None:
+            return None
         self._table.begin(key, Step.RELEASE, owner)
         this = asyncio.current_task()
         assert this is not None
         self._changing[key] = this
         try:
-            return await self._free(key, owner, token)
+            outcome = await self._term.store.persist(
+                Change(key, entry.lock.freed(), entry.revision)
+            )
         finally:
             del self._changing[key]
-
-    async def _free(self, key: QueueKey, owner: Incarnation, token: int) -> int:
-        entry = self._table.get(key)
-        assert entry is not None
-        change = Change(key, entry.lock.freed(), entry.revision)
-        outcome = await self._term.store.persist(change)
         if isinstance(outcome, Conflict):
-            if outcome.deposed:
-                raise _MOVED
-            log.error("lock changed behind the leader's back key=%s", key)
-            self._table.reloaded(key, outcome.lock, outcome.revision, fenced=False)
-            return 0
+            return self._not_freed(key, outcome)
         self._table.freed(key, outcome)
         self._term.recorder.released(key, owner, token)
         self._wake(key)
-        return 1
+        return True
+
+    def _not_freed(self, key: QueueKey, conflict: Conflict) -> bool | None:
+        if conflict.deposed:
+            return None
+        log.error("lock changed behind the leader's back key=%s", key)
+        self._table.reloaded(key, conflict.lock, conflict.revision, fenced=False)
+        return False
 
     def _now_ms(self) -> int:
         return self._term.clock.monotonic_ms()

@@ -33,7 +33,9 @@ class Recorder:
             "baton_lockmgr_denials", "Queues denied, by reason.", ("reason",), registry=registry
         )
         self._steals = Counter(
-            "baton_lockmgr_steals", "Queues taken after the owner's lease ran out.", registry=registry
+            "baton_lockmgr_steals",
+            "Queues taken after the owner's lease ran out.",
+            registry=registry,
         )
         self._releases = Counter("baton_lockmgr_releases", "Queues released.", registry=registry)
         self._reports = Counter(
@@ -59,9 +61,7 @@ class Recorder:
             "baton_lockmgr_term", "Term of this leader; 0 for a standby.", registry=registry
         )
 
-    def granted(
-        self, key: QueueKey, event: pb.LockGranted, *, newly_acquired: bool
-    ) -> None:
+    def granted(self, key: QueueKey, event: pb.LockGranted, *, newly_acquired: bool) -> None:
         """A hand-over has succeeded."""
         kind = "stolen" if event.stolen else "new" if newly_acquired else "same"
         self._grants.labels(kind).inc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import asyncio
 from collections.abc import Sequence
 
@@ -12,7 +14,6 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq.common.batcher import Batcher
 from batonmq.common.errors import (
     BatonError,
-    Internal,
     OffsetsUnreachable,
     UnknownQueue,
     Unreachable,
@@ -23,8 +24,10 @@ from services.lockmgr.translate import key_from_pb, key_to_pb
 from services.runtime.peers import Peer
 
 RPC_TIMEOUT_S = 2.0
+_FENCES_MAX = 64
+"""Fences per call; each may bring thousands of ranges along and be answered with more."""
 Verdict = pb.Fenced | BatonError
-OffsetsPeer = Peer[pb_grpc.OffsetsServiceAsyncStub]
+OffsetsPeer: TypeAlias = "Peer[pb_grpc.OffsetsServiceAsyncStub]"
 
 
 class Offsets:
@@ -40,7 +43,9 @@ class Offsets:
         self._queries: Batcher[QueueKey, Observation | BatonError] = Batcher(
             self._send_queries, items_max=1_024
         )
-        self._fences: Batcher[pb.FenceItem, Verdict] = Batcher(self._send_fences, items_max=256)
+        self._fences: Batcher[pb.FenceItem, Verdict] = Batcher(
+            self._send_fences, items_max=_FENCES_MAX
+        )
 
     async def run(self) -> None:
         """Send what is asked for, for ever; to be run as one task."""
@@ -75,12 +80,14 @@ class Offsets:
         """
         try:
             outcome = await self._queries.call(key)
-        except (Unreachable, Internal) as error:
+        except OffsetsUnreachable:
+            raise
+        except BatonError as error:
             raise unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
             return Observation()
         if isinstance(outcome, BatonError):
-            raise outcome
+            raise unreachable(outcome)
         return outcome
 
     async def fence(self, item: pb.FenceItem) -> Verdict:
@@ -93,12 +100,8 @@ class Offsets:
         """
         return await self._fences.call(item)
 
-    async def _send_queries(
-        self, keys: Sequence[QueueKey]
-    ) -> Sequence[Observation | BatonError]:
-        request = pb.QueryRequest(
-            offsets_epoch=self.epoch, queues=[key_to_pb(key) for key in keys]
-        )
+    async def _send_queries(self, keys: Sequence[QueueKey]) -> Sequence[Observation | BatonError]:
+        request = pb.QueryRequest(offsets_epoch=self.epoch, queues=[key_to_pb(key) for key in keys])
         try:
             answer = await self._stub().Query(request, timeout=RPC_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -116,7 +119,13 @@ class Offsets:
         try:
             answer = await self._stub().Fence(request, timeout=RPC_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            refusal = from_rpc_error(error)
+            if refusal.kind != "INVALID_ARGUMENT":
+                raise refusal from error
+            if len(items) == 1:
+                return [refusal]
+            # One malformed item refuses the whole call: it must not cost the others.
+            return [verdict for item in items for verdict in await self._send_fences([item])]
         self._check_epoch(answer.offsets_epoch)
         return [
             error_from_pb(outcome.error) if outcome.HasField("error") else outcome.fenced

@@ -15,9 +15,11 @@ from services.lockmgr.core.table import HoldState, Report
 
 ITEMS_MAX = 1_024
 HOLDS_MAX = 10_000
-RANGES_MAX = 100_000
-"""Ranges one item may resume; as many as offsets keeps per queue."""
+RANGES_MAX = 4_096
+"""Ranges one item may resume: what is in hand lies within a span of 2,000 offsets."""
 QUEUE_ID_MAX = 65_535
+NUMBER_MAX = 1 << 62
+"""Offsets and epochs are not greater, here and at offsets."""
 
 _HOLD_STATES = {state: pb.HoldState.Value(f"HOLD_STATE_{state.value}") for state in HoldState}
 _LOCK_STATES = {state: pb.LockState.Value(f"LOCK_STATE_{state.name}") for state in LockState}
@@ -81,19 +83,21 @@ def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[QueueKey, int]]:
 
 
 def check_ranges(ranges: Sequence[queue_pb2.OffsetRange]) -> None:
-    """Ranges of offsets, as an asker brings them along.
+    """Ranges of offsets, as an asker brings them along: ascending, disjoint.
 
     Raises:
         LimitExceeded: there are too many.
-        InvalidArgument: one is empty or begins below 0.
+        InvalidArgument: one is empty, out of order or out of bounds.
     """
     check_at_most("resume", len(ranges), RANGES_MAX)
+    lowest = 0
     for part in ranges:
-        if not 0 <= part.first_offset < part.next_offset:
+        if not lowest <= part.first_offset < part.next_offset <= NUMBER_MAX:
             raise InvalidArgument(
-                f"resume holds [{part.first_offset}, {part.next_offset})",
+                f"resume holds [{part.first_offset}, {part.next_offset}) after offset {lowest}",
                 facts={"field": "resume"},
             )
+        lowest = part.next_offset
 
 
 def check_new(field: str, key: QueueKey, seen: Container[QueueKey]) -> None:
@@ -108,10 +112,10 @@ def check_positive(field: str, value: int) -> None:
         raise InvalidArgument(f"{field} is {value}, not positive", facts={"field": field})
 
 
-def check_not_negative(field: str, value: int) -> None:
-    """Refuse a negative number."""
-    if value < 0:
-        raise InvalidArgument(f"{field} is {value}, below 0", facts={"field": field})
+def check_number(field: str, value: int) -> None:
+    """Refuse an offset or an epoch that is negative or absurdly large."""
+    if not 0 <= value <= NUMBER_MAX:
+        raise InvalidArgument(f"{field} is {value}, not 0 to {NUMBER_MAX}", facts={"field": field})
 
 
 def check_at_most(field: str, actual: int, limit: int) -> None:

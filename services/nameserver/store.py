@@ -80,10 +80,19 @@ class Store:
 
     Args:
         member_lease_ms: Length of a member's lease.
+        tries_max: So many lost races end a call.
     """
 
-    def __init__(self, etcd: EtcdSession, random: Random, *, member_lease_ms: int) -> None:
+    def __init__(
+        self,
+        etcd: EtcdSession,
+        random: Random,
+        *,
+        member_lease_ms: int,
+        tries_max: int = TRIES_MAX,
+    ) -> None:
         self._etcd, self._random, self._member_lease_ms = etcd, random, member_lease_ms
+        self._tries_max = tries_max
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def read_topic(self, name: str) -> tuple[Topic, int] | None:
@@ -270,7 +279,7 @@ class Store:
         Calls about one key take turns, so only other replicas can win a race.
         """
         async with self._turn(key):
-            for failures in range(TRIES_MAX):
+            for failures in range(self._tries_max):
                 outcome = await attempt()
                 if outcome is not None:
                     return outcome
@@ -278,7 +287,7 @@ class Store:
         raise Overloaded(
             f"{key} is changed by others all the time",
             retry_after_ms=500,
-            facts={"limit": TRIES_MAX},
+            facts={"limit": self._tries_max},
         )
 
     @asynccontextmanager

@@ -76,6 +76,7 @@ class Runtime:
         )
         self._node: nameserver_pb.Node | None = None
         self._lease: Lease | None = None
+        self._writing = asyncio.Lock()
         self._start_unix_ms = self.clock.unix_ms()
         self._address = self._metrics_address = ""
 
@@ -125,12 +126,13 @@ class Runtime:
             self._lease = None
 
     async def _write_node(self) -> None:
-        if self._node is None:
-            return
-        lease = self._lease or await self.etcd.lease(self.settings.node_lease_ms)
-        key = self.etcd.key("nodes", self.service, self.settings.node_id)
-        await self.etcd.put(key, self._node.SerializeToString(), lease)
-        self._lease = lease
+        async with self._writing:  # else two writers could each take a lease, and one is lost
+            if self._node is None:
+                return
+            lease = self._lease or await self.etcd.lease(self.settings.node_lease_ms)
+            key = self.etcd.key("nodes", self.service, self.settings.node_id)
+            await self.etcd.put(key, self._node.SerializeToString(), lease)
+            self._lease = lease
 
 
 S = TypeVar("S", bound=ServiceSettings)

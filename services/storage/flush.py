@@ -13,9 +13,8 @@ from collections.abc import Callable
 from prometheus_client import Histogram
 
 from batonmq.common.errors import NotServing
-from services.storage.core.commitlog import Unsynced
 from services.storage.core.producers import QueueKey
-from services.storage.core.store import Store
+from services.storage.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -24,20 +23,18 @@ class Flusher:
     """Syncs the log and wakes those who wait for it.
 
     Args:
-        sync: Blocks until the files are safe; called in a worker thread.
         grown: Called with the queues in which readers see more than before.
         interval_ms: Time between syncs nobody waits for; 0 syncs at once.
     """
 
     def __init__(
         self,
-        store: Store,
-        sync: Callable[[Unsynced], None],
+        node: Node,
         grown: Callable[[frozenset[QueueKey]], None],
         seconds: Histogram,
         interval_ms: int = 0,
     ) -> None:
-        self._store, self._sync, self._grown = store, sync, grown
+        self._store, self._sync, self._grown = node.store, node.sync, grown
         self._seconds, self._interval_ms = seconds, interval_ms
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._wrote, self._urgent = asyncio.Event(), asyncio.Event()

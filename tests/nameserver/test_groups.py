@@ -14,7 +14,6 @@ from typing import Any
 import pytest_asyncio
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
 from prometheus_client import CollectorRegistry
 
 from batonmq.common.errors import Difference
@@ -35,7 +34,7 @@ from tests.nameserver.replica import (
 )
 from tests.support.waiting import until
 
-SHORT = {"member_lease_ms": 2_000, "heartbeat_interval_ms": 500}
+SHORT: dict[str, Any] = {"member_lease_ms": 2_000, "heartbeat_interval_ms": 500}
 
 
 async def next_group(call: Any) -> pb.Group:
@@ -70,7 +69,8 @@ async def test_heartbeat_answers_with_the_group_and_the_interval(nameserver: Rep
 @pytest_asyncio.fixture
 async def servicer(nameserver: Replica) -> AsyncIterator[NameserverServicer]:
     """A replica's servicer to be called directly, without gRPC's buffers between."""
-    runtime, settings = nameserver.runtime, NameserverSettings()
+    runtime, settings = nameserver.runtime, nameserver.runtime.settings
+    assert isinstance(settings, NameserverSettings)
     catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=1)
     store = Store(runtime.etcd, runtime.random, member_lease_ms=30_000)
     telemetry = Telemetry(CollectorRegistry(), runtime.hub, catalog)

@@ -1,0 +1,265 @@
+"""Looking at a cluster and changing its topics, from one nameserver address.
+
+What the commands of `baton` show, as values of `batonmq.reports`. A report that joins several
+services says in `problems` which of them did not answer, and has None where their values would
+stand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from random import Random
+from typing import Any, Self, TypeVar
+
+import grpc.aio
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+
+from batonmq.common.errors import BatonError, Retry, Unreachable
+from batonmq.common.rpc import from_rpc_error
+from batonmq.core.route import QueueId
+from batonmq.directory import CALL_TIMEOUT_S, Directory
+from batonmq.reports import (
+    Cluster,
+    CreatedTopic,
+    Group,
+    GroupProgress,
+    Lock,
+    QueueExtent,
+    Topic,
+    TopicDetail,
+    group_from_pb,
+    join_progress,
+    lock_from_pb,
+    node_from_pb,
+    queue_from_pb,
+    queue_to_pb,
+    topic_from_pb,
+)
+
+QUEUES_PER_CALL = 10_000
+_AGAIN = (Retry.SAME_CALL, Retry.REFRESH_ROUTE)
+Value = TypeVar("Value")
+
+
+class Admin:
+    """Runs inside `async with`. Failures are raised as the classes of `batonmq.common.errors`.
+
+    Args:
+        nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
+        timeout_s: Bound of every question to a service. What may be asked again (the service
+            starts, moves, or can't be reached) is, within that bound.
+    """
+
+    def __init__(self, nameserver: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self._directory = Directory(nameserver, Random())
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channels."""
+        await self._directory.close()
+
+    async def createtopic_from_pb(self, name: str, queue_count: int = 0) -> CreatedTopic:
+        """Create a topic, or find it with the same settings.
+
+        Args:
+            queue_count: On all brokers together; 0 for the server's default, 8.
+
+        Raises:
+            TopicExists: it exists with another number of queues.
+            InvalidName, LimitExceeded, NoBroker: as they say.
+        """
+        request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)
+        answer = await self._ask(
+            lambda timeout: self._directory.nameserver().CreateTopic(request, timeout=timeout)
+        )
+        return CreatedTopic(topic_from_pb(answer.topic), answer.created)
+
+    async def list_topics(self) -> tuple[Topic, ...]:
+        """All topics by name."""
+        answer = await self._ask(
+            lambda timeout: self._directory.nameserver().ListTopics(
+                pb.ListTopicsRequest(), timeout=timeout
+            )
+        )
+        return tuple(map(topic_from_pb, answer.topics))
+
+    async def describetopic_from_pb(self, name: str) -> TopicDetail:
+        """A topic, and what its queues hold.
+
+        Raises:
+            TopicNotFound: there is none.
+        """
+        request = pb.DescribeTopicRequest(topic=name)
+        answer = await self._ask(
+            lambda timeout: self._directory.nameserver().DescribeTopic(request, timeout=timeout)
+        )
+        topic, problems = topic_from_pb(answer.topic), list[str]()
+        held = await self._extents(topic.queues, problems)
+        return TopicDetail(
+            topic,
+            tuple(QueueExtent(q, *held.get(q, (None, None))) for q in topic.queues),
+            tuple(problems),
+        )
+
+    async def deletetopic_from_pb(self, name: str) -> None:
+        """Delete a topic and all its messages. Asked once: see `TopicNotFound` after a failure.
+
+        Raises:
+            TopicNotFound: there is none.
+        """
+        request = pb.DeleteTopicRequest(topic=name)
+        try:
+            await self._directory.nameserver().DeleteTopic(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure) from failure
+
+    async def cluster(self) -> Cluster:
+        """The live processes."""
+        answer = await self._ask(
+            lambda timeout: self._directory.nameserver().DescribeCluster(
+                pb.DescribeClusterRequest(), timeout=timeout
+            )
+        )
+        return Cluster(answer.cluster, answer.generation, tuple(map(node_from_pb, answer.nodes)))
+
+    async def list_groups(self) -> tuple[Group, ...]:
+        """All groups by name, those without members included."""
+        answer = await self._ask(
+            lambda timeout: self._directory.nameserver().ListGroups(
+                pb.ListGroupsRequest(), timeout=timeout
+            )
+        )
+        return tuple(map(group_from_pb, answer.groups))
+
+    async def describe_group(self, name: str) -> Group:
+        """One group.
+
+        Raises:
+            GroupNotFound: nobody ever joined it.
+        """
+        request = pb.DescribeGroupRequest(group=name)
+        answer = await self._ask(
+            lambda timeout: self._directory.nameserver().DescribeGroup(request, timeout=timeout)
+        )
+        return group_from_pb(answer.group)
+
+    async def group_progress(self, name: str) -> GroupProgress:
+        """A group's progress on every queue it subscribes to or ever had.
+
+        Raises:
+            GroupNotFound: nobody ever joined it.
+        """
+        group, topics = await self.describe_group(name), await self.list_topics()
+        problems: list[str] = []
+        async with asyncio.TaskGroup() as tasks:
+            progress = tasks.create_task(_or_problem(self._progress(name), (), problems))
+            locks = tasks.create_task(_or_problem(self.list_locks(name), (), problems))
+        wanted = {subscription.topic for subscription in group.subscriptions}
+        queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
+        queues.update(queue_from_pb(found.queue.queue) for found in progress.result())
+        # Read after the committed offsets, which so can't have passed the ends.
+        extents = await self._extents(sorted(queues), problems)
+        ends = {queue: next_offset for queue, (_, next_offset) in extents.items()}
+        rows = join_progress(group, queues, progress.result(), locks.result(), ends)
+        return GroupProgress(group, rows, tuple(problems))
+
+    async def list_locks(self, group: str = "", topic: str = "") -> tuple[Lock, ...]:
+        """Entries of the lock manager by group, topic, broker and queue.
+
+        Args:
+            group: Only of this group; empty for all.
+            topic: Only of this topic; empty for all.
+        """
+        request = lockmgr_pb.ListRequest(group=group, topic=topic)
+
+        async def ask(timeout: float) -> lockmgr_pb.ListResponse:
+            return await (await self._directory.lockmgr()).List(request, timeout=timeout)
+
+        return tuple(map(lock_from_pb, (await self._ask(ask)).entries))
+
+    async def _progress(self, group: str) -> Sequence[offsets_pb.Progress]:
+        request = offsets_pb.QueryGroupRequest(group=group)
+
+        async def ask(timeout: float) -> offsets_pb.QueryGroupResponse:
+            return await (await self._directory.offsets()).QueryGroup(request, timeout=timeout)
+
+        return (await self._ask(ask)).queues
+
+    async def _extents(
+        self, queues: Iterable[QueueId], problems: list[str]
+    ) -> dict[QueueId, tuple[int, int]]:
+        """First and next offset of the queues that their brokers know."""
+        by_broker: dict[str, list[QueueId]] = defaultdict(list)
+        for queue in queues:
+            by_broker[queue.broker].append(queue)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(_or_problem(self._extents_at(broker, here), {}, problems))
+                for broker, here in by_broker.items()
+            ]
+        return {queue: extent for task in asked for queue, extent in task.result().items()}
+
+    async def _extents_at(
+        self, broker: str, queues: Sequence[QueueId]
+    ) -> dict[QueueId, tuple[int, int]]:
+        found: dict[QueueId, tuple[int, int]] = {}
+        for start in range(0, len(queues), QUEUES_PER_CALL):
+            part = queues[start : start + QUEUES_PER_CALL]
+            request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, part))
+
+            async def ask(
+                timeout: float, request: storage_pb.QueryOffsetsRequest = request
+            ) -> storage_pb.QueryOffsetsResponse:
+                stub = await self._directory.storage(broker)
+                return await stub.QueryOffsets(request, timeout=timeout)
+
+            outcomes = (await self._ask(ask)).outcomes
+            for queue, outcome in zip(part, outcomes, strict=True):
+                if outcome.HasField("offsets"):
+                    found[queue] = (outcome.offsets.first_offset, outcome.offsets.next_offset)
+        return found
+
+    async def _ask(self, ask: Callable[[float], Awaitable[Value]]) -> Value:
+        """The answer of `ask(timeout_s)`, which is called again while that may help."""
+        loop = asyncio.get_running_loop()
+        deadline, failures = loop.time() + self._timeout_s, 0
+        while True:
+            try:
+                return await ask(max(deadline - loop.time(), 0.05))
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc_error(failure)
+                error.__cause__ = failure
+            except BatonError as failure:
+                error = failure
+            if isinstance(error, Unreachable):
+                self._directory.next_nameserver()
+            if error.retry not in _AGAIN or loop.time() >= deadline:
+                raise error
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._directory.pause(error, failures)
+            except TimeoutError:
+                raise error from error.__cause__
+            failures += 1
+
+
+async def _or_problem(
+    asking: Coroutine[Any, Any, Value], otherwise: Value, problems: list[str]
+) -> Value:
+    """The answer, or `otherwise` and an entry in `problems`."""
+    try:
+        return await asking
+    except BatonError as error:
+        problems.append(f"{error.reason}: {error.message}")
+        return otherwise

@@ -1,0 +1,79 @@
+"""One member of a consumer group as a process of its own: `python -m batonmq.demo.member`.
+
+It waits for the line `join` on standard input, consumes and journals until `leave` or the end
+of the input, and leaves gracefully. On standard output it says `ready`, and then how many
+messages it has handled whenever that changes, a few times a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from batonmq.common import logs
+from batonmq.consumer import Consumer
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.demo.journal import Journal
+
+PROGRESS_INTERVAL_S = 0.1
+
+
+async def consume(options: argparse.Namespace) -> None:
+    """Join, handle, journal, leave."""
+    commands = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
+    )
+    print("ready", flush=True)
+    if (await commands.readline()).strip() != b"join":
+        return
+    handled = [0]
+    with Journal(options.journal) as journal:
+        consumer = Consumer(
+            options.nameserver,
+            options.group,
+            {options.topic: options.expression},
+            ConsumerSettings(consume_from="first", commit_interval_ms=500),
+            client_id=options.client_id,
+            on_ownership=journal.ownership,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            telling = tasks.create_task(_tell_progress(handled))
+            async with consumer:
+                stopping = tasks.create_task(_stop_on_leave(commands, consumer))
+                async for message in consumer:
+                    journal.handled(message)
+                    handled[0] += 1
+            stopping.cancel()
+            telling.cancel()
+    print(handled[0], flush=True)
+
+
+async def _stop_on_leave(commands: asyncio.StreamReader, consumer: Consumer) -> None:
+    await commands.readline()
+    consumer.stop()
+
+
+async def _tell_progress(handled: list[int]) -> None:
+    told = -1
+    while True:
+        if handled[0] != told:
+            told = handled[0]
+            print(told, flush=True)
+        await asyncio.sleep(PROGRESS_INTERVAL_S)
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(prog="batonmq.demo.member", description=__doc__)
+    for name in ("nameserver", "group", "topic", "expression", "client-id"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--journal", type=Path, required=True)
+    logs.configure("WARNING", "text")
+    asyncio.run(consume(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Puts the lock manager together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+
+from services.lockmgr.config import LockmgrSettings
+from services.lockmgr.leader import Leader
+from services.lockmgr.membership import PREFIX as GROUPS
+from services.lockmgr.offsets import OffsetsPeer
+from services.lockmgr.server import LockmgrServicer
+from services.runtime.mirror import Mirror
+from services.runtime.peers import Peer
+from services.runtime.process import App, Runtime
+
+SERVICE = "baton.lockmgr.v1.LockmgrService"
+
+
+@asynccontextmanager
+async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[App]:
+    """The parts of a lock manager, for the runtime to run."""
+    groups = Mirror(runtime.etcd, GROUPS)
+    peer: OffsetsPeer = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub)
+    leader = Leader(settings, runtime, groups, peer)
+    servicer = LockmgrServicer(leader, runtime.clock, settings.hold_ms_max)
+    try:
+        yield App(
+            servicers={
+                SERVICE: lambda server: lockmgr_grpc.add_LockmgrServiceServicer_to_server(
+                    servicer, server
+                )
+            },
+            loops=[groups.run, leader.run, leader.keep_registered],
+            held=frozenset({"Acquire"}),
+            drain=leader.settle,
+        )
+    finally:
+        await peer.close()

@@ -1,0 +1,166 @@
+"""Leadership: campaign, take over what the leader before left, serve, step down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+
+from batonmq.common.errors import (
+    NoQuorum,
+    NotLeader,
+    NotServing,
+    OffsetsUnreachable,
+    OldEpoch,
+    Unreachable,
+)
+from services.lockmgr.config import LockmgrSettings
+from services.lockmgr.core.table import LockTable
+from services.lockmgr.desk import Desk
+from services.lockmgr.handover import Term
+from services.lockmgr.membership import Membership
+from services.lockmgr.metrics import Recorder
+from services.lockmgr.offsets import Offsets, OffsetsPeer
+from services.lockmgr.store import BACKOFF, LockStore
+from services.runtime.election import Election
+from services.runtime.mirror import Mirror
+from services.runtime.process import Runtime
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Leader:
+    """This node's part in the election; while it leads there is a desk.
+
+    Args:
+        groups: Live copy of the groups, run by somebody else.
+        peer: Where offsets is.
+    """
+
+    def __init__(
+        self, settings: LockmgrSettings, runtime: Runtime, groups: Mirror, peer: OffsetsPeer
+    ) -> None:
+        self._settings, self._runtime = settings, runtime
+        self._groups, self._peer = groups, peer
+        self._members = Membership(groups)
+        self._recorder = Recorder(runtime.registry, runtime.hub)
+        self._election = Election(
+            runtime.etcd, "lockmgr", settings.node_id, ttl_ms=settings.leader_lease_ms
+        )
+        self._desk: Desk | None = None
+        self._wanted_epoch = 0
+        self._wants_registration = asyncio.Event()
+        self._wants_registration.set()
+
+    def desk(self) -> Desk:
+        """Who answers.
+
+        Raises:
+            NotLeader: another node, or nobody, leads.
+            NotServing: this node leads and has not taken over yet.
+        """
+        if not self._election.valid():
+            leader = self._other_leader()
+            raise NotLeader(
+                f"{self._settings.node_id} does not lead",
+                retry_after_ms=200,
+                facts={"leader": leader} if leader else {},
+            )
+        if self._desk is None:
+            raise NotServing("the new leader is reading the locks", retry_after_ms=200)
+        return self._desk
+
+    async def run(self) -> None:
+        """Campaign and lead for ever; to be run as one task."""
+        await self._election.run(self._lead)
+
+    async def keep_registered(self) -> None:
+        """Tell everybody whether this node leads, for ever; to be run as one task."""
+        tries = 0
+        while True:
+            await self._wants_registration.wait()
+            self._wants_registration.clear()
+            epoch = self._wanted_epoch
+            try:
+                await self._runtime.register(epoch=epoch, leader=epoch > 0)
+                tries = 0
+            except NoQuorum as error:
+                log.warning("not registered epoch=%d error=%s", epoch, error)
+                self._wants_registration.set()
+                await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
+                tries += 1
+
+    async def settle(self) -> None:
+        """Wait until no change is under way; for a drain."""
+        if self._desk is not None:
+            await self._desk.settle()
+
+    async def _lead(self, number: int) -> None:
+        """Load, announce, mark, and only then serve (protocol section 12)."""
+        term = self._term(number)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(term.store.run())
+                tasks.create_task(term.offsets.run())
+                await self._take_over(term)
+                desk = Desk(term, self._members, self._election.valid, tasks)
+                tasks.create_task(desk.watch_parked())
+                tasks.create_task(desk.keep_house())
+                self._desk = desk
+                self._register(number)
+        finally:
+            self._desk = None
+            self._register(0)
+            self._recorder.standing(0, LockTable(term.policy).counts())
+
+    def _term(self, number: int) -> Term:
+        runtime, policy = self._runtime, self._settings.policy()
+        return Term(
+            number=number,
+            policy=policy,
+            table=LockTable(policy),
+            offsets=Offsets(self._peer, number),
+            store=LockStore(runtime.etcd, self._election.compare(), runtime.random),
+            clock=runtime.clock,
+            random=runtime.random,
+            recorder=self._recorder,
+        )
+
+    async def _take_over(self, term: Term) -> None:
+        await self._groups.ready()
+        entries = await self._until_answered("load", term.store.load)
+        tokens = await self._until_answered("announce", term.offsets.announce)
+        now_ms = term.clock.monotonic_ms()
+        for key, lock, revision in entries:
+            term.table.load(key, lock, revision, tokens.get(key, 0), now_ms)
+        log.info("leading term=%d locks=%d", term.number, len(entries))
+
+    async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
+        tries = 0
+        while True:
+            try:
+                return await ask()
+            except OldEpoch as error:
+                log.error("offsets knows a newer leader what=%s error=%s", what, error)
+            except (NoQuorum, OffsetsUnreachable, Unreachable, NotServing) as error:
+                log.warning("taking over waits what=%s error=%s", what, error)
+            await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
+            tries += 1
+
+    def _register(self, epoch: int) -> None:
+        self._wanted_epoch = epoch
+        self._wants_registration.set()
+
+    def _other_leader(self) -> str:
+        """Address of a registered leader other than this node; empty if there is none."""
+        for key, stored in self._runtime.nodes.values.items():
+            if key.startswith("lockmgr/") and key != f"lockmgr/{self._settings.node_id}":
+                node = nameserver_pb.Node.FromString(stored.value)
+                if node.leader:
+                    return node.address
+        return ""

@@ -1,0 +1,111 @@
+"""gRPC surface of the lock manager: translate, ask the leader's desk, translate back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import InvalidArgument
+from batonmq.common.rpc import error_to_pb
+from batonmq.core.names import check_group, check_topic
+from services.lockmgr import translate
+from services.lockmgr.core.locks import Asker, QueueKey
+from services.lockmgr.handover import Wish
+from services.lockmgr.leader import Leader
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
+    """Holds no rules of its own."""
+
+    def __init__(self, leader: Leader, clock: Clock, hold_ms_max: int) -> None:
+        self._leader, self._clock, self._hold_ms_max = leader, clock, hold_ms_max
+
+    async def Acquire(
+        self, request: pb.AcquireRequest, context: Context
+    ) -> AsyncIterator[pb.AcquireResponse]:
+        """See the proto."""
+        wishes = self._wishes(request)
+        outcomes = self._leader.desk().acquire(wishes, request.hold_ms)
+        async with aclosing(outcomes):
+            async for key, outcome in outcomes:
+                queue = translate.key_to_pb(key)
+                if isinstance(outcome, pb.Grant):
+                    yield pb.AcquireResponse(queue=queue, grant=outcome)
+                else:
+                    yield pb.AcquireResponse(queue=queue, error=error_to_pb(outcome))
+
+    async def KeepAlive(
+        self, request: pb.KeepAliveRequest, context: Context
+    ) -> pb.KeepAliveResponse:
+        """See the proto."""
+        incarnation = translate.incarnation_from_pb(request.incarnation)
+        translate.check_number("acquire_seq", request.acquire_seq)
+        translate.check_at_most("holds", len(request.holds), translate.HOLDS_MAX)
+        holds = translate.holds_from_pb(request.holds)
+        desk = self._leader.desk()
+        reports = desk.keep_alive(incarnation, request.acquire_seq, holds)
+        desk.check_leads()
+        return pb.KeepAliveResponse(
+            reports=[translate.report_to_pb(report) for report in reports],
+            lease_ms=desk.lease_ms,
+        )
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        """See the proto."""
+        incarnation = translate.incarnation_from_pb(request.incarnation)
+        translate.check_any("holds", len(request.holds))
+        translate.check_at_most("holds", len(request.holds), translate.ITEMS_MAX)
+        holds = translate.holds_from_pb(request.holds)
+        desk = self._leader.desk()
+        released_count = await desk.release(incarnation, holds)
+        desk.check_leads()
+        return pb.ReleaseResponse(released_count=released_count)
+
+    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
+        """See the proto."""
+        group = check_group(request.group) if request.group else ""
+        topic = check_topic(request.topic) if request.topic else ""
+        desk, now_ms = self._leader.desk(), self._clock.monotonic_ms()
+        entries = [translate.entry_to_pb(entry, now_ms) for entry in desk.entries(group, topic)]
+        return pb.ListResponse(entries=entries, term=desk.term)
+
+    def _wishes(self, request: pb.AcquireRequest) -> list[Wish]:
+        """What the request asks for.
+
+        Raises:
+            InvalidArgument, InvalidName, LimitExceeded: a field is malformed.
+        """
+        asker = Asker(
+            translate.incarnation_from_pb(request.incarnation),
+            request.acquire_seq,
+            request.generation,
+        )
+        translate.check_positive("acquire_seq", request.acquire_seq)
+        translate.check_positive("generation", request.generation)
+        translate.check_at_most("hold_ms", request.hold_ms, self._hold_ms_max)
+        translate.check_any("items", len(request.items))
+        translate.check_at_most("items", len(request.items), translate.ITEMS_MAX)
+        wishes: dict[QueueKey, Wish] = {}
+        for item in request.items:
+            wish = _wish(asker, item)
+            translate.check_new("items", wish.key, wishes)
+            wishes[wish.key] = wish
+        if len({key.group for key in wishes}) > 1:
+            raise InvalidArgument("items are of several groups", facts={"field": "items"})
+        return list(wishes.values())
+
+
+def _wish(asker: Asker, item: pb.AcquireItem) -> Wish:
+    translate.check_ranges(item.resume)
+    translate.check_number("reset_epoch", item.reset_epoch)
+    translate.check_number("initial_offset", item.initial_offset)
+    key = translate.key_from_pb(item.queue)
+    return Wish(key, asker, item.resume, item.reset_epoch, item.initial_offset)

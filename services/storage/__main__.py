@@ -1,0 +1,10 @@
+"""`python -m services.storage`: a storage node."""
+
+from __future__ import annotations
+
+from services.runtime.process import run
+from services.storage.app import build
+from services.storage.config import StorageSettings
+
+if __name__ == "__main__":
+    run("storage", StorageSettings, build)

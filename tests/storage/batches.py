@@ -1,0 +1,119 @@
+"""Batches and stores for the tests of the storage core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batonmq.common.errors import BatonError
+from batonmq.core.records import (
+    BatchBuilder,
+    Message,
+    decode_records,
+    encode_record,
+    read_header,
+)
+from services.storage.core.commitlog import CommitLog
+from services.storage.core.files import FileCache
+from services.storage.core.filter import HashFilter
+from services.storage.core.producers import ProducerTable, QueueKey, Receipt
+from services.storage.core.recovery import Recovery, RecoveryReport
+from services.storage.core.store import Store, TopicQueues, Wanted, check
+from tests.storage.memory import MemoryDisk
+
+TOPIC = "orders"
+TOPIC_ID = 7
+TOPICS: dict[str, TopicQueues | BatonError] = {TOPIC: TopicQueues(TOPIC_ID, 8)}
+ALL = HashFilter(None)
+NOW = 1_700_000_000_000
+
+
+def batch(
+    *bodies: bytes | Message,
+    queue_id: int = 0,
+    topic: str = TOPIC,
+    producer: tuple[int, int] = (0, 0),
+    sequence: int = 0,
+) -> bytes:
+    """An unstamped batch of `bodies`."""
+    builder = BatchBuilder()
+    for body in bodies:
+        message = Message(body) if isinstance(body, bytes) else body
+        builder.add(message, encode_record(message))
+    return builder.encode(topic=topic, queue_id=queue_id, producer=producer, sequence=sequence)
+
+
+def tagged(*tags: str, queue_id: int = 0) -> bytes:
+    """A batch of messages that have these tags and, as bodies, their names."""
+    return batch(*(Message(tag.encode(), tag=tag) for tag in tags), queue_id=queue_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A store that has come up on a disk."""
+
+    disk: MemoryDisk
+    store: Store
+    report: RecoveryReport
+
+
+def open_store(
+    disk: MemoryDisk,
+    *,
+    segment_bytes: int = 4_096,
+    checkpoint_position: int = 0,
+    accept_loss: bool = False,
+) -> Opened:
+    """What a node does at start, but for the lock and the checkpoint file."""
+    cache = FileCache(disk)
+    store = Store(CommitLog(disk, cache, segment_bytes), cache, ProducerTable(), epoch=1)
+    report = Recovery(
+        disk, store, checkpoint_position=checkpoint_position, accept_loss=accept_loss
+    ).run()
+    sync(store)
+    return Opened(disk, store, report)
+
+
+def sync(store: Store) -> frozenset[QueueKey]:
+    """What the flusher does."""
+    unsynced = store.log.unsynced()
+    for file in unsynced.files:
+        file.sync()
+    return store.synced(unsynced.position)
+
+
+def append(store: Store, *batches: bytes, now: int = NOW) -> list[Receipt | BatonError]:
+    """Outcomes of an append; nothing is synced."""
+    return store.append([check(one) for one in batches], TOPICS, now)
+
+
+def stored(store: Store, *batches: bytes) -> list[Receipt]:
+    """Receipts of an append that has to succeed, and is synced."""
+    outcomes = append(store, *batches)
+    sync(store)
+    receipts = [one for one in outcomes if isinstance(one, Receipt)]
+    assert len(receipts) == len(outcomes), outcomes
+    return receipts
+
+
+def wanted(
+    offset: int = 0,
+    *,
+    filter: HashFilter = ALL,  # noqa: A002
+    bytes_max: int = 1 << 20,
+    messages_max: int = 1_000,
+) -> Wanted:
+    return Wanted(offset, bytes_max, messages_max, filter)
+
+
+def bodies(store: Store, queue_id: int = 0) -> list[bytes]:
+    """Bodies of everything visible in a queue, read in several pulls."""
+    found: list[bytes] = []
+    offset = 0
+    while (reading := store.read((TOPIC_ID, queue_id), wanted(offset, messages_max=7))) is not None:
+        for raw in reading.batches:
+            header = read_header(raw)
+            begin = max(offset - header.first_offset, 0)
+            end = min(reading.next_offset - header.first_offset, header.count)
+            found += [r.body for r in decode_records(raw, header, range(begin, end))]
+        offset = reading.next_offset
+    return found

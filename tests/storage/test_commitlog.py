@@ -1,0 +1,173 @@
+"""Goal: the log keeps what it was given, at the positions it said, in segments of fixed size.
+
+Method: a disk in memory, small segments, and a comparison with a plain list of batches.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.common.errors import DataLoss, LimitExceeded, Overloaded
+from services.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
+from services.storage.core.files import FileCache
+from tests.storage.memory import MemoryDisk
+
+SEGMENT = 100
+
+
+def open_log(disk: MemoryDisk, segment_bytes: int = SEGMENT) -> CommitLog:
+    return CommitLog(disk, FileCache(disk), segment_bytes)
+
+
+def write(log: CommitLog, *batches: bytes) -> list[int]:
+    positions = log.place([len(one) for one in batches])
+    log.append(
+        [
+            Stamped(p, one[:2], memoryview(one)[2:])
+            for p, one in zip(positions, batches, strict=True)
+        ]
+    )
+    return positions
+
+
+@given(st.lists(st.lists(st.integers(3, SEGMENT), min_size=1, max_size=5), max_size=12))
+def test_every_batch_is_read_back_from_its_position(appends: list[list[int]]) -> None:
+    log = open_log(MemoryDisk())
+    kept: dict[int, bytes] = {}
+    for number, lengths in enumerate(appends):
+        batches = [bytes([number * 5 + i + 1]) * n for i, n in enumerate(lengths)]
+        positions = write(log, *batches)
+        assert positions == sorted(positions)
+        kept |= dict(zip(positions, batches, strict=True))
+        assert log.next_position == positions[-1] + len(batches[-1])
+    for position, one in kept.items():
+        assert position // SEGMENT == (position + len(one) - 1) // SEGMENT, "straddles segments"
+        assert log.read(position, len(one)) == one
+
+
+def test_a_segment_is_closed_by_a_filler_of_the_rest() -> None:
+    disk = MemoryDisk()
+    log = open_log(disk)
+    assert write(log, b"x" * 60, b"y" * 60) == [0, 100]
+    assert disk.files[f"log/{0:020d}"].content[60:68] == struct.pack(">II", FILLER_MAGIC, 40)
+    assert disk.names("log") == [f"{0:020d}", f"{100:020d}"]
+
+
+@pytest.mark.parametrize("room", [1, 7])
+def test_fewer_than_eight_bytes_stay_zero(room: int) -> None:
+    disk = MemoryDisk()
+    log = open_log(disk)
+    write(log, b"x" * (SEGMENT - room), b"y" * 10)
+    assert disk.files[f"log/{0:020d}"].content[SEGMENT - room :] == bytes(room)
+
+
+def test_a_batch_may_fill_a_segment_to_the_last_byte() -> None:
+    log = open_log(MemoryDisk())
+    assert write(log, b"x" * SEGMENT, b"y" * SEGMENT) == [0, 100]
+    assert log.read(100, 1_000) == b"y" * SEGMENT
+
+
+def test_a_batch_longer_than_a_segment_is_refused() -> None:
+    log = open_log(MemoryDisk())
+    write(log, b"x" * 10)
+    with pytest.raises(LimitExceeded) as refused:
+        log.place([SEGMENT + 1])
+    assert refused.value.facts == {"field": "batch", "limit": "100", "actual": "101"}
+    assert log.next_position == 10
+
+
+def test_without_space_for_a_segment_nothing_is_written() -> None:
+    disk = MemoryDisk(room=2 * SEGMENT)
+    log = open_log(disk)
+    write(log, b"x" * 60)
+    before = disk.killed()
+    positions = log.place([60, 60, 60])
+    with pytest.raises(Overloaded):
+        log.append([Stamped(p, b"yy", memoryview(b"y" * 58)) for p in positions])
+    assert log.next_position == 60
+    first = f"log/{0:020d}"
+    assert disk.files[first].content == before.files[first].content
+    disk.room = SEGMENT
+    assert write(log, b"y" * 60, b"z" * 60) == [100, 200]
+
+
+def test_unsynced_names_every_segment_written_since_the_last_sync() -> None:
+    disk = MemoryDisk()
+    log = open_log(disk)
+    write(log, b"x" * 60, b"y" * 60)
+    unsynced = log.unsynced()
+    assert unsynced.position == 160
+    assert list(unsynced.files) == [disk.files[f"log/{at:020d}"] for at in (0, 100)]
+    log.synced(unsynced.position)
+    assert log.synced_position == 160
+    write(log, b"z" * 10)
+    assert list(log.unsynced().files) == [disk.files[f"log/{100:020d}"]]
+
+
+def test_nothing_is_unsynced_after_a_sync() -> None:
+    log = open_log(MemoryDisk())
+    write(log, b"x" * SEGMENT)
+    log.synced(log.unsynced().position)
+    assert log.unsynced().files == ()
+
+
+def test_truncate_zeroes_the_tail_and_drops_later_segments() -> None:
+    disk = MemoryDisk()
+    log = open_log(disk)
+    write(log, b"x" * 60, b"y" * 60, b"z" * 60)
+    again = open_log(disk.killed())
+    assert again.truncate(30) == 30 + 8 + 60 + 8 + 60
+    assert again.next_position == 30
+    assert again.read(0, SEGMENT) == b"x" * 30 + bytes(70)
+    assert write(again, b"w" * 60) == [30]
+
+
+def test_truncate_at_the_end_drops_nothing() -> None:
+    disk = MemoryDisk()
+    log = open_log(disk)
+    write(log, b"x" * 60)
+    again = open_log(disk.killed())
+    assert again.truncate(60) == 0
+    assert write(again, b"y" * 40) == [60]
+
+
+def test_a_removed_segment_is_not_read_from_an_open_file() -> None:
+    disk = MemoryDisk()
+    write(open_log(disk), b"x" * 90, b"y" * 90, b"z" * 90)
+    log = open_log(disk.killed())
+    assert log.read(100, 90) == b"y" * 90
+    log.truncate(90)
+    assert write(log, b"w" * 90, b"v" * 90) == [100, 200]
+    log.synced(log.unsynced().position)
+    assert log.read(100, 90) == b"w" * 90
+
+
+def test_a_missing_segment_is_data_loss() -> None:
+    disk = MemoryDisk()
+    write(open_log(disk), b"x" * 90, b"y" * 90, b"z" * 90)
+    disk.remove(f"log/{100:020d}")
+    with pytest.raises(DataLoss) as found:
+        open_log(disk)
+    assert found.value.facts == {"position": "100"}
+
+
+def test_a_segment_that_was_only_named_is_dropped() -> None:
+    disk = MemoryDisk()
+    write(open_log(disk), b"x" * 90)
+    disk.open(f"log/{100:020d}", create=True)
+    log = open_log(disk)
+    assert disk.names("log") == [f"{0:020d}"]
+    assert log.next_position == 100
+
+
+def test_segments_keep_their_size_when_the_setting_changes() -> None:
+    disk = MemoryDisk()
+    write(open_log(disk), b"x" * 90, b"y" * 50)
+    log = open_log(disk, segment_bytes=1_000)
+    log.truncate(150)
+    assert write(log, b"z" * 60, b"w" * 900) == [200, 260]
+    assert log.read(100, 50) == b"y" * 50

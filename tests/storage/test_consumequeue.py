@@ -1,0 +1,94 @@
+"""Goal: entry N of a queue is what the batch of offset N said, wherever the entry lies by now.
+
+Method: a disk in memory, few entries per file, and a plain list beside the queue.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.storage.core.consumequeue import ConsumeQueue, folder_of
+from services.storage.core.files import FileCache
+from tests.storage.memory import MemoryDisk, MemoryFile
+
+FOLDER = folder_of("orders", 7, 3)
+
+
+def open_queue(disk: MemoryDisk, entries_per_file: int = 50, first_offset: int = 0) -> ConsumeQueue:
+    cache = FileCache(disk, files_max=2)
+    return ConsumeQueue(cache, FOLDER, first_offset=first_offset, entries_per_file=entries_per_file)
+
+
+def tags(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(values, ">i4")
+
+
+@given(
+    counts=st.lists(st.integers(1, 3_000), min_size=1, max_size=6),
+    flush_after=st.sets(st.integers(0, 5)),
+    first_offset=st.sampled_from([0, 17, 1_000]),
+)
+def test_entries_are_read_back_by_offset(
+    counts: list[int], flush_after: set[int], first_offset: int
+) -> None:
+    queue = open_queue(MemoryDisk(), entries_per_file=700, first_offset=first_offset)
+    model: list[tuple[int, int, int]] = []
+    for number, count in enumerate(counts):
+        values = range(-number, count - number)
+        queue.append(1_000 * number, 10 + number, tags(*values))
+        model += [(1_000 * number, 10 + number, value) for value in values]
+        if number in flush_after:
+            queue.flush()
+    queue.show(queue.next_offset)
+    assert queue.next_offset == first_offset + len(model)
+    for begin, end in ((0, len(model)), (len(model) // 3, len(model) // 2), (0, 0)):
+        found = queue.read(first_offset + begin, first_offset + end)
+        columns = zip(found.positions, found.sizes, found.tags, strict=True)
+        assert [tuple(map(int, row)) for row in columns] == model[begin:end]
+
+
+def test_an_entry_is_twenty_bytes_at_its_offset_times_twenty() -> None:
+    disk = MemoryDisk()
+    queue = open_queue(disk, entries_per_file=2)
+    queue.append(4_096, 128, tags(2_598_919, -1, -2_147_483_648))
+    queue.flush()
+    first, second = (disk.files[f"{FOLDER}/{at:020d}"].content for at in (0, 40))
+    assert first == struct.pack(">qiqqiq", 4_096, 128, 2_598_919, 4_096, 128, -1)
+    assert second == bytes.fromhex("0000000000001000 00000080 ffffffff80000000")
+
+
+def test_only_what_is_shown_is_visible() -> None:
+    queue = open_queue(MemoryDisk())
+    queue.append(0, 10, tags(1, 2))
+    queue.append(10, 10, tags(3))
+    assert (queue.visible_offset, queue.next_offset) == (0, 3)
+    queue.show(2)
+    assert queue.visible_offset == 2
+
+
+def test_a_full_disk_loses_no_entry() -> None:
+    class Full(MemoryFile):
+        def write(self, at: int, parts: object) -> None:
+            raise OSError(28, "no space")
+
+    disk = MemoryDisk()
+    disk.files[f"{FOLDER}/{0:020d}"] = Full()
+    queue = open_queue(disk, entries_per_file=100_000)
+    for number in range(5):
+        queue.append(number, 1, tags(*range(3_000)))
+    disk.files[f"{FOLDER}/{0:020d}"] = MemoryFile()
+    queue = open_queue_on_new_files(queue, disk)
+    queue.show(queue.next_offset)
+    assert queue.read(0, 15_000).positions.tolist() == [n for n in range(5) for _ in range(3_000)]
+
+
+def open_queue_on_new_files(queue: ConsumeQueue, disk: MemoryDisk) -> ConsumeQueue:
+    """The same queue once the disk has space again."""
+    queue._files = FileCache(disk)
+    queue.append(5, 1, tags(*range(3_000)))
+    queue.flush()
+    return queue

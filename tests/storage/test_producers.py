@@ -1,0 +1,159 @@
+"""Goal: a retry gets its first receipt, a gap or an old epoch a clear error, and memory is bounded.
+
+Method: headers by hand against the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batonmq.common.errors import DuplicateSequence, ProducerFenced, SequenceGap
+from batonmq.core.records import Header, read_header
+from services.storage.core.producers import (
+    BATCHES_KEPT,
+    IDLE_MS_MAX,
+    SEQUENCES,
+    ProducerTable,
+    Receipt,
+)
+from tests.storage.batches import batch
+
+QUEUE = (7, 0)
+
+
+def header(sequence: int, count: int = 10, *, producer_id: int = 5, epoch: int = 1) -> Header:
+    return replace(
+        read_header(batch(b"x")),
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        sequence=sequence,
+        count=count,
+    )
+
+
+def receipt(first_offset: int = 0, store_unix_ms: int = 0) -> Receipt:
+    return Receipt(first_offset, first_offset * 100, first_offset * 100 + 100, store_unix_ms)
+
+
+def record(table: ProducerTable, one: Header, stored: Receipt) -> None:
+    assert table.check(one, QUEUE) is None
+    table.record(one, QUEUE, stored)
+
+
+def test_a_batch_in_sequence_is_new() -> None:
+    table = ProducerTable()
+    for number in range(20):
+        record(table, header(number * 10), receipt(number))
+
+
+def test_a_batch_without_producer_is_always_new() -> None:
+    table = ProducerTable()
+    record(table, header(0, producer_id=0), receipt())
+    record(table, header(0, producer_id=0), receipt())
+    assert len(table) == 0
+
+
+def test_a_retry_of_the_last_batches_gets_the_first_receipt() -> None:
+    table = ProducerTable()
+    for number in range(BATCHES_KEPT):
+        record(table, header(number * 10), receipt(number))
+    for number in range(BATCHES_KEPT):
+        again = table.check(header(number * 10), QUEUE)
+        assert again == replace(receipt(number), duplicate=True)
+
+
+def test_an_older_retry_is_known_to_be_stored() -> None:
+    table = ProducerTable()
+    for number in range(BATCHES_KEPT + 1):
+        record(table, header(number * 10), receipt(number))
+    with pytest.raises(DuplicateSequence) as refused:
+        table.check(header(0), QUEUE)
+    assert refused.value.facts == {"sequence": "0"}
+
+
+def test_the_same_sequence_with_another_count_is_not_the_same_batch() -> None:
+    table = ProducerTable()
+    record(table, header(0, 10), receipt())
+    with pytest.raises(DuplicateSequence):
+        table.check(header(0, 9), QUEUE)
+
+
+def test_a_gap_is_refused_with_both_numbers() -> None:
+    table = ProducerTable()
+    record(table, header(0, 10), receipt())
+    with pytest.raises(SequenceGap) as refused:
+        table.check(header(11), QUEUE)
+    assert refused.value.facts == {"expected": "10", "actual": "11"}
+
+
+def test_an_unknown_producer_may_start_anywhere() -> None:
+    table = ProducerTable()
+    record(table, header(12_345), receipt())
+    with pytest.raises(SequenceGap):
+        table.check(header(99_999), QUEUE)
+
+
+def test_sequences_wrap() -> None:
+    table = ProducerTable()
+    last = header(SEQUENCES - 5, 10)
+    record(table, last, receipt(1))
+    record(table, header(5), receipt(2))
+    assert table.check(last, QUEUE) == replace(receipt(1), duplicate=True)
+    with pytest.raises(SequenceGap) as refused:
+        table.check(header(16), QUEUE)
+    assert refused.value.facts["expected"] == "15"
+
+
+def test_queues_have_sequences_of_their_own() -> None:
+    table = ProducerTable()
+    record(table, header(0), receipt(1))
+    assert table.check(header(0), (7, 1)) is None
+    assert table.check(header(0), (8, 0)) is None
+
+
+def test_an_old_epoch_is_fenced_on_every_queue() -> None:
+    table = ProducerTable()
+    record(table, header(0, epoch=2), receipt())
+    for queue in (QUEUE, (7, 1)):
+        with pytest.raises(ProducerFenced) as refused:
+            table.check(header(10, epoch=1), queue)
+        assert refused.value.facts == {"epoch": "1", "current": "2"}
+
+
+def test_a_new_epoch_starts_anew() -> None:
+    table = ProducerTable()
+    record(table, header(0, epoch=1), receipt(1))
+    record(table, header(0, epoch=2), receipt(2))
+    assert table.check(header(0, epoch=2), QUEUE) == replace(receipt(2), duplicate=True)
+
+
+def test_the_longest_silent_producer_is_forgotten_first() -> None:
+    table = ProducerTable(producers_max=2)
+    for producer_id in (1, 2):
+        record(table, header(0, producer_id=producer_id), receipt())
+    record(table, header(10, producer_id=1), receipt())
+    record(table, header(0, producer_id=3), receipt())
+    assert len(table) == 2
+    assert table.check(header(0, producer_id=2), QUEUE) is None
+    assert table.check(header(10, producer_id=1), QUEUE) is not None
+
+
+def test_pairs_of_producer_and_queue_are_bounded_too() -> None:
+    table = ProducerTable(queues_max=3)
+    for producer_id in (1, 2):
+        for queue_id in (0, 1):
+            table.record(header(0, producer_id=producer_id), (7, queue_id), receipt())
+    assert len(table) == 1
+
+
+def test_a_producer_is_forgotten_after_seven_days_of_silence() -> None:
+    table = ProducerTable()
+    record(table, header(0, producer_id=1), receipt(store_unix_ms=0))
+    record(table, header(0, producer_id=2), receipt(store_unix_ms=1))
+    table.expire(IDLE_MS_MAX - 1)
+    assert len(table) == 2
+    table.expire(IDLE_MS_MAX)
+    assert len(table) == 1
+    assert table.check(header(77, producer_id=1), QUEUE) is None
