@@ -29,7 +29,11 @@ from batonmq.reports import (
     Group,
     GroupProgress,
     Lock,
+    Member,
+    Node,
     QueueExtent,
+    QueueProgress,
+    Subscription,
     Topic,
     TopicDetail,
     group_from_pb,
@@ -40,6 +44,22 @@ from batonmq.reports import (
     queue_to_pb,
     topic_from_pb,
 )
+
+__all__ = [
+    "Admin",
+    "Cluster",
+    "CreatedTopic",
+    "Group",
+    "GroupProgress",
+    "Lock",
+    "Member",
+    "Node",
+    "QueueExtent",
+    "QueueProgress",
+    "Subscription",
+    "Topic",
+    "TopicDetail",
+]
 
 QUEUES_PER_CALL = 10_000
 _AGAIN = (Retry.SAME_CALL, Retry.REFRESH_ROUTE)
@@ -69,7 +89,7 @@ class Admin:
         """Close the channels."""
         await self._directory.close()
 
-    async def createtopic_from_pb(self, name: str, queue_count: int = 0) -> CreatedTopic:
+    async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
         """Create a topic, or find it with the same settings.
 
         Args:
@@ -81,20 +101,20 @@ class Admin:
         """
         request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)
         answer = await self._ask(
-            lambda timeout: self._directory.nameserver().CreateTopic(request, timeout=timeout)
+            lambda limit_s: self._directory.nameserver().CreateTopic(request, timeout=limit_s)
         )
         return CreatedTopic(topic_from_pb(answer.topic), answer.created)
 
     async def list_topics(self) -> tuple[Topic, ...]:
         """All topics by name."""
         answer = await self._ask(
-            lambda timeout: self._directory.nameserver().ListTopics(
-                pb.ListTopicsRequest(), timeout=timeout
+            lambda limit_s: self._directory.nameserver().ListTopics(
+                pb.ListTopicsRequest(), timeout=limit_s
             )
         )
         return tuple(map(topic_from_pb, answer.topics))
 
-    async def describetopic_from_pb(self, name: str) -> TopicDetail:
+    async def describe_topic(self, name: str) -> TopicDetail:
         """A topic, and what its queues hold.
 
         Raises:
@@ -102,7 +122,7 @@ class Admin:
         """
         request = pb.DescribeTopicRequest(topic=name)
         answer = await self._ask(
-            lambda timeout: self._directory.nameserver().DescribeTopic(request, timeout=timeout)
+            lambda limit_s: self._directory.nameserver().DescribeTopic(request, timeout=limit_s)
         )
         topic, problems = topic_from_pb(answer.topic), list[str]()
         held = await self._extents(topic.queues, problems)
@@ -112,7 +132,7 @@ class Admin:
             tuple(problems),
         )
 
-    async def deletetopic_from_pb(self, name: str) -> None:
+    async def delete_topic(self, name: str) -> None:
         """Delete a topic and all its messages. Asked once: see `TopicNotFound` after a failure.
 
         Raises:
@@ -127,8 +147,8 @@ class Admin:
     async def cluster(self) -> Cluster:
         """The live processes."""
         answer = await self._ask(
-            lambda timeout: self._directory.nameserver().DescribeCluster(
-                pb.DescribeClusterRequest(), timeout=timeout
+            lambda limit_s: self._directory.nameserver().DescribeCluster(
+                pb.DescribeClusterRequest(), timeout=limit_s
             )
         )
         return Cluster(answer.cluster, answer.generation, tuple(map(node_from_pb, answer.nodes)))
@@ -136,8 +156,8 @@ class Admin:
     async def list_groups(self) -> tuple[Group, ...]:
         """All groups by name, those without members included."""
         answer = await self._ask(
-            lambda timeout: self._directory.nameserver().ListGroups(
-                pb.ListGroupsRequest(), timeout=timeout
+            lambda limit_s: self._directory.nameserver().ListGroups(
+                pb.ListGroupsRequest(), timeout=limit_s
             )
         )
         return tuple(map(group_from_pb, answer.groups))
@@ -150,7 +170,7 @@ class Admin:
         """
         request = pb.DescribeGroupRequest(group=name)
         answer = await self._ask(
-            lambda timeout: self._directory.nameserver().DescribeGroup(request, timeout=timeout)
+            lambda limit_s: self._directory.nameserver().DescribeGroup(request, timeout=limit_s)
         )
         return group_from_pb(answer.group)
 
@@ -163,8 +183,8 @@ class Admin:
         group, topics = await self.describe_group(name), await self.list_topics()
         problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
-            progress = tasks.create_task(_or_problem(self._progress(name), (), problems))
-            locks = tasks.create_task(_or_problem(self.list_locks(name), (), problems))
+            progress = tasks.create_task(_or_problem("offsets", self._progress(name), (), problems))
+            locks = tasks.create_task(_or_problem("lockmgr", self.list_locks(name), (), problems))
         wanted = {subscription.topic for subscription in group.subscriptions}
         queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
         queues.update(queue_from_pb(found.queue.queue) for found in progress.result())
@@ -183,16 +203,16 @@ class Admin:
         """
         request = lockmgr_pb.ListRequest(group=group, topic=topic)
 
-        async def ask(timeout: float) -> lockmgr_pb.ListResponse:
-            return await (await self._directory.lockmgr()).List(request, timeout=timeout)
+        async def ask(limit_s: float) -> lockmgr_pb.ListResponse:
+            return await (await self._directory.lockmgr()).List(request, timeout=limit_s)
 
         return tuple(map(lock_from_pb, (await self._ask(ask)).entries))
 
     async def _progress(self, group: str) -> Sequence[offsets_pb.Progress]:
         request = offsets_pb.QueryGroupRequest(group=group)
 
-        async def ask(timeout: float) -> offsets_pb.QueryGroupResponse:
-            return await (await self._directory.offsets()).QueryGroup(request, timeout=timeout)
+        async def ask(limit_s: float) -> offsets_pb.QueryGroupResponse:
+            return await (await self._directory.offsets()).QueryGroup(request, timeout=limit_s)
 
         return (await self._ask(ask)).queues
 
@@ -205,7 +225,7 @@ class Admin:
             by_broker[queue.broker].append(queue)
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(_or_problem(self._extents_at(broker, here), {}, problems))
+                tasks.create_task(_or_problem(broker, self._extents_at(broker, here), {}, problems))
                 for broker, here in by_broker.items()
             ]
         return {queue: extent for task in asked for queue, extent in task.result().items()}
@@ -219,10 +239,10 @@ class Admin:
             request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, part))
 
             async def ask(
-                timeout: float, request: storage_pb.QueryOffsetsRequest = request
+                limit_s: float, request: storage_pb.QueryOffsetsRequest = request
             ) -> storage_pb.QueryOffsetsResponse:
                 stub = await self._directory.storage(broker)
-                return await stub.QueryOffsets(request, timeout=timeout)
+                return await stub.QueryOffsets(request, timeout=limit_s)
 
             outcomes = (await self._ask(ask)).outcomes
             for queue, outcome in zip(part, outcomes, strict=True):
@@ -231,35 +251,36 @@ class Admin:
         return found
 
     async def _ask(self, ask: Callable[[float], Awaitable[Value]]) -> Value:
-        """The answer of `ask(timeout_s)`, which is called again while that may help."""
+        """The answer of `ask(limit_s)`, which is called again while that may help."""
         loop = asyncio.get_running_loop()
         deadline, failures = loop.time() + self._timeout_s, 0
-        while True:
-            try:
-                return await ask(max(deadline - loop.time(), 0.05))
-            except grpc.aio.AioRpcError as failure:
-                error = from_rpc_error(failure)
-                error.__cause__ = failure
-            except BatonError as failure:
-                error = failure
-            if isinstance(error, Unreachable):
-                self._directory.next_nameserver()
-            if error.retry not in _AGAIN or loop.time() >= deadline:
-                raise error
-            try:
-                async with asyncio.timeout_at(deadline):
+        error: BatonError = Unreachable(f"no answer within {self._timeout_s:g} s")
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    try:
+                        return await ask(deadline - loop.time())
+                    except grpc.aio.AioRpcError as failure:
+                        error = from_rpc_error(failure)
+                        error.__cause__ = failure
+                    except BatonError as failure:
+                        error = failure
+                    if error.retry not in _AGAIN:
+                        raise error
+                    if isinstance(error, Unreachable):
+                        self._directory.next_nameserver()
                     await self._directory.pause(error, failures)
-            except TimeoutError:
-                raise error from error.__cause__
-            failures += 1
+                    failures += 1
+        except TimeoutError:
+            raise error from error.__cause__
 
 
 async def _or_problem(
-    asking: Coroutine[Any, Any, Value], otherwise: Value, problems: list[str]
+    who: str, asking: Coroutine[Any, Any, Value], otherwise: Value, problems: list[str]
 ) -> Value:
-    """The answer, or `otherwise` and an entry in `problems`."""
+    """The answer of `who`, or `otherwise` and an entry in `problems`."""
     try:
         return await asking
     except BatonError as error:
-        problems.append(f"{error.reason}: {error.message}")
+        problems.append(f"{who}: {error.reason}: {error.message}")
         return otherwise

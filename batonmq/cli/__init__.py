@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from batonmq.cli import cluster, group, lock, topic
+from batonmq.cli.consume import consume
+from batonmq.cli.demo import demo
 from batonmq.cli.output import Form
 from batonmq.cli.produce import produce
 from batonmq.cli.session import DEFAULT_NAMESERVER, Defaults
@@ -50,3 +53,9 @@ def baton(
 
 app.command()(up)
 app.command()(produce)
+app.command()(consume)
+app.add_typer(topic.app, name="topic")
+app.add_typer(group.app, name="group")
+app.add_typer(lock.app, name="lock")
+app.add_typer(cluster.app, name="cluster")
+app.command()(demo)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from batonmq.admin import Admin
 from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.route import QueueId
+
+_LOOK_S = 0.2
 
 
 class Start(StrEnum):
@@ -46,3 +53,83 @@ def consume(
     Ends when the group has handled what was in the queues at the start; with --count earlier;
     with --follow never by itself. Leaves the group in good order, also on Ctrl-C.
     """
+    session = open_session(context, nameserver, form)
+    reading = _Reading(session, group, topic, count)
+    settings = ConsumerSettings(consume_from=start.value, commit_interval_ms=500)
+    consumer = Consumer(session.nameserver, group, {topic: expression}, settings)
+    session.run(reading.run(consumer, follow=follow), endless=follow)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    session: Session
+    group: str
+    topic: str
+    count: int | None
+
+    async def run(self, consumer: Consumer, *, follow: bool) -> None:
+        """Print until the count, the end or a signal."""
+        async with Admin(self.session.nameserver) as admin:
+            ends = await self._ends(admin)
+            async with consumer, asyncio.TaskGroup() as tasks:
+                if not follow:
+                    looking = tasks.create_task(self._stop_at(ends, admin, consumer))
+                await self._print(consumer)
+                if not follow:
+                    looking.cancel()
+
+    async def _print(self, consumer: Consumer) -> None:
+        number = 0
+        async for message in consumer:
+            self.session.output.line(_item(message), _text(message))
+            number += 1
+            if number == self.count:
+                consumer.stop()
+
+    async def _ends(self, admin: Admin) -> dict[QueueId, int]:
+        """The next offset of every queue of the topic."""
+        detail = await admin.describe_topic(self.topic)
+        return {extent.queue: extent.next_offset or 0 for extent in detail.queues}
+
+    async def _stop_at(self, ends: dict[QueueId, int], admin: Admin, consumer: Consumer) -> None:
+        """Stop the consumer once its group has handled everything below `ends`."""
+        while True:
+            progress = await admin.group_progress(self.group)
+            offsets = {
+                QueueId(q.topic, q.broker, q.queue_id): q.committed_offset for q in progress.queues
+            }
+            if all((offsets.get(queue) or 0) >= end for queue, end in ends.items()):
+                return consumer.stop()
+            await asyncio.sleep(_LOOK_S)
+
+
+def _item(message: ReceivedMessage) -> Item:
+    """The message for a program; a body that is not UTF-8 stands as base64."""
+    item = {
+        "topic": message.topic,
+        "broker": message.broker,
+        "queue_id": message.queue_id,
+        "offset": message.offset,
+        "store_unix_ms": message.store_unix_ms,
+        "tag": message.tag,
+        "keys": list(message.keys),
+        "properties": dict(message.properties),
+        "redelivered": message.redelivered,
+    }
+    try:
+        return item | {"body": message.body.decode()}
+    except UnicodeDecodeError:
+        return item | {"body_base64": base64.b64encode(message.body).decode()}
+
+
+def _text(message: ReceivedMessage) -> str:
+    """The message for a person: time, place, marks, body."""
+    words = [
+        wall_time(message.store_unix_ms),
+        f"{message.broker}/{message.queue_id}@{message.offset}",
+        f"tag={message.tag}" if message.tag else "",
+        f"keys={','.join(message.keys)}" if message.keys else "",
+        "redelivered" if message.redelivered else "",
+        message.body.decode(errors="backslashreplace"),
+    ]
+    return printable(" ".join(word for word in words if word))

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -45,14 +46,30 @@ class Output:
             table.add_column(heading, overflow="fold")
         for item in items:
             table.add_row(*(Text(printable(_cell(item, column))) for column in columns.values()))
-        _console(sys.stdout).print(table)
+        # Not a terminal: as wide as it needs to be, so that a program finds one row per line.
+        width = None if sys.stdout.isatty() else 10_000
+        console = Console(width=width, highlight=False)
+        with console.capture() as capture:
+            console.print(table)
+        print("\n".join(map(str.rstrip, capture.get().splitlines())), flush=True)
 
-    def item(self, item: Item, columns: Columns) -> None:
-        """One thing: a table of one row, or one JSON object."""
+    def detail(self, item: Item, parts: Sequence[Item], columns: Columns) -> None:
+        """One thing with parts: a table of the parts, or one JSON object of all."""
         if self.form is Form.JSON:
             print(json.dumps(item, indent=2), flush=True)
         else:
-            self.items([item], columns)
+            self.items(parts, columns)
+
+    def problems(self, problems: Sequence[str]) -> None:
+        """What keeps an answer from being complete, or good: told, and the exit status is 1.
+
+        Raises:
+            typer.Exit: There are problems.
+        """
+        for problem in problems:
+            self.failure("INCOMPLETE", problem, "")
+        if problems:
+            raise typer.Exit(1)
 
     def line(self, item: Item, text: str) -> None:
         """One of many: a line of text, or a line of JSON; out at once."""
@@ -116,14 +133,9 @@ def duration(milliseconds: int) -> str:
         return f"{max(milliseconds, 0)}ms"
     parts = [(seconds // 86_400, "d"), (seconds // 3600 % 24, "h"), (seconds // 60 % 60, "m")]
     shown = [f"{count}{unit}" for count, unit in [*parts, (seconds % 60, "s")] if count]
-    return " ".join(shown[:2])
+    return "".join(shown[:2])
 
 
 def _cell(item: Item, column: str | Callable[[Item], object]) -> str:
     value = item[column] if isinstance(column, str) else column(item)
     return "-" if value is None or value == "" else str(value)
-
-
-def _console(file: Any) -> Console:
-    # Not a terminal: as wide as it needs to be, so that a program finds one row per line.
-    return Console(file=file, width=None if file.isatty() else 10_000, highlight=False)

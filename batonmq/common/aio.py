@@ -12,17 +12,23 @@ T = TypeVar("T")
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`, or None if `event` is set first, in which case `work` is cancelled.
 
-    If both happen, the result wins.
+    If both happen, the result wins. What `work` raises is raised as it is.
     """
+    outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        try:
+            outcome.set_result(await work)
+        except Exception as error:  # noqa: BLE001  raised below, outside of the group
+            outcome.set_exception(error)
+
     async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(work)
+        working = tasks.create_task(run())
         waiting = tasks.create_task(event.wait())
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        if not working.done():
-            working.cancel()
-            return None
-    return working.result()
+        working.cancel()
+    return outcome.result() if outcome.done() else None
 
 
 async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:

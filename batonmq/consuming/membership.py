@@ -35,6 +35,8 @@ class Membership:
         self._session, self._heartbeat, self._on_group = session, heartbeat, on_group
         self._interval_ms = 10_000
         self._rejoin = asyncio.Event()
+        self._calling = asyncio.Lock()
+        self._left = False
 
     async def join(self, timeout_ms: int | None = None) -> None:
         """Send a heartbeat until it is answered.
@@ -60,15 +62,16 @@ class Membership:
                 failures += 1
 
     async def run_heartbeats(self) -> None:
-        """Stay a member for ever.
+        """Stay a member until `leave`.
 
         Raises:
             SubscriptionConflict, ClientIdInUse: the group does not take us back.
         """
-        while True:
+        while not self._left:
             await wait_until(self._rejoin, self._interval_ms)
             self._rejoin.clear()
-            await self.join()
+            if not self._left:
+                await self.join()
 
     async def run_watch(self) -> None:
         """Follow the group for ever; a lost stream is reopened."""
@@ -88,18 +91,28 @@ class Membership:
             failures += 1
 
     async def leave(self) -> None:
-        """Tell the nameserver that we go; if it is away it finds out by itself."""
+        """Tell the nameserver that we go; if it is away it finds out by itself.
+
+        No heartbeat is under way then, and none follows: it would join the group again.
+        """
+        self._left = True
         session = self._session
         request = pb.LeaveRequest(group=session.group, incarnation=session.incarnation)
         try:
-            await session.directory.nameserver().Leave(request, timeout=CALL_TIMEOUT_S)
+            async with self._calling:
+                await session.directory.nameserver().Leave(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.warning("leave not confirmed error=%s", from_rpc_error(error))
 
     async def _beat(self) -> None:
         directory = self._session.directory
         try:
-            answer = await directory.nameserver().Heartbeat(self._heartbeat, timeout=CALL_TIMEOUT_S)
+            async with self._calling:
+                if self._left:
+                    return
+                answer = await directory.nameserver().Heartbeat(
+                    self._heartbeat, timeout=CALL_TIMEOUT_S
+                )
         except grpc.aio.AioRpcError as error:
             directory.next_nameserver()
             raise from_rpc_error(error) from error
@@ -111,6 +124,6 @@ class Membership:
             return
         self._session.generation = group.generation
         mine = self._session.incarnation
-        if not any(member.incarnation == mine for member in group.members):
+        if not self._left and all(member.incarnation != mine for member in group.members):
             self._rejoin.set()
         self._on_group(group)

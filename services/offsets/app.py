@@ -2,41 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import grpc.aio
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from prometheus_client import CollectorRegistry
 
+from batonmq.common.clock import Clock
 from services.offsets.config import OffsetsSettings
-from services.offsets.core.calls import Instant
+from services.offsets.core.calls import Instant, Limits
+from services.offsets.core.table import ProgressTable
 from services.offsets.disk import Disk, Entry
 from services.offsets.group_commit import GroupCommit
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.persistence import DurableKey, entry_of, recover
 from services.offsets.server import OffsetsServicer, Parts
+from services.runtime.events import EventHub
 from services.runtime.process import App, Runtime
 
 SERVICE = "baton.offsets.v1.OffsetsService"
 
 
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """A service ready to be added to a server; `commits.run` has to run beside it."""
+
+    disk: Disk
+    table: ProgressTable
+    commits: GroupCommit[DurableKey]
+    servicer: OffsetsServicer
+
+    def add(self, server: grpc.aio.Server) -> None:
+        """Add the servicer."""
+        pb_grpc.add_OffsetsServiceServicer_to_server(self.servicer, server)
+
+
+@contextmanager
+def opened(
+    folder: Path, limits: Limits, clock: Clock, registry: CollectorRegistry, hub: EventHub
+) -> Iterator[Offsets]:
+    """Recover what is in `folder`; the block may use it, and nobody else."""
+    with Disk(folder) as disk:
+        table = recover(disk, limits, Instant(clock.monotonic_ms(), clock.unix_ms()))
+        metrics = OffsetsMetrics(registry, table)
+        commits: GroupCommit[DurableKey] = GroupCommit(
+            partial(_write, disk, metrics), entry_of(table)
+        )
+        parts = Parts(table=table, commits=commits, clock=clock, metrics=metrics, hub=hub)
+        yield Offsets(disk, table, commits, OffsetsServicer(parts))
+
+
+async def _write(disk: Disk, metrics: OffsetsMetrics, entries: Sequence[Entry]) -> None:
+    with metrics.write_seconds.time():
+        await disk.write(entries)
+    metrics.write_entries.inc(len(entries))
+
+
 @asynccontextmanager
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """Recover the progress and serve it until the block ends."""
-    clock = runtime.clock
-    with Disk(settings.data_dir) as disk:
-        now = Instant(clock.monotonic_ms(), clock.unix_ms())
-        table = recover(disk, settings.limits, now)
-        metrics = OffsetsMetrics(runtime.registry, table)
-
-        async def write(entries: Sequence[Entry]) -> None:
-            with metrics.write_seconds.time():
-                await disk.write(entries)
-            metrics.write_entries.inc(len(entries))
-
-        commits: GroupCommit[DurableKey] = GroupCommit(write, entry_of(table))
-        servicer = OffsetsServicer(
-            Parts(table=table, commits=commits, clock=clock, metrics=metrics, hub=runtime.hub)
+    """The app of the process."""
+    with opened(
+        settings.data_dir, settings.limits, runtime.clock, runtime.registry, runtime.hub
+    ) as offsets:
+        yield App(
+            servicers={SERVICE: offsets.add},
+            loops=[offsets.commits.run],
+            drain=offsets.commits.settled_all,
         )
-        add = partial(pb_grpc.add_OffsetsServiceServicer_to_server, servicer)
-        yield App(servicers={SERVICE: add}, loops=[commits.run], drain=commits.settled_all)

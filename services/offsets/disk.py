@@ -39,6 +39,7 @@ class Disk:
 
     Raises:
         DataDirInUse: another process has it.
+        DataLoss: the file is damaged.
     """
 
     def __init__(self, folder: Path, map_bytes: int = MAP_BYTES_MIN) -> None:
@@ -49,11 +50,15 @@ class Disk:
         except BlockingIOError as error:
             os.close(self._held)
             raise DataDirInUse(f"another process uses {folder}") from error
-        self._environment = lmdb.open(
-            str(folder / "progress"), map_size=map_bytes, max_dbs=0, readahead=False
-        )
-        for made in (folder / "progress", folder, folder.parent):
-            _sync_folder(made)
+        try:
+            self._environment = lmdb.open(
+                str(folder / "progress"), map_size=map_bytes, readahead=False
+            )
+            for made in (folder / "progress", folder, folder.parent):
+                _sync_folder(made)
+        except lmdb.Error as error:
+            os.close(self._held)
+            raise DataLoss(f"stored progress in {folder} can't be opened: {error}") from error
         self._access = threading.Lock()
         self._closed = False
 

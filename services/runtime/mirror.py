@@ -100,7 +100,13 @@ class Mirror:
             else:
                 self.values.pop(key, None)
             changed.add(key)
-        self._tell(changed, answer.header.revision)  # type: ignore[attr-defined]
+        # The head of the answer that starts a watch, and of one that brings a part of many events,
+        # is ahead of the events that are still to come.
+        revision = max(
+            (event.kv.mod_revision for event in answer.events),  # type: ignore[attr-defined]
+            default=0 if answer.created else answer.header.revision,  # type: ignore[attr-defined]
+        )
+        self._tell(changed, revision)
 
     def _tell(self, changed: set[str], revision: int) -> None:
         if revision > self.revision:

@@ -17,7 +17,7 @@ from services.storage.core.files import Disk, File
 PARTS_MAX = 1_024
 """What one pwritev takes (IOV_MAX)."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_CHUNK_BYTES = 4 * 1024 * 1024
+_ZEROS = bytes(1024 * 1024)
 
 
 class InUse(Exception):
@@ -99,19 +99,26 @@ class RealFile(File):
 
     def _used(self, at: int) -> int:
         """Bytes from `at` to the last that is not zero; holes are not read."""
-        size, used_to, position = self.size, at, at
-        while position < size:
+        used_to = at
+        for begin, end in list(self._data(at)):  # a list: reading makes the kernel fill holes
+            for position in range(begin, end, len(_ZEROS)):
+                chunk = self.read(position, min(len(_ZEROS), end - position))
+                if chunk != _ZEROS[: len(chunk)]:
+                    used_to = position + len(chunk.rstrip(b"\0"))
+        return used_to - at
+
+    def _data(self, at: int) -> Iterator[tuple[int, int]]:
+        """Byte ranges from `at` on that are not holes. Never written space counts as a hole."""
+        end = at
+        while True:
             try:
-                position = os.lseek(self._fd, position, os.SEEK_DATA)
+                begin = os.lseek(self._fd, end, os.SEEK_DATA)
             except OSError as error:
                 if error.errno == errno.ENXIO:
-                    break
+                    return
                 raise
-            chunk = self.read(position, min(_CHUNK_BYTES, size - position))
-            if stripped := chunk.rstrip(b"\0"):
-                used_to = position + len(stripped)
-            position += len(chunk)
-        return used_to - at
+            end = os.lseek(self._fd, begin, os.SEEK_HOLE)
+            yield begin, end
 
 
 class RealDisk(Disk):

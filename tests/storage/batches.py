@@ -98,7 +98,7 @@ def stored(store: Store, *batches: bytes) -> list[Receipt]:
 def wanted(
     offset: int = 0,
     *,
-    filter: HashFilter = ALL,  # noqa: A002
+    filter: HashFilter = ALL,
     bytes_max: int = 1 << 20,
     messages_max: int = 1_000,
 ) -> Wanted:

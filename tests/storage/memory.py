@@ -9,19 +9,24 @@ from services.storage.core.files import Disk, File
 
 
 class MemoryFile(File):
-    """`content` is what readers see, `durable` what a power cut leaves for certain."""
+    """`content` is what readers see, `durable` what a power cut leaves for certain.
+
+    While `failure` is set, writing and syncing raise it.
+    """
 
     def __init__(self, size: int = 0) -> None:
         self.content = bytearray(size)
         self.durable = bytearray(size)
         self.unsynced: list[tuple[int, bytes]] = []
-        self.sync_error: OSError | None = None
+        self.failure: OSError | None = None
 
     @property
     def size(self) -> int:
         return len(self.content)
 
     def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
+        if self.failure is not None:
+            raise self.failure
         raw = b"".join(parts)
         _put(self.content, at, raw)
         self.unsynced.append((at, raw))
@@ -36,8 +41,8 @@ class MemoryFile(File):
         return used
 
     def sync(self) -> None:
-        if self.sync_error is not None:
-            raise self.sync_error
+        if self.failure is not None:
+            raise self.failure
         self.durable[:] = self.content
         self.unsynced.clear()
 

@@ -5,6 +5,7 @@ Method: a disk in memory, few entries per file, and a plain list beside the queu
 
 from __future__ import annotations
 
+import errno
 import struct
 
 import numpy as np
@@ -71,24 +72,15 @@ def test_only_what_is_shown_is_visible() -> None:
 
 
 def test_a_full_disk_loses_no_entry() -> None:
-    class Full(MemoryFile):
-        def write(self, at: int, parts: object) -> None:
-            raise OSError(28, "no space")
-
     disk = MemoryDisk()
-    disk.files[f"{FOLDER}/{0:020d}"] = Full()
+    file = disk.files[f"{FOLDER}/{0:020d}"] = MemoryFile()
+    file.failure = OSError(errno.ENOSPC, "no space")
     queue = open_queue(disk, entries_per_file=100_000)
     for number in range(5):
         queue.append(number, 1, tags(*range(3_000)))
-    disk.files[f"{FOLDER}/{0:020d}"] = MemoryFile()
-    queue = open_queue_on_new_files(queue, disk)
-    queue.show(queue.next_offset)
-    assert queue.read(0, 15_000).positions.tolist() == [n for n in range(5) for _ in range(3_000)]
-
-
-def open_queue_on_new_files(queue: ConsumeQueue, disk: MemoryDisk) -> ConsumeQueue:
-    """The same queue once the disk has space again."""
-    queue._files = FileCache(disk)
+    assert file.size == 0
+    file.failure = None
     queue.append(5, 1, tags(*range(3_000)))
-    queue.flush()
-    return queue
+    assert file.size > 0
+    queue.show(queue.next_offset)
+    assert queue.read(0, 18_000).positions.tolist() == [n for n in range(6) for _ in range(3_000)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -18,6 +19,16 @@ async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: 
             if answer:
                 return
             await asyncio.sleep(0.01)
+
+
+def until_now(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """`until` for a test without an event loop."""
+    pause = threading.Event()
+    for _ in range(round(timeout_s * 100)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise TimeoutError
 
 
 def lives(pid: int) -> bool:

@@ -1,0 +1,131 @@
+"""`baton topic …`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from batonmq.admin import Admin
+from batonmq.cli.output import Columns, wall_time
+from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.reports import Topic
+
+app = typer.Typer(help="Create, list, describe and delete topics.", no_args_is_help=True)
+NameArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Name of the topic.")]
+
+_COLUMNS: Columns = {
+    "TOPIC": "name",
+    "QUEUES": "queue_count",
+    "BROKERS": lambda item: ",".join(item["queue_counts"]),
+    "CREATED": lambda item: wall_time(item["create_unix_ms"]),
+}
+_QUEUE_COLUMNS: Columns = {
+    "TOPIC": "topic",
+    "BROKER": "broker",
+    "QUEUE": "queue_id",
+    "FIRST-OFFSET": "first_offset",
+    "NEXT-OFFSET": "next_offset",
+    "MESSAGES": "count",
+}
+
+
+@app.command()
+def create(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    queues: Annotated[
+        int, typer.Option(min=1, max=1_024, help="Queues, spread evenly over the brokers.")
+    ] = 8,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Create a topic. Creating it again with as many queues is no error."""
+    session = open_session(context, nameserver, form)
+    session.run(_create(session, name, queues))
+
+
+async def _create(session: Session, name: str, queues: int) -> None:
+    async with Admin(session.nameserver) as admin:
+        done = await admin.create_topic(name, queues)
+    if not done.created:
+        session.output.note(f"topic {name} was there already")
+    item = _item(done.topic) | {"created": done.created}
+    session.output.detail(item, [item], _COLUMNS)
+
+
+@app.command("list")
+def list_(
+    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
+) -> None:
+    """List the topics."""
+    session = open_session(context, nameserver, form)
+    session.run(_list(session))
+
+
+async def _list(session: Session) -> None:
+    async with Admin(session.nameserver) as admin:
+        topics = await admin.list_topics()
+    session.output.items([_item(topic) for topic in topics], _COLUMNS)
+
+
+@app.command()
+def describe(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Show the queues of a topic and what they hold."""
+    session = open_session(context, nameserver, form)
+    session.run(_describe(session, name))
+
+
+async def _describe(session: Session, name: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        detail = await admin.describe_topic(name)
+    queues = [
+        asdict(extent.queue)
+        | {
+            "first_offset": extent.first_offset,
+            "next_offset": extent.next_offset,
+            "count": None
+            if extent.first_offset is None or extent.next_offset is None
+            else extent.next_offset - extent.first_offset,
+        }
+        for extent in detail.queues
+    ]
+    session.output.detail(_item(detail.topic) | {"queues": queues}, queues, _QUEUE_COLUMNS)
+    session.output.problems(detail.problems)
+
+
+@app.command()
+def delete(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Delete a topic with all its messages."""
+    session = open_session(context, nameserver, form)
+    session.run(_delete(session, name))
+
+
+async def _delete(session: Session, name: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        await admin.delete_topic(name)
+    session.output.line({"name": name, "deleted": True}, f"topic {name} is deleted")
+
+
+def _item(topic: Topic) -> dict[str, Any]:
+    return {
+        "name": topic.name,
+        "topic_id": topic.topic_id,
+        "create_unix_ms": topic.create_unix_ms,
+        "queue_count": topic.queue_count,
+        "queue_counts": dict(topic.queue_counts),
+    }

@@ -1,0 +1,115 @@
+"""The `baton` command, in this process and as one of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from batonmq.cli import app
+
+BATON = (sys.executable, "-m", "batonmq.cli")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Its output as one JSON document."""
+        return json.loads(self.out)
+
+    @property
+    def json_lines(self) -> list[Any]:
+        """Its output as one JSON document per line."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Its output as a table."""
+        heading, *lines = [line.split() for line in self.out.splitlines()]
+        return [dict(zip(heading, line, strict=True)) for line in lines]
+
+
+def baton(*arguments: str) -> Finished:
+    """Run a command in this process, which saves the start of an interpreter."""
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Finished(result.exit_code, result.stdout, result.stderr)
+
+
+@dataclass(frozen=True)
+class Up:
+    """A `baton up` that has announced itself."""
+
+    process: subprocess.Popen[bytes]
+    announced: dict[str, Any]
+    stderr: Path
+
+    @property
+    def nameserver(self) -> str:
+        """host:port of its nameserver."""
+        return str(self.announced["nameserver"])
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children at the start."""
+        return {e["name"]: int(e["pid"]) for e in self.announced["endpoints"]}
+
+    def told(self) -> str:
+        """What it has said on standard error."""
+        return self.stderr.read_text()
+
+    def __call__(self, *arguments: str) -> Finished:
+        """Run a command against it."""
+        return baton("--nameserver", self.nameserver, *arguments)
+
+    @contextmanager
+    def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A command against it, in a process of its own."""
+        with subprocess.Popen(
+            [*BATON, "--nameserver", self.nameserver, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def interrupt(self) -> int:
+        """Ctrl-C; the exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(60)
+
+
+@contextmanager
+def up(data_dir: Path) -> Iterator[Up]:
+    """`baton up` on `data_dir`; killed in the end if it still runs."""
+    command = [*BATON, "--format", "json", "up", "--data-dir", str(data_dir)]
+    stderr = data_dir.with_name(f"{data_dir.name}.stderr")
+    with (
+        stderr.open("wb") as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, stderr.read_text()
+            yield Up(process, json.loads(line), stderr)
+        finally:
+            process.kill()

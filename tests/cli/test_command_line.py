@@ -1,0 +1,84 @@
+"""Goal: a wrong command line is status 2, a failure 1, and either is explained on standard error.
+
+Method: the command in this process through typer's runner; no cluster is up.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from batonmq.cli import app
+from batonmq.local.ports import lock_data_dir
+
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["--format", "xml", "topic", "list"],
+        ["topic", "list", "--format", "xml"],
+        ["up"],
+        ["topic", "create"],
+        ["topic", "create", "a", "--queues", "0"],
+        ["topic", "create", "a", "--queues", "1025"],
+        ["produce"],
+        ["produce", "t", "--file", "/does/not/exist"],
+        ["consume", "t"],
+        ["consume", "t", "--group", "g", "--from", "middle"],
+        ["consume", "t", "--group", "g", "--count", "0"],
+        ["group", "describe"],
+        ["lock", "steal"],
+    ],
+)
+def test_wrong_command_line_is_2(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Usage:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["topic"], ["group"], ["lock"], ["cluster"], ["up"], ["produce"], ["consume"]],
+)
+def test_every_command_has_help(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--help"])
+    assert result.exit_code == 0
+    assert "Usage: baton" in result.stdout
+
+
+def test_unreachable_nameserver_is_1_and_told_in_the_form_asked_for() -> None:
+    arguments = ["topic", "list", "--format", "json"]
+    result = CliRunner().invoke(app, arguments, env={"BATON_NAMESERVER": NOWHERE})
+    assert (result.exit_code, result.stdout) == (1, "")
+    error = json.loads(result.stderr)["error"]
+    assert error["reason"] == "UNREACHABLE"
+    assert NOWHERE in error["message"]
+
+
+def test_up_on_a_directory_in_use_is_1(tmp_path: Path) -> None:
+    with lock_data_dir(tmp_path):
+        result = CliRunner().invoke(app, ["up", "--data-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "DATA_DIR_IN_USE" in result.stderr
+
+
+def test_up_with_an_etcd_that_does_not_answer_is_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batonmq.local.cluster._ETCD_WAIT_S", 0.1)
+    result = CliRunner().invoke(app, ["up", "--data-dir", str(tmp_path), "--etcd", NOWHERE])
+    assert result.exit_code == 1
+    assert f"CLUSTER_FAILED: etcd at {NOWHERE} does not answer" in result.stderr
+
+
+def test_up_on_a_file_is_2(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["up", "--data-dir", str(tmp_path / "file")])
+    assert result.exit_code == 2

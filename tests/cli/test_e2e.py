@@ -1,0 +1,246 @@
+"""Goal: the commands do on a real cluster what they say, and `up` keeps its promises.
+
+Method: `baton up` is a process, as a person would start it; what one command did is looked at
+through another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.running import Finished, Up, baton, up
+from tests.support.waiting import lives, until_now
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """A cluster that the tests of this file share; each uses topics of its own."""
+    with up(tmp_path_factory.mktemp("up") / "data") as running:
+        yield running
+        assert running.interrupt() == 0
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A file of three lines."""
+    path = tmp_path / "lines"
+    path.write_text("1\n2\n3\n")
+    return path
+
+
+def test_what_was_sent_outlasts_ctrl_c(tmp_path: Path) -> None:
+    with up(tmp_path / "data") as first:
+        assert first("topic", "create", "t", "--queues", "3").code == 0
+        with first.started("produce", "t") as producing:
+            out, _ = producing.communicate(b"1\n2\n3\n4\n5")
+            assert out.startswith(b"5 messages stored FSYNCED\n")
+        read = first("consume", "t", "--group", "g", "--from", "first", "--count", "2")
+        assert len(read.out.splitlines()) == 2
+        assert first.interrupt() == 0
+        assert [name for name, pid in first.pids.items() if lives(pid)] == []
+        assert "killed" not in first.told()
+    with up(tmp_path / "data") as second:
+        places = [
+            {endpoint["name"]: endpoint["address"] for endpoint in running.announced["endpoints"]}
+            for running in (first, second)
+        ]
+        assert places[0] == places[1]
+        rest = second("consume", "t", "--group", "g", "--format", "json").json_lines
+        assert len(rest) == 3
+        bodies = [line.split()[-1] for line in read.out.splitlines()]
+        assert sorted(bodies + [message["body"] for message in rest]) == ["1", "2", "3", "4", "5"]
+        assert second.interrupt() == 0
+
+
+def test_supervisor_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
+    with up(tmp_path / "data") as running:
+        running.process.kill()
+        running.process.wait()
+        until_now(lambda: not any(map(lives, running.pids.values())))
+
+
+def test_killed_service_is_told_and_restarted(cluster: Up) -> None:
+    os.kill(cluster.pids["offsets"], signal.SIGKILL)
+    until_now(lambda: "offsets serves again: pid " in cluster.told(), timeout_s=60)
+    assert "offsets ended: SIGKILL; the end of " in cluster.told()
+    assert "offsets starts again in " in cluster.told()
+    pid = int(cluster.told().partition("offsets serves again: pid ")[2].split()[0])
+    assert lives(pid)
+    assert pid != cluster.pids["offsets"]
+
+
+def test_second_up_on_the_directory_is_refused(cluster: Up) -> None:
+    refused = baton("up", "--data-dir", str(cluster.stderr.with_name("data")))
+    assert refused.code == 1
+    assert f"DATA_DIR_IN_USE: process {cluster.process.pid} runs on " in refused.err
+    assert lives(cluster.pids["etcd"])
+
+
+def test_topic_comes_and_goes(cluster: Up) -> None:
+    created = cluster("topic", "create", "come", "--queues", "2", "--format", "json")
+    assert (created.code, created.json["created"], created.json["queue_count"]) == (0, True, 2)
+    again = cluster("topic", "create", "come", "--queues", "2", "--format", "json")
+    assert (again.code, again.json["created"]) == (0, False)
+    other = cluster("topic", "create", "come", "--queues", "3")
+    assert (other.code, other.err.split()[1]) == (1, "TOPIC_EXISTS:")
+    assert "come" in [row["TOPIC"] for row in cluster("topic", "list").rows]
+    assert [row["QUEUE"] for row in cluster("topic", "describe", "come").rows] == ["0", "1"]
+    assert cluster("topic", "delete", "come").code == 0
+    gone = cluster("topic", "describe", "come", "--format", "json")
+    assert gone.code == 1
+    assert json.loads(gone.err)["error"]["reason"] == "TOPIC_NOT_FOUND"
+
+
+def test_receipts_say_where_the_lines_are(cluster: Up, lines: Path) -> None:
+    cluster("topic", "create", "receipts", "--queues", "2")
+    lines.write_bytes(b"a\n\xff\n")
+    receipts = cluster(
+        *("produce", "receipts", "--file", str(lines), "--format", "json"),
+        *("--tag", "T", "--key", "k1", "--key", "k2", "--ordering-key", "o"),
+    ).json_lines
+    assert [r["offset"] for r in receipts] == [0, 1]
+    assert {r["durability"] for r in receipts} == {"FSYNCED"}
+    (queue_id,) = {r["queue_id"] for r in receipts}
+    messages = cluster(
+        "consume", "receipts", "--group", "receipts", "--from", "first", "--format", "json"
+    ).json_lines
+    assert [(m["offset"], m["queue_id"], m["tag"], m["keys"]) for m in messages] == [
+        (0, queue_id, "T", ["k1", "k2"]),
+        (1, queue_id, "T", ["k1", "k2"]),
+    ]
+    assert [m.get("body") for m in messages] == ["a", None]
+    assert messages[1]["body_base64"] == "/w=="
+    assert [m["store_unix_ms"] for m in messages] == [r["store_unix_ms"] for r in receipts]
+
+
+def test_produce_to_a_missing_topic_is_refused(cluster: Up, lines: Path) -> None:
+    refused = cluster("produce", "nowhere", "--file", str(lines))
+    assert (refused.code, refused.out) == (1, "0 messages stored\n")
+    assert refused.err.startswith("error: TOPIC_NOT_FOUND: ")
+
+
+def test_line_that_is_too_long_is_refused_and_those_before_it_are_stored(
+    cluster: Up, lines: Path
+) -> None:
+    cluster("topic", "create", "long", "--queues", "1")
+    lines.write_bytes(b"a\n" + b"x" * (5 * 1024 * 1024) + b"\nb\n")
+    refused = cluster("produce", "long", "--file", str(lines))
+    assert refused.code == 1
+    assert refused.out.splitlines()[0] == "1 message stored FSYNCED"
+    assert refused.err.startswith("error: LIMIT_EXCEEDED: ")
+
+
+def test_filter_leaves_out_other_tags_and_still_ends(cluster: Up, lines: Path) -> None:
+    cluster("topic", "create", "tags", "--queues", "2")
+    for tag in ("A", "B", "C"):
+        lines.write_text(f"{tag}1\n{tag}2\n")
+        cluster("produce", "tags", "--tag", tag, "--file", str(lines))
+    read = cluster("consume", "tags", "--group", "tags", "--from", "first", "--filter", "A||C")
+    assert sorted(line.split()[-1] for line in read.out.splitlines()) == ["A1", "A2", "C1", "C2"]
+    rows = cluster("group", "describe", "tags").rows
+    assert [row["LAG"] for row in rows] == ["0", "0"]
+    assert sum(int(row["CURRENT-OFFSET"]) for row in rows) == 6
+
+
+def test_bad_expression_is_refused(cluster: Up) -> None:
+    cluster("topic", "create", "expression", "--queues", "1")
+    refused = cluster("consume", "expression", "--group", "expression", "--filter", "A||")
+    assert refused.code == 1
+    assert "BAD_EXPRESSION" in refused.err
+
+
+def test_another_subscription_is_refused_with_both_clients(cluster: Up) -> None:
+    cluster("topic", "create", "conflict", "--queues", "1")
+    arguments = ("consume", "conflict", "--group", "conflict")
+    with cluster.started(*arguments, "--filter", "A", "--follow"):
+        until_now(lambda: _group_state(cluster, "conflict") == "Stable", timeout_s=60)
+        refused = cluster(*arguments, "--filter", "B", "--format", "json")
+    assert refused.code == 1
+    error = json.loads(refused.err)["error"]
+    assert error["reason"] == "SUBSCRIPTION_CONFLICT"
+    (difference,) = error["differences"]
+    assert (difference["newcomer_value"], difference["member_value"]) == ("B", "A")
+
+
+def _group_state(cluster: Up, group: str) -> str:
+    return next((r["STATE"] for r in cluster("group", "list").rows if r["GROUP"] == group), "")
+
+
+def _locks(cluster: Up, group: str) -> list[tuple[str, str | None]]:
+    locks = cluster("lock", "list", "--group", group, "--format", "json").json
+    return [(lock["state"], lock["client_id"]) for lock in locks]
+
+
+def test_group_and_locks_tell_the_truth_while_a_member_reads(cluster: Up, lines: Path) -> None:
+    cluster("topic", "create", "truth", "--queues", "2")
+    arguments = ("consume", "truth", "--group", "truth", "--from", "first", "--follow")
+    with cluster.started(*arguments) as reading:
+        until_now(lambda: [s for s, _ in _locks(cluster, "truth")] == ["held"] * 2, timeout_s=60)
+        cluster("produce", "truth", "--ordering-key", "x", "--file", str(lines))
+        assert reading.stdout is not None
+        assert [reading.stdout.readline().split()[-1] for _ in "123"] == [b"1", b"2", b"3"]
+        described = _settled(cluster, "truth", 3)
+        (member,) = described["members"]
+        assert {q["client_id"] for q in described["queues"]} == {member["client_id"]}
+        assert {q["host"] for q in described["queues"]} == {member["host"]}
+        assert sum(q["log_end_offset"] for q in described["queues"]) == 3
+        assert [q["lag"] for q in described["queues"]] == [0, 0]
+        assert _locks(cluster, "truth") == [("held", member["client_id"])] * 2
+        reading.send_signal(signal.SIGINT)
+        assert reading.wait(60) == 0
+    assert _locks(cluster, "truth") == [("free", None)] * 2
+    assert _group_state(cluster, "truth") == "Empty"
+
+
+def _settled(cluster: Up, group: str, total: int) -> dict[str, list[dict[str, Any]]]:
+    """The group once its committed offsets add up to `total`."""
+    seen: list[Finished] = []
+
+    def committed() -> bool:
+        seen.append(cluster("group", "describe", group, "--format", "json"))
+        return sum(q["committed_offset"] or 0 for q in seen[-1].json["queues"]) == total
+
+    until_now(committed, timeout_s=60)
+    described: dict[str, list[dict[str, Any]]] = seen[-1].json
+    return described
+
+
+def test_status_lists_every_service(cluster: Up) -> None:
+    until_now(lambda: cluster("cluster", "status").code == 0, timeout_s=60)
+    status = cluster("cluster", "status", "--format", "json").json
+    nodes = {node["service"]: node for node in status["nodes"]}
+    announced = {e["name"]: e for e in cluster.announced["endpoints"] if e["name"] != "etcd"}
+    assert nodes.keys() == announced.keys()
+    assert status["missing"] == []
+    for name, node in nodes.items():
+        assert (node["health"], node["role"]) == ("SERVING", "leader")
+        assert node["address"] == announced[name]["address"]
+        assert node["metrics_address"] == announced[name]["metrics_address"]
+
+
+def test_status_is_1_while_a_service_does_not_answer(cluster: Up) -> None:
+    (pid,) = _running(cluster, "lockmgr")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        status = cluster("cluster", "status")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert status.code == 1
+    assert "lockmgr lockmgr-0 is UNREACHABLE" in status.err
+    assert [row["HEALTH"] for row in status.rows if row["SERVICE"] == "lockmgr"] == ["UNREACHABLE"]
+
+
+def _running(cluster: Up, service: str) -> list[int]:
+    """Process ids of a service; it may have been restarted."""
+    children = Path(f"/proc/{cluster.process.pid}/task/{cluster.process.pid}/children")
+    pids = [int(pid) for pid in children.read_text().split()]
+    return [p for p in pids if f"services.{service}\0" in Path(f"/proc/{p}/cmdline").read_text()]

@@ -1,0 +1,80 @@
+"""Goal: options behind the command win, and a command's end becomes the right exit status.
+
+Method: sessions made by hand, run in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import typer
+
+from batonmq.cli import app
+from batonmq.cli.output import Form, Output
+from batonmq.cli.session import Defaults, Session, open_session
+from batonmq.common.errors import TopicNotFound
+
+SESSION = Session("127.0.0.1:1", Output(Form.TABLE))
+
+
+def test_options_behind_the_command_win() -> None:
+    context = typer.Context(typer.main.get_command(app), obj=Defaults("front:1", Form.TABLE))
+    session = open_session(context, None, None)
+    assert (session.nameserver, session.output.form) == ("front:1", Form.TABLE)
+    session = open_session(context, "behind:1", Form.JSON)
+    assert (session.nameserver, session.output.form) == ("behind:1", Form.JSON)
+
+
+async def _fail(error: BaseException) -> None:
+    raise error
+
+
+def _status(error: BaseException) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        SESSION.run(_fail(error))
+    return ended.value.exit_code
+
+
+def test_refusal_is_1_also_inside_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = TopicNotFound("no t")
+    for error in (
+        refusal,
+        ExceptionGroup("g", [refusal]),
+        ExceptionGroup("g", [ValueError(), ExceptionGroup("h", [refusal])]),
+    ):
+        assert _status(error) == 1
+        assert capsys.readouterr().err.startswith("error: TOPIC_NOT_FOUND: no t\n")
+
+
+def test_failing_system_call_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _status(FileNotFoundError(2, "No such file", "lines")) == 1
+    assert "SYSTEM_ERROR: [Errno 2] No such file: 'lines'" in capsys.readouterr().err
+
+
+def test_bug_is_not_dressed_up() -> None:
+    with pytest.raises(ZeroDivisionError):
+        SESSION.run(_fail(ZeroDivisionError()))
+
+
+@pytest.mark.parametrize(("endless", "status"), [(True, 0), (False, 130)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_a_command_in_good_order(
+    endless: bool, status: int, number: signal.Signals
+) -> None:
+    ended: list[str] = []
+
+    async def command() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("closed")
+
+    with pytest.raises(typer.Exit) as exit_:
+        SESSION.run(command(), endless=endless)
+    assert exit_.value.exit_code == status
+    assert ended == ["closed"]

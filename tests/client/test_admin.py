@@ -1,0 +1,267 @@
+"""The admin client.
+
+Goal: it tells what the services know, names those that do not answer, and passes refusals on.
+Method: the joining of a group's progress as a pure function; topics, groups and retries against
+an in-process nameserver; the whole against a real cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.common.errors import (
+    GroupNotFound,
+    InvalidName,
+    NoBroker,
+    TopicExists,
+    TopicNotFound,
+    Unreachable,
+)
+from batonmq.consumer import Consumer
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.route import QueueId
+from batonmq.producer import Producer
+from batonmq.reports import (
+    Group,
+    Member,
+    Node,
+    QueueProgress,
+    Subscription,
+    join_progress,
+    lock_from_pb,
+)
+from services.runtime.etcd import EtcdSession
+from tests.nameserver.replica import register_broker, replica
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+GROUP = Group(
+    name="g",
+    generation=2,
+    members=(Member("c1", 1, "host-1", 5),),
+    subscriptions=(Subscription("t", "*"),),
+    subscription_generation=1,
+    model="clustering",
+    consume_from="last",
+    orderly=False,
+)
+
+
+@pytest.fixture
+def cluster() -> str:
+    return f"test-{secrets.token_hex(8)}"
+
+
+@pytest_asyncio.fixture
+async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
+    """The cluster's keys, with one broker registered."""
+    async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
+        await register_broker(session, "broker-a")
+        yield session
+
+
+def pb_queue(queue_id: int) -> queue_pb2.GroupQueue:
+    queue = queue_pb2.Queue(topic="t", broker="a", queue_id=queue_id)
+    return queue_pb2.GroupQueue(group="g", queue=queue)
+
+
+def row(queue_id: int, **values: object) -> QueueProgress:
+    nothing = dict.fromkeys(
+        (
+            "committed_offset",
+            "log_end_offset",
+            "lag",
+            "unacked_count",
+            "client_id",
+            "host",
+            "token",
+        )
+    )
+    return QueueProgress("g", "t", "a", queue_id, **(nothing | values))
+
+
+def test_progress_joins_what_each_service_knows() -> None:
+    queues = [QueueId("t", "a", queue_id) for queue_id in (3, 2, 1, 0)]
+    progress = [
+        offsets_pb.Progress(queue=pb_queue(0), token=7, committed_offset=10, unacked_count=2),
+        offsets_pb.Progress(queue=pb_queue(1), token=3, committed_offset=5),
+        offsets_pb.Progress(queue=pb_queue(2), token=4, committed_offset=6),
+    ]
+    owner = queue_pb2.Incarnation(client_id="c1", incarnation_id=1)
+    gone = queue_pb2.Incarnation(client_id="gone", incarnation_id=9)
+    held, free = lockmgr_pb.LOCK_STATE_HELD, lockmgr_pb.LOCK_STATE_FREE
+    locks = [
+        lockmgr_pb.LockEntry(queue=pb_queue(0), state=held, owner=owner, token=7),
+        lockmgr_pb.LockEntry(queue=pb_queue(1), state=free, token=3),
+        lockmgr_pb.LockEntry(queue=pb_queue(2), state=held, owner=gone, token=4),
+    ]
+    ends = {QueueId("t", "a", 0): 15, QueueId("t", "a", 1): 5, QueueId("t", "a", 3): 9}
+    rows = join_progress(GROUP, queues, progress, map(lock_from_pb, locks), ends)
+    assert rows == (
+        row(
+            0,
+            committed_offset=10,
+            log_end_offset=15,
+            lag=5,
+            unacked_count=2,
+            client_id="c1",
+            host="host-1",
+            token=7,
+        ),
+        row(1, committed_offset=5, log_end_offset=5, lag=0, unacked_count=0, token=3),
+        row(2, committed_offset=6, unacked_count=0, client_id="gone", token=4),
+        row(3, log_end_offset=9),
+    )
+
+
+def test_lock_tells_its_state_by_name() -> None:
+    entry = lockmgr_pb.LockEntry(queue=pb_queue(0), state=lockmgr_pb.LOCK_STATE_FREE, token=3)
+    entry.waiters.append("c2")
+    lock = lock_from_pb(entry)
+    assert (lock.state, lock.client_id, lock.token, lock.waiters) == ("free", None, 3, ("c2",))
+    entry.state = 99  # type: ignore[assignment]
+    assert lock_from_pb(entry).state == "99"
+
+
+async def test_topics_are_created_listed_described_and_deleted(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster) as running, Admin(running.address) as admin:
+        created = await admin.create_topic("orders", 3)
+        assert created.created
+        assert created.topic.queue_counts == {"broker-a": 3}
+        assert not (await admin.create_topic("orders", 3)).created
+        with pytest.raises(TopicExists):
+            await admin.create_topic("orders", 4)
+        with pytest.raises(InvalidName):
+            await admin.create_topic("or/ders")
+        assert await admin.list_topics() == (created.topic,)
+        await admin.delete_topic("orders")
+        assert await admin.list_topics() == ()
+        for missing in (admin.delete_topic("orders"), admin.describe_topic("orders")):
+            with pytest.raises(TopicNotFound):
+                await missing
+
+
+async def test_reports_name_the_services_that_do_not_answer(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with (
+        replica(etcd_endpoint, cluster) as running,
+        Admin(running.address, timeout_s=0.3) as admin,
+    ):
+        await admin.create_topic("flights", 2)
+        await running.join("g", "c1", "AA")
+        group = await admin.describe_group("g")
+        assert group.subscriptions == (Subscription("flights", "AA"),)
+        assert [(m.client_id, m.host) for m in group.members] == [("c1", "host-of-c1")]
+        assert (group.model, group.consume_from) == ("clustering", "last")
+        assert await admin.list_groups() == (group,)
+        report = await admin.group_progress("g")
+        assert [(r.broker, r.queue_id) for r in report.queues] == [("broker-a", 0), ("broker-a", 1)]
+        assert {r.log_end_offset for r in report.queues} == {None}
+        assert [problem.partition(":")[0] for problem in report.problems] == [
+            "offsets",
+            "lockmgr",
+            "broker-a",
+        ]
+        detail = await admin.describe_topic("flights")
+        assert [extent.next_offset for extent in detail.queues] == [None, None]
+        assert len(detail.problems) == 1
+        with pytest.raises(GroupNotFound):
+            await admin.group_progress("no-such-group")
+
+
+async def test_cluster_lists_nodes(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> None:
+    async with replica(etcd_endpoint, cluster) as running, Admin(running.address) as admin:
+        found = await admin.cluster()
+    assert found.name == cluster
+    assert found.nodes == (Node("storage", "broker-a", "127.0.0.1:1", "", 0, 1, True),)
+
+
+async def test_call_waits_for_a_broker_that_is_starting(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    key = etcd.key("nodes", "storage", "broker-a")
+    await etcd.delete(key)
+    async with replica(etcd_endpoint, cluster) as running:
+        async with Admin(running.address, timeout_s=0.2) as hasty:
+            with pytest.raises(NoBroker):
+                await hasty.create_topic("orders")
+        async with Admin(running.address, timeout_s=20) as patient, asyncio.TaskGroup() as tasks:
+            creating = tasks.create_task(patient.create_topic("orders"))
+            await register_broker(etcd, "broker-a")
+        assert creating.result().created
+
+
+async def test_another_nameserver_is_asked_if_the_first_is_away(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with (
+        replica(etcd_endpoint, cluster) as running,
+        Admin(f"127.0.0.1:1,{running.address}") as admin,
+    ):
+        assert await admin.list_topics() == ()
+
+
+@pytest.mark.e2e
+async def test_progress_of_a_real_cluster(tmp_path: Path) -> None:
+    settings = ConsumerSettings(consume_from="first", commit_interval_ms=100)
+    async with local_cluster(tmp_path) as running, Admin(running.nameserver) as admin:
+        topic = (await admin.create_topic("flights", 2)).topic
+        first, second = topic.queues
+        async with Producer(running.nameserver) as producer:
+            for number in range(5):
+                await producer.send("flights", str(number).encode(), queue=first)
+        extents = (await admin.describe_topic("flights")).queues
+        assert [(e.first_offset, e.next_offset) for e in extents] == [(0, 5), (0, 0)]
+        async with Consumer(
+            running.nameserver, "g", {"flights": "*"}, settings, client_id="c1"
+        ) as consumer:
+            handled = [await anext(consumer) for _ in range(3)]
+            assert [message.offset for message in handled] == [0, 1, 2]
+
+            async def told() -> bool:
+                progress = await admin.group_progress("g")
+                at = {QueueId(r.topic, r.broker, r.queue_id): r for r in progress.queues}
+                return (
+                    progress.problems == ()
+                    and (at[first].committed_offset, at[first].lag) == (2, 3)
+                    and at[first].log_end_offset == 5
+                    and (at[first].unacked_count or 0) >= 1
+                    and (at[second].committed_offset, at[second].lag) == (0, 0)
+                    and {r.client_id for r in progress.queues} == {"c1"}
+                    and all(r.host and r.token for r in progress.queues)
+                )
+
+            await until(told)
+            locks = await admin.list_locks("g")
+            assert [(lock.state, lock.client_id) for lock in locks] == [("held", "c1")] * 2
+        after = await admin.group_progress("g")
+        assert after.group.members == ()
+        assert {row.client_id for row in after.queues} == {None}
+        found = await admin.cluster()
+        assert [node.service for node in found.nodes] == [
+            "storage",
+            "offsets",
+            "lockmgr",
+            "nameserver",
+        ]
+        assert all(node.leader for node in found.nodes)
+
+
+async def test_nobody_there_is_unreachable_in_time() -> None:
+    async with Admin("127.0.0.1:1", timeout_s=0.3) as admin, asyncio.timeout(5):
+        with pytest.raises(Unreachable):
+            await admin.list_topics()

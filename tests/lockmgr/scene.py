@@ -1,0 +1,388 @@
+"""A lock manager and the offsets service with a real etcd between them, in one process.
+
+What can go wrong is a parameter: a clock can be moved, etcd can be cut off from one lock manager,
+and every call to offsets passes a rule of the test's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
+from baton.lockmgr.v1 import stored_lock_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+
+from batonmq.channels import OPTIONS, connect
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError, NoQuorum
+from batonmq.common.rpc import error_from_pb
+from services.lockmgr.app import build as build_lockmgr
+from services.lockmgr.config import LockmgrSettings
+from services.offsets.app import build as build_offsets
+from services.offsets.config import OffsetsSettings
+from services.runtime.etcd import EtcdSession, Stored
+from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.process import App, Runtime
+from tests.support.waiting import until
+
+GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
+TIMEOUT_S = 20.0
+Proceed = Callable[[], Awaitable[Any]]
+Rule = Callable[[Any, Proceed], Awaitable[Any]]
+
+
+class MovableClock(Clock):
+    """Real time, moved ahead by `ahead_ms`."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+
+    def monotonic_ms(self) -> int:
+        return super().monotonic_ms() + self.ahead_ms
+
+
+class Session(EtcdSession):
+    """A connection to etcd that can be cut, before or after a transaction is made."""
+
+    cut = False
+    lose_txn_answers = False
+
+    def __init__(self, endpoint: str, cluster: str) -> None:
+        super().__init__(endpoint, cluster, Clock())
+        self.stopped: list[dict[str, Any]] = []
+        """Transactions that did not get through."""
+
+    async def txn(self, **parts: Any) -> int | None:
+        if self.cut:
+            self.stopped.append(parts)
+        self._check()
+        revision = await super().txn(**parts)
+        if self.lose_txn_answers and any(p.key.startswith("locks/") for p in parts["put"]):
+            raise NoQuorum("the answer is lost")
+        self._check()
+        return revision
+
+    async def get(self, key: str) -> Stored | None:
+        self._check()
+        return await super().get(key)
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        self._check()
+        return await super().keep_alive(lease_id)
+
+    async def revoke(self, lease_id: int) -> None:
+        self._check()
+        await super().revoke(lease_id)
+
+    def _check(self) -> None:
+        if self.cut:
+            raise NoQuorum("cut off")
+
+
+class Rules(grpc.aio.ServerInterceptor):
+    """Lets a test decide about each call of a method: `rules[method](request, proceed)`."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, Rule] = {}
+        self.seen: list[tuple[str, Any]] = []
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        method = details.method.rpartition("/")[2]
+
+        async def call(request: Any, context: Any) -> Any:
+            self.seen.append((method, request))
+            rule = self.rules.get(method)
+            if rule is None:
+                return await handler.unary_unary(request, context)
+            return await rule(request, lambda: handler.unary_unary(request, context))
+
+        return grpc.unary_unary_rpc_method_handler(
+            call, handler.request_deserializer, handler.response_serializer
+        )
+
+    def fences(self) -> list[offsets_pb.FenceItem]:
+        """Every fence that has arrived."""
+        return [item for method, r in self.seen if method == "Fence" for item in r.items]
+
+
+@dataclass
+class Node:
+    """A lock manager that runs: what a test looks at and what it spoils."""
+
+    session: Session
+    clock: MovableClock
+    runtime: Runtime
+    stub: pb_grpc.LockmgrServiceAsyncStub
+    stop: asyncio.Event
+
+    async def leads(self) -> bool:
+        try:
+            await self.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE, error
+            return False
+        return True
+
+    def crash(self) -> None:
+        """End without another word to etcd: the leader's lease runs out by itself."""
+        self.session.cut = True
+        self.stop.set()
+
+
+@dataclass
+class Scene:
+    """One cluster."""
+
+    endpoint: str
+    cluster: str
+    etcd: EtcdSession
+    offsets: offsets_grpc.OffsetsServiceAsyncStub
+    offsets_clock: MovableClock
+    rules: Rules
+    tasks: asyncio.TaskGroup
+    generation: int = 0
+    nodes: list[Node] = field(default_factory=list)
+
+    async def lockmgr(self, **settings: Any) -> Node:
+        """A lock manager, started; not necessarily the leader."""
+        name = f"lockmgr-{len(self.nodes)}"
+        started: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
+        kind = LockmgrSettings(node_id=name, cluster=self.cluster, etcd=self.endpoint, **settings)
+        self.tasks.create_task(_lockmgr(kind, started))
+        self.nodes.append(await started)
+        return self.nodes[-1]
+
+    async def leader(self, **settings: Any) -> Node:
+        """A lock manager that leads."""
+        node = await self.lockmgr(**settings)
+        await until(node.leads)
+        return node
+
+    async def set_group(self, *members: Member, topics: Sequence[str] = (TOPIC,)) -> int:
+        """Write the group's record; its new generation."""
+        self.generation += 1
+        group = nameserver_pb.Group(
+            name=GROUP,
+            generation=self.generation,
+            members=[nameserver_pb.Member(incarnation=m.incarnation) for m in members],
+            subscriptions=[nameserver_pb.Subscription(topic=t, expression="*") for t in topics],
+        )
+        await self.etcd.put(f"groups/{GROUP}", group.SerializeToString())
+        return self.generation
+
+    async def stored(self, queue_id: int = 0) -> stored_lock_pb2.StoredLock | None:
+        """The queue's entry in etcd."""
+        found = await self.etcd.get(f"locks/{GROUP}/{TOPIC}/{BROKER}/{queue_id}")
+        return stored_lock_pb2.StoredLock.FromString(found.value) if found else None
+
+    async def stored_count(self) -> int:
+        """How many entries etcd has."""
+        return len((await self.etcd.get_prefix("locks/"))[0])
+
+    async def registered(self, service: str) -> list[nameserver_pb.Node]:
+        """The registered nodes of a service, by name."""
+        found, _ = await self.etcd.get_prefix(f"nodes/{service}/")
+        return [nameserver_pb.Node.FromString(stored.value) for stored in found]
+
+    async def progress(self, queue_id: int = 0) -> offsets_pb.Progress:
+        """The queue at offsets."""
+        request = offsets_pb.QueryRequest(queues=[queue(queue_id)])
+        answer = await self.offsets.Query(request, timeout=TIMEOUT_S)
+        assert answer.outcomes[0].HasField("progress"), answer
+        return answer.outcomes[0].progress
+
+    async def deliver(self, token: int, first: int, next_: int, queue_id: int = 0) -> None:
+        """Record a delivery, as storage does before bytes leave."""
+        item = offsets_pb.DeliveryItem(
+            queue=queue(queue_id), token=token, first_offset=first, next_offset=next_
+        )
+        request = offsets_pb.RecordDeliveredRequest(items=[item])
+        answer = await self.offsets.RecordDelivered(request, timeout=TIMEOUT_S)
+        _raise(answer.outcomes[0])
+
+    async def commit(self, token: int, committed: int, queue_id: int = 0) -> None:
+        """Ack everything below `committed`."""
+        item = offsets_pb.CommitItem(queue=queue(queue_id), token=token, committed_offset=committed)
+        answer = await self.offsets.Commit(
+            offsets_pb.CommitRequest(items=[item]), timeout=TIMEOUT_S
+        )
+        _raise(answer.outcomes[0])
+
+    async def close(self, token: int, committed: int = 0, queue_id: int = 0) -> None:
+        """Declare the token finished."""
+        item = offsets_pb.CloseItem(queue=queue(queue_id), token=token, committed_offset=committed)
+        answer = await self.offsets.Close(offsets_pb.CloseRequest(items=[item]), timeout=TIMEOUT_S)
+        _raise(answer.outcomes[0])
+
+
+@dataclass
+class Member:
+    """A client of the lock manager."""
+
+    client_id: str
+    incarnation_id: int = 1
+    seq: int = 0
+
+    @property
+    def incarnation(self) -> queue_pb2.Incarnation:
+        return queue_pb2.Incarnation(client_id=self.client_id, incarnation_id=self.incarnation_id)
+
+    async def ask(
+        self,
+        node: Node,
+        generation: int,
+        queue_ids: Sequence[int] = (0,),
+        *,
+        hold_ms: int = 0,
+        seq: int = 0,
+        resume: Sequence[tuple[int, int]] = (),
+    ) -> dict[int, pb.Grant | BatonError]:
+        """One Acquire; its outcomes by queue. `seq` 0 takes a new one."""
+        self.seq = seq or self.seq + 1
+        ranges = [queue_pb2.OffsetRange(first_offset=a, next_offset=b) for a, b in resume]
+        request = pb.AcquireRequest(
+            incarnation=self.incarnation,
+            acquire_seq=self.seq,
+            generation=generation,
+            items=[pb.AcquireItem(queue=queue(q), resume=ranges) for q in queue_ids],
+            hold_ms=hold_ms,
+        )
+        outcomes: dict[int, pb.Grant | BatonError] = {}
+        async for answer in node.stub.Acquire(request, timeout=TIMEOUT_S):
+            granted = answer.HasField("grant")
+            outcomes[answer.queue.queue.queue_id] = (
+                answer.grant if granted else error_from_pb(answer.error)
+            )
+        return outcomes
+
+    async def acquire(self, node: Node, generation: int, **options: Any) -> pb.Grant:
+        """Ask for queue 0; raises the refusal."""
+        outcome = (await self.ask(node, generation, **options))[0]
+        if isinstance(outcome, BatonError):
+            raise outcome
+        return outcome
+
+    async def keep_alive(
+        self, node: Node, *tokens: int, seq: int | None = None
+    ) -> list[pb.HoldReport]:
+        """Say which token is held of queues 0, 1, ..; 0 for none."""
+        holds = [pb.Hold(queue=queue(q), token=t) for q, t in enumerate(tokens) if t]
+        request = pb.KeepAliveRequest(
+            incarnation=self.incarnation,
+            acquire_seq=self.seq if seq is None else seq,
+            holds=holds,
+        )
+        return list((await node.stub.KeepAlive(request, timeout=TIMEOUT_S)).reports)
+
+    async def state(self, node: Node, token: int) -> str:
+        """State of queue 0 by a keep-alive."""
+        (report,) = await self.keep_alive(node, token)
+        return pb.HoldState.Name(report.state).removeprefix("HOLD_STATE_")
+
+    async def release(self, node: Node, token: int, queue_id: int = 0) -> int:
+        """Give a queue back; how many entries were freed."""
+        request = pb.ReleaseRequest(
+            incarnation=self.incarnation, holds=[pb.Hold(queue=queue(queue_id), token=token)]
+        )
+        return (await node.stub.Release(request, timeout=TIMEOUT_S)).released_count
+
+
+def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
+    """A queue of the scene's group and topic."""
+    inner = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+    return queue_pb2.GroupQueue(group=GROUP, queue=inner)
+
+
+async def entries(node: Node) -> list[pb.LockEntry]:
+    """What the node lists."""
+    return list((await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries)
+
+
+async def waits(node: Node, client_id: str) -> bool:
+    """Whether the client waits for some queue."""
+    return any(client_id in entry.waiters for entry in await entries(node))
+
+
+@asynccontextmanager
+async def scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
+    """An empty cluster with offsets running and no lock manager yet.
+
+    Use it in the body of a test, not in a fixture: it belongs to the task that enters it.
+    """
+    cluster = f"test-{Random().getrandbits(64):x}"
+    clock, rules = MovableClock(), Rules()
+    values: dict[str, Any] = {"cluster": cluster, "etcd": endpoint}
+    settings = OffsetsSettings(data_dir=folder / "offsets", **values)
+    async with EtcdSession(endpoint, cluster, Clock()) as etcd:
+        runtime = Runtime("offsets", settings, etcd)
+        runtime.clock = clock
+        async with (
+            build_offsets(settings, runtime) as app,
+            _served(app, runtime, rules) as channel,
+            asyncio.TaskGroup() as tasks,
+        ):
+            stub = offsets_grpc.OffsetsServiceStub(channel)
+            found = Scene(endpoint, cluster, etcd, stub, clock, rules, tasks)
+            yield found
+            for node in found.nodes:
+                node.stop.set()
+
+
+async def _lockmgr(settings: LockmgrSettings, started: asyncio.Future[Node]) -> None:
+    clock, stop = MovableClock(), asyncio.Event()
+    session = Session(settings.etcd, settings.cluster)
+    async with session:
+        runtime = Runtime("lockmgr", settings, session)
+        runtime.clock = clock
+        async with (
+            build_lockmgr(settings, runtime) as app,
+            _served(app, runtime) as channel,
+        ):
+            stub = pb_grpc.LockmgrServiceStub(channel)
+            started.set_result(Node(session, clock, runtime, stub, stop))
+            await stop.wait()
+
+
+@asynccontextmanager
+async def _served(
+    app: App, runtime: Runtime, rules: Rules | None = None
+) -> AsyncIterator[grpc.aio.Channel]:
+    """Serve and run the app's loops; everything ends with the block."""
+    edge = EdgeInterceptor(Clock(), runtime.registry, app.held)
+    interceptors = [edge, rules] if rules else [edge]
+    server = grpc.aio.server(interceptors=interceptors, options=OPTIONS)
+    for add in app.servicers.values():
+        add(server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    runtime.bound(address, "")
+    await server.start()
+    try:
+        async with asyncio.TaskGroup() as tasks, connect(address) as channel:
+            loops = [runtime.nodes.run, *app.loops]
+            running = [tasks.create_task(loop()) for loop in loops]
+            if not runtime.registered:
+                await runtime.register()
+            running.append(tasks.create_task(runtime.keep_registered()))
+            yield channel
+            for task in running:
+                task.cancel()
+    finally:
+        await server.stop(None)
+
+
+def _raise(outcome: Any) -> None:
+    if outcome.HasField("error"):
+        raise error_from_pb(outcome.error)

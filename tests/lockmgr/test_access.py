@@ -1,0 +1,255 @@
+"""Goal: the decision table of protocol section 7, row by row, and the edges between the rows.
+
+Method: `decide_access` with plain values. A is the owner, B the newcomer; the owner was granted
+the queue by generation 5 with request 3, its token is 7, and its lease began at 1,000 ms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batonmq.common.errors import (
+    BatonError,
+    Fenced,
+    Held,
+    NotAssigned,
+    OldRequest,
+    Unacked,
+)
+from services.lockmgr.core.access import (
+    Condition,
+    Decision,
+    Deny,
+    Grant,
+    Replay,
+    decide_access,
+)
+from services.lockmgr.core.locks import (
+    Asker,
+    Entry,
+    Incarnation,
+    Lock,
+    Observation,
+    Policy,
+    QueueKey,
+)
+
+KEY = QueueKey("g", "t", "broker-a", 0)
+A, A_RESTARTED, B = Incarnation("a", 1), Incarnation("a", 2), Incarnation("b", 1)
+POLICY = Policy()
+LEASE_START_MS = 1_000
+LEASE_END_MS = LEASE_START_MS + POLICY.lease_ms
+
+CLOSED_OR_DRAINED, SAME_HOLDER, IDLE = (
+    Condition.CLOSED_OR_DRAINED,
+    Condition.SAME_HOLDER,
+    Condition.IDLE,
+)
+DRAINED = Observation(token=7, committed=10, delivered=10)
+IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=3)
+CLOSED = Observation(token=7, closed=True, committed=10, delivered=10)
+PHANTOM = Observation(token=8, committed=10, delivered=10)
+
+
+def owned(*, slots: int = 0, generation: int = 5) -> Entry:
+    lock = Lock(owner=A, token=7, acquire_seq=3, attempt="x", generation=generation)
+    return Entry(KEY, lock, revision=1, lease_start_ms=LEASE_START_MS, slots=slots)
+
+
+def free(*, generation: int = 5) -> Entry:
+    return Entry(KEY, Lock(token=7, generation=generation), revision=1)
+
+
+def newcomer(generation: int = 6) -> Asker:
+    return Asker(B, 1, generation)
+
+
+def owner_again(acquire_seq: int, generation: int = 5) -> Asker:
+    return Asker(A, acquire_seq, generation)
+
+
+def decide(
+    entry: Entry | None, asker: Asker, seen: Observation, now_ms: int = LEASE_START_MS + 1
+) -> Decision:
+    return decide_access(entry, asker, seen, now_ms, POLICY)
+
+
+def refused(decision: Decision) -> BatonError:
+    assert isinstance(decision, Deny)
+    return decision.error
+
+
+# Row: none or free
+
+
+def test_unknown_queue_is_granted_on_the_token_offsets_shows() -> None:
+    for token in (0, 4):
+        seen = Observation(token=token)
+        assert decide(None, newcomer(), seen) == Grant((CLOSED_OR_DRAINED, IDLE), token)
+
+
+def test_free_queue_is_granted_if_offsets_agrees_that_it_is_drained_or_idle() -> None:
+    for seen in (DRAINED, IN_FLIGHT, CLOSED):
+        assert decide(free(), newcomer(), seen) == Grant((CLOSED_OR_DRAINED, IDLE), 7)
+
+
+def test_free_queue_with_a_phantom_token_is_granted_on_that_token() -> None:
+    assert decide(free(), newcomer(), PHANTOM) == Grant((CLOSED_OR_DRAINED, IDLE), 8)
+
+
+@pytest.mark.parametrize("generation", [5, 6])
+def test_free_queue_goes_to_any_member_of_the_same_or_a_newer_generation(generation: int) -> None:
+    assert isinstance(decide(free(), newcomer(generation), DRAINED), Grant)
+
+
+def test_free_queue_is_not_for_a_member_with_an_older_view() -> None:
+    assert isinstance(refused(decide(free(), newcomer(4), DRAINED)), NotAssigned)
+
+
+# Rows: same incarnation
+
+
+def test_story_05_owner_that_asks_anew_is_fenced_and_never_given_the_stored_token() -> None:
+    """A renewal that returns the stored token would hide what its earlier request left over."""
+    for seen in (DRAINED, IN_FLIGHT, CLOSED):
+        decision = decide(owned(), owner_again(4), seen)
+        assert decision == Grant((SAME_HOLDER, CLOSED_OR_DRAINED, IDLE), 7, newly_acquired=False)
+
+
+def test_story_05_restarted_client_is_somebody_else() -> None:
+    decision = decide(owned(), Asker(A_RESTARTED, 1, 6), IN_FLIGHT)
+    assert isinstance(refused(decision), Unacked)
+
+
+def test_owner_of_a_phantom_token_is_fenced_on_what_offsets_shows() -> None:
+    decision = decide(owned(), owner_again(4), PHANTOM)
+    assert isinstance(decision, Grant)
+    assert decision.expected_token == 8
+
+
+def test_repeated_request_of_the_owner_is_replayed() -> None:
+    for seen in (DRAINED, IN_FLIGHT):
+        assert decide(owned(), owner_again(3), seen) == Replay()
+
+
+@pytest.mark.parametrize(("seen", "why"), [(PHANTOM, "TAKEN"), (CLOSED, "CLOSED")])
+def test_repeated_request_is_refused_once_its_token_is_finished(
+    seen: Observation, why: str
+) -> None:
+    error = refused(decide(owned(), owner_again(3), seen))
+    assert isinstance(error, Fenced)
+    assert error.facts["why"] == why
+
+
+def test_story_08_older_request_of_the_owner_is_refused_without_a_fence() -> None:
+    for seen in (DRAINED, IN_FLIGHT, CLOSED, PHANTOM):
+        for now_ms in (LEASE_START_MS, LEASE_END_MS + 1):
+            decision = decide(owned(), owner_again(2), seen, now_ms)
+            error = refused(decision)
+            assert isinstance(error, OldRequest)
+            assert error.facts == {"acquire_seq": "2", "current": "3"}
+            assert isinstance(decision, Deny)
+            assert not decision.clears
+
+
+def test_newer_request_of_the_owner_with_an_older_view_is_refused() -> None:
+    assert isinstance(refused(decide(owned(), owner_again(4, 4), DRAINED)), NotAssigned)
+
+
+# Rows: another owner, lease not over
+
+
+def test_closed_queue_of_another_is_granted_on_the_entrys_token() -> None:
+    for generation in (5, 6):
+        decision = decide(owned(), newcomer(generation), CLOSED)
+        assert decision == Grant((CLOSED_OR_DRAINED,), 7)
+
+
+def test_drained_queue_of_another_is_granted_after_three_slots() -> None:
+    assert decide(owned(slots=3), newcomer(), DRAINED) == Grant((CLOSED_OR_DRAINED,), 7)
+
+
+def test_drained_queue_of_another_is_held_for_two_slots_more() -> None:
+    for slots in (0, 1, 2):
+        decision = decide(owned(slots=slots), newcomer(), DRAINED)
+        error = refused(decision)
+        assert isinstance(error, Held)
+        assert error.facts["owner"] == "a"
+        assert error.retry_after_ms > 0
+        assert isinstance(decision, Deny)
+        assert decision.clears
+
+
+def test_queue_of_another_with_messages_in_flight_is_refused_however_quiet() -> None:
+    decision = decide(owned(slots=100), newcomer(), IN_FLIGHT)
+    error = refused(decision)
+    assert isinstance(error, Unacked)
+    assert (error.facts["unacked"], error.facts["lowest_offset"]) == ("3", "10")
+    assert isinstance(decision, Deny)
+    assert decision.clears
+
+
+@pytest.mark.parametrize("seen", [PHANTOM, replace(PHANTOM, closed=True), Observation()])
+def test_phantom_token_is_left_to_the_holder_while_its_lease_runs(seen: Observation) -> None:
+    decision = decide(owned(slots=100), newcomer(), seen)
+    assert isinstance(refused(decision), Held)
+    assert isinstance(decision, Deny)
+    assert decision.clears
+
+
+@pytest.mark.parametrize("seen", [DRAINED, IN_FLIGHT, PHANTOM])
+@pytest.mark.parametrize("generation", [4, 5])
+def test_two_views_do_not_take_a_queue_from_each_other(seen: Observation, generation: int) -> None:
+    decision = decide(owned(slots=100), newcomer(generation), seen)
+    error = refused(decision)
+    assert isinstance(error, NotAssigned)
+    assert error.facts == {"generation": str(generation), "current": "5"}
+    assert isinstance(decision, Deny)
+    assert not decision.clears
+
+
+# Rows: another owner, lease over
+
+
+@pytest.mark.parametrize("seen", [DRAINED, IN_FLIGHT])
+def test_lease_of_exactly_its_length_is_not_over(seen: Observation) -> None:
+    assert isinstance(decide(owned(), newcomer(), seen, LEASE_END_MS), Deny)
+    assert decide(owned(), newcomer(), seen, LEASE_END_MS + 1) == Grant((IDLE,), 7)
+
+
+def test_lease_end_takes_a_phantom_token_as_offsets_shows_it() -> None:
+    assert decide(owned(), newcomer(), PHANTOM, LEASE_END_MS + 1) == Grant((IDLE,), 8)
+
+
+def test_lease_end_gives_the_queue_to_a_member_of_the_same_generation() -> None:
+    assert decide(owned(), newcomer(5), IN_FLIGHT, LEASE_END_MS + 1) == Grant((IDLE,), 7)
+
+
+def test_lease_end_gives_nothing_to_an_older_view() -> None:
+    decision = decide(owned(), newcomer(4), IN_FLIGHT, LEASE_END_MS + 1)
+    assert isinstance(refused(decision), NotAssigned)
+
+
+def test_owner_that_has_let_go_need_not_be_idle_after_its_lease() -> None:
+    """It may still be heard of at offsets, by parked pulls, though not here."""
+    conditions = (CLOSED_OR_DRAINED, IDLE)
+    for entry, seen in ((owned(), CLOSED), (owned(slots=3), DRAINED)):
+        assert decide(entry, newcomer(), seen, LEASE_END_MS + 1) == Grant(conditions, 7)
+
+
+def test_no_decision_passes_without_a_condition() -> None:
+    """Story 18: there is no way to an unconditional fence, whatever the table has forgotten."""
+    entries = [None, free(), owned(), owned(slots=9), owned(generation=0)]
+    askers = [newcomer(), newcomer(5), owner_again(3), owner_again(4), Asker(A_RESTARTED, 9, 9)]
+    granted = [
+        decision
+        for entry in entries
+        for asker in askers
+        for seen in (Observation(), DRAINED, IN_FLIGHT, CLOSED, PHANTOM)
+        for now_ms in (LEASE_START_MS, LEASE_END_MS + 1)
+        if isinstance(decision := decide(entry, asker, seen, now_ms), Grant)
+    ]
+    assert len(granted) > 50
+    assert all(decision.conditions for decision in granted)

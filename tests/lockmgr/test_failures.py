@@ -1,0 +1,482 @@
+"""Goal: whatever is lost or dies between two steps of a hand-over, nothing is granted twice, nobody
+is renewed who should not be, and the queue can be had again.
+
+Method: real etcd and offsets; calls to offsets are stopped, lost or repeated by rules, etcd is cut
+off from one lock manager, lock managers crash and others take over. Stories are those of protocol
+section 17.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+
+from batonmq.common.errors import (
+    BatonError,
+    Fenced,
+    HandoverPending,
+    Held,
+    NotLeader,
+    Unreachable,
+)
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from tests.lockmgr.scene import GROUP, Member, Node, Scene, entries, scene, waits
+from tests.support.waiting import until
+
+HOLD_MS = 15_000
+LEASE_MS = 30_000
+SHORT = {"leader_lease_ms": 2_000, "slot_ms": 20}
+
+
+class Stop:
+    """A rule that holds calls until told otherwise."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def before(self, request: Any, proceed: Any) -> Any:
+        self.reached.set()
+        await self.go_on.wait()
+        return await proceed()
+
+    async def after(self, request: Any, proceed: Any) -> Any:
+        answer = await proceed()
+        self.reached.set()
+        await self.go_on.wait()
+        return answer
+
+
+async def outcome_of(
+    member: Member, node: Node, generation: int, **options: Any
+) -> pb.Grant | BatonError:
+    """What becomes of an Acquire, also if the whole call fails."""
+    try:
+        return (await member.ask(node, generation, **options))[0]
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+
+
+async def over(s: Scene, node: Node) -> None:
+    """The lease of every owner is over, here and at offsets."""
+    node.clock.ahead_ms += LEASE_MS + 1_000
+    s.offsets_clock.ahead_ms += LEASE_MS + 1_000
+
+
+async def held_by_a(s: Scene, **settings: Any) -> tuple[Node, Member, Member, int]:
+    """A leader, owner A with token 1, newcomer B, and the generation that B asks by."""
+    node, a, b = await s.leader(**(SHORT | settings)), Member("a"), Member("b")
+    await a.acquire(node, await s.set_group(a))
+    return node, a, b, await s.set_group(a, b)
+
+
+# Keep-alives during a hand-over
+
+
+async def test_story_06_keep_alive_is_pending_from_before_the_fence(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        await over(s, node)
+        stop = Stop()
+        s.rules.rules["Fence"] = stop.before
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation))
+            await stop.reached.wait()
+            assert (await s.progress()).token == 1, "the fence has not landed"
+            assert await a.state(node, 1) == "PENDING"
+            (entry,) = await entries(node)
+            assert entry.state == pb.LOCK_STATE_PENDING
+            assert entry.lease_age_ms > LEASE_MS, "nothing was renewed"
+            stop.go_on.set()
+        assert asking.result().token == 2
+        assert await a.state(node, 1) == "NOT_OWNER"
+
+
+async def test_story_07_keep_alive_is_pending_between_fence_and_persist(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        await over(s, node)
+        stop = Stop()
+        s.rules.rules["Fence"] = stop.after
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation))
+            await stop.reached.wait()
+            assert (await s.progress()).token == 2, "the fence has landed"
+            stored = await s.stored()
+            assert stored is not None
+            assert stored.owner == a.incarnation, "etcd still names A"
+            assert await a.state(node, 1) == "PENDING"
+            stop.go_on.set()
+        assert asking.result().token == 2
+
+
+async def test_keep_alive_is_pending_until_it_is_known_that_the_grant_stands(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """etcd has made the transaction, but every answer is lost for a while."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        await over(s, node)
+        node.session.lose_txn_answers = True
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation))
+
+            async def persisted() -> bool:
+                stored = await s.stored()
+                return stored is not None and stored.owner == b.incarnation
+
+            await until(persisted)
+            assert await a.state(node, 1) == "PENDING"
+            node.session.lose_txn_answers = False
+        assert asking.result().token == 2
+        assert await b.state(node, 2) == "OK"
+        assert len(s.rules.fences()) == 2
+
+
+# Lost answers
+
+
+async def test_fence_whose_answer_is_lost_is_repeated_with_the_same_attempt(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        answers_lost = 3
+
+        async def lose(request: Any, proceed: Any) -> Any:
+            nonlocal answers_lost
+            answer = await proceed()
+            answers_lost -= 1
+            if answers_lost >= 0:
+                raise Unreachable("the answer is lost")
+            return answer
+
+        s.rules.rules["Fence"] = lose
+        grant = await a.acquire(node, generation)
+        fences = s.rules.fences()
+        assert len(fences) == 4
+        assert len({item.attempt for item in fences}) == 1
+        assert grant.token == (await s.progress()).token == 1
+
+
+async def test_request_that_is_given_up_during_the_fence_leaves_an_orphan_not_a_hole(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        stop = Stop()
+        s.rules.rules["Fence"] = stop.after
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(a.acquire(node, generation))
+            await stop.reached.wait()
+            asking.cancel()
+        stop.go_on.set()
+
+        async def orphaned() -> bool:
+            return [r.state for r in await a.keep_alive(node)] == [pb.HOLD_STATE_ORPHAN]
+
+        await until(orphaned)
+        stored = await s.stored()
+        assert stored is not None
+        assert stored.token == (await s.progress()).token == 1
+        again = await a.acquire(node, generation, seq=1)
+        assert (again.token, again.newly_acquired) == (1, True)
+
+
+async def test_second_request_waits_for_the_hand_over_under_way(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        await over(s, node)
+        stop = Stop()
+        s.rules.rules["Fence"] = stop.before
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation))
+            await stop.reached.wait()
+            with pytest.raises(HandoverPending) as refusal:
+                await a.acquire(node, generation)
+            assert refusal.value.facts["step"] == "fence"
+            waiting = tasks.create_task(outcome_of(a, node, generation, hold_ms=300))
+            await until(lambda: waits(node, "a"))
+            stop.go_on.set()
+        assert asking.result().token == 2
+        assert not isinstance(waiting.result(), pb.Grant)
+        assert await b.state(node, 2) in ("OK", "WANTED")
+
+
+async def test_release_waits_for_the_hand_over_under_way(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        await over(s, node)
+        stop = Stop()
+        s.rules.rules["Fence"] = stop.before
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation))
+            await stop.reached.wait()
+            releasing = tasks.create_task(a.release(node, 1))
+            assert await a.state(node, 1) == "PENDING"
+            stop.go_on.set()
+        assert releasing.result() == 0
+        assert await b.state(node, asking.result().token) == "OK"
+
+
+async def test_offsets_that_lost_the_term_is_told_again(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        announced = [r.term for method, r in s.rules.seen if method == "Announce"]
+
+        async def forget_once(request: Any, proceed: Any) -> Any:
+            del s.rules.rules["Fence"]
+            request.term += 1  # what offsets says to a term it has not heard of
+            return await proceed()
+
+        s.rules.rules["Fence"] = forget_once
+        assert (await a.acquire(node, generation)).token == 1
+        assert [r.term for method, r in s.rules.seen if method == "Announce"] == announced * 2
+
+
+# etcd changed behind the leader's back
+
+
+async def test_entry_that_was_changed_by_somebody_else_is_not_overwritten(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        stored = await s.stored()
+        assert stored is not None
+        stored.attempt = "changed by hand"
+        await s.etcd.put(f"locks/{GROUP}/topic/broker-a/0", stored.SerializeToString())
+        await s.close(1)
+        with pytest.raises(Held) as refusal:
+            await b.acquire(node, generation)
+        assert refusal.value.facts["phantom"] == "true"
+        assert await s.stored() == stored
+        assert await a.state(node, 1) == "NOT_OWNER"
+        assert (await a.acquire(node, generation)).token == 3, "2 was fenced for nobody"
+
+
+# A leader dies, another takes over
+
+
+async def test_held_locks_outlast_the_leader_and_nothing_is_granted_twice(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Story 18 as well: the new leader does not start from an empty table."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b = await s.leader(**SHORT), Member("a"), Member("b")
+        outcomes = await a.ask(old, await s.set_group(a), range(20))
+        tokens = [o.token for o in outcomes.values() if isinstance(o, pb.Grant)]
+        generation = await s.set_group(a, b)
+        await s.deliver(1, 0, 10)
+        new = await s.lockmgr(**SHORT)
+        old.crash()
+        await until(new.leads)
+        assert len(await entries(new)) == 20
+        assert isinstance((await b.ask(new, generation))[0], BatonError)
+        reports = await a.keep_alive(new, *tokens)
+        assert [r.state for r in reports][1:] == [pb.HOLD_STATE_OK] * 19
+        assert reports[0].state == pb.HOLD_STATE_WANTED
+        await s.commit(1, 10)
+        fences = len(s.rules.fences())
+        assert fences == 20, "no token has moved"
+
+
+async def test_story_18_lease_counts_from_the_start_of_the_new_leader(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        await s.deliver(1, 0, 10)
+        await over(s, old)
+        old.crash()
+        new = await s.leader(**SHORT)
+        with pytest.raises(BatonError) as refusal:
+            await b.acquire(new, generation, hold_ms=200)
+        assert refusal.value.reason == "UNACKED"
+        assert await a.state(new, 1) == "WANTED"
+
+
+async def test_leader_that_stops_hands_the_lead_over_at_once(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, _, _ = await held_by_a(s, leader_lease_ms=60_000)
+        new = await s.lockmgr(leader_lease_ms=60_000)
+        assert not await new.leads()
+        with pytest.raises(NotLeader):
+            raise await _refusal(new)
+        old.stop.set()
+        await until(new.leads)
+        assert await a.state(new, 1) == "OK"
+
+
+async def test_leader_is_registered_as_such_and_a_standby_is_not(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        first = await s.leader()
+        await s.lockmgr()
+
+        async def registered() -> list[tuple[str, bool, bool]]:
+            nodes = await s.registered("lockmgr")
+            return [(n.node_id, n.leader, n.epoch > 0) for n in nodes]
+
+        expected = [("lockmgr-0", True, True), ("lockmgr-1", False, False)]
+
+        async def settled() -> bool:
+            return await registered() == expected
+
+        await until(settled)
+        listing = await first.stub.List(pb.ListRequest(), timeout=5)
+        assert listing.term == (await s.registered("lockmgr"))[0].epoch
+
+
+async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Sections 11 and 16: etcd says A/1, offsets 2. A is refused, asks anew, and gets 3."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        await over(s, old)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(outcome_of(b, old, generation))
+            await _fenced_then_cut(s, old)
+        assert isinstance(asking.result(), NotLeader)
+        old.crash()
+        new = await s.leader(**SHORT)
+        (entry,) = await entries(new)
+        assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+        with pytest.raises(Fenced):
+            await s.commit(1, 5)
+        assert await a.state(new, 1) == "NOT_OWNER"
+        with pytest.raises(Held):
+            await b.acquire(new, generation, hold_ms=100)
+        again = await a.acquire(new, generation, resume=[(0, 5)])
+        assert (again.token, again.committed_offset) == (3, 0)
+        assert await a.state(new, 3) in ("OK", "WANTED")
+        await s.commit(3, 5)
+        assert (await s.progress()).committed_offset == 5
+
+
+async def test_story_12_new_leader_does_not_renew_an_owner_that_was_fenced_out(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """A phantom is not renewed however often its owner asks, so it ends with the lease."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        await over(s, old)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(outcome_of(b, old, generation))
+            await _fenced_then_cut(s, old)
+        old.crash()
+        new = await s.leader(**SHORT)
+        for _ in range(3):
+            assert await a.state(new, 1) == "NOT_OWNER"
+        await over(s, new)
+        grant = await b.acquire(new, generation)
+        assert grant.token == 3
+        assert await a.state(new, 1) == "NOT_OWNER"
+
+
+async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        await over(s, old)
+        stop = Stop()
+        s.rules.rules["Fence"] = stop.before
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(outcome_of(b, old, generation))
+            await stop.reached.wait()
+            late = s.rules.seen[-1][1]
+            old.session.cut = True
+        assert isinstance(asking.result(), NotLeader)
+        del s.rules.rules["Fence"]
+        new = await s.leader(**SHORT)
+        refused = (await s.offsets.Fence(late, timeout=5)).outcomes[0].error
+        assert error_from_pb(refused).reason == "OLD_EPOCH"
+        assert (await s.progress()).token == 1
+        assert await a.state(new, 1) == "OK"
+
+
+async def test_story_19_late_write_of_a_deposed_leader_changes_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        await over(s, old)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(outcome_of(b, old, generation))
+            await _fenced_then_cut(s, old)
+        assert isinstance(asking.result(), NotLeader)
+        late = next(parts for parts in old.session.stopped if parts["put"])
+        assert late["put"][0].key == f"locks/{GROUP}/topic/broker-a/0"
+        new = await s.leader(**SHORT)
+        assert await s.etcd.txn(**late) is None, "though the entry is as it was"
+        stored = await s.stored()
+        assert stored is not None
+        assert (stored.owner, stored.token) == (a.incarnation, 1)
+        assert (await a.acquire(new, generation)).token == 3
+        assert await a.state(new, 3) == "OK"
+
+
+async def test_leader_without_etcd_stops_answering(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, _, _ = await held_by_a(s)
+        node.session.cut = True
+
+        async def refused() -> bool:
+            try:
+                await a.keep_alive(node, 1)
+            except grpc.aio.AioRpcError as error:
+                return isinstance(from_rpc_error(error), NotLeader)
+            return False
+
+        await until(refused)
+
+
+async def test_leader_does_not_serve_before_offsets_knows_its_term(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        stop = Stop()
+        s.rules.rules["Announce"] = stop.before
+        node = await s.lockmgr()
+        await stop.reached.wait()
+        assert (await _refusal(node)).reason == "NOT_SERVING"
+        stop.go_on.set()
+        await until(node.leads)
+
+
+async def _fenced_then_cut(s: Scene, node: Node) -> None:
+    """Let the fence land, and cut the leader off from etcd before it can persist."""
+    stop = Stop()
+    s.rules.rules["Fence"] = stop.after
+    await stop.reached.wait()
+    node.session.cut = True
+    del s.rules.rules["Fence"]
+    stop.go_on.set()
+
+
+async def _refusal(node: Node) -> BatonError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await node.stub.List(pb.ListRequest(), timeout=5)
+    return from_rpc_error(refused.value)

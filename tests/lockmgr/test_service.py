@@ -1,0 +1,510 @@
+"""Goal: the lock manager hands queues over as promised, and says why when it does not.
+
+Method: one lock manager with a real etcd and the real offsets service, in one process, over gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+
+from batonmq.common.errors import (
+    Fenced,
+    Held,
+    NotAssigned,
+    NotMember,
+    NotSubscribed,
+    OffsetsUnreachable,
+    OldRequest,
+    Unacked,
+    Unreachable,
+)
+from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, scene, waits
+from tests.support.waiting import until
+
+HOLD_MS = 15_000
+LEASE_MS = 30_000
+
+
+async def lost(*_: Any) -> Any:
+    """A rule: the call fails before it is carried out."""
+    raise Unreachable("lost on the way")
+
+
+async def fence_count(s: Scene) -> int:
+    return len(s.rules.fences())
+
+
+# Grants
+
+
+async def test_free_queue_is_granted_persisted_and_listed(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        grant = await a.acquire(node, generation)
+        assert (grant.token, grant.committed_offset, grant.newly_acquired) == (1, 0, True)
+        assert (grant.lease_ms, grant.offsets_epoch) == (LEASE_MS, 1)
+        stored = await s.stored()
+        assert stored is not None
+        assert (stored.owner, stored.token, stored.acquire_seq) == (a.incarnation, 1, 1)
+        assert (await s.progress()).holder == a.incarnation
+        (entry,) = await entries(node)
+        assert (entry.owner, entry.token, entry.state) == (a.incarnation, 1, pb.LOCK_STATE_HELD)
+        assert (entry.generation, entry.acquire_seq) == (generation, 1)
+
+
+async def test_many_queues_are_granted_by_one_call(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        outcomes = await a.ask(node, generation, range(200))
+        assert {q for q, o in outcomes.items() if isinstance(o, pb.Grant)} == set(range(200))
+        assert await s.stored_count() == 200
+
+
+async def test_group_without_progress_starts_where_its_member_says(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        request = pb.AcquireRequest(
+            incarnation=a.incarnation,
+            acquire_seq=1,
+            generation=await s.set_group(a),
+            items=[pb.AcquireItem(queue=queue(), initial_offset=77)],
+        )
+        (answer,) = [r async for r in node.stub.Acquire(request, timeout=TIMEOUT_S)]
+        assert answer.grant.committed_offset == 77
+
+
+async def test_queue_of_another_is_refused_with_its_owner_and_advice(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        with pytest.raises(Held) as refusal:
+            await b.acquire(node, await s.set_group(a, b))
+        assert refusal.value.facts["owner"] == "a"
+        assert refusal.value.retry_after_ms > 0
+        assert await fence_count(s) == 1
+        (report,) = await a.keep_alive(node, 1)
+        assert (report.state, report.wanted_by) == (pb.HOLD_STATE_WANTED, "b")
+        (entry,) = await entries(node)
+        assert list(entry.waiters) == ["b"]
+
+
+async def test_waiting_request_is_granted_when_the_owner_releases(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        grant = await a.acquire(node, await s.set_group(a))
+        generation = await s.set_group(a, b)
+        await s.deliver(grant.token, 0, 10)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            await s.close(grant.token, committed=10)
+            assert await a.release(node, grant.token) == 1
+        granted = asking.result()
+        assert (granted.token, granted.committed_offset) == (grant.token + 1, 10)
+        assert not granted.maybe_seen
+        assert await a.state(node, grant.token) == "NOT_OWNER"
+        assert await b.state(node, granted.token) == "OK"
+
+
+async def test_closed_queue_is_granted_though_the_release_is_lost(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=50), Member("a"), Member("b")
+        grant = await a.acquire(node, await s.set_group(a))
+        await s.deliver(grant.token, 0, 10)
+        generation = await s.set_group(a, b)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            await s.close(grant.token, committed=4)
+        granted = asking.result()
+        assert (granted.token, granted.committed_offset) == (2, 4)
+        assert not granted.maybe_seen, "what the owner never started is not flagged"
+
+
+async def test_drained_queue_passes_after_the_quiet_slots_and_not_sooner(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=100), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        generation = await s.set_group(a, b)
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        grant = await b.acquire(node, generation, hold_ms=HOLD_MS)
+        assert grant.token == 2
+        assert loop.time() - start_s >= 0.3
+        assert await fence_count(s) == 2, "nothing is tried before it may pass"
+
+
+async def test_queue_in_flight_is_refused_until_it_is_acked(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        grant = await a.acquire(node, await s.set_group(a))
+        await s.deliver(grant.token, 0, 10)
+        generation = await s.set_group(a, b)
+        with pytest.raises(Unacked) as refusal:
+            await b.acquire(node, generation, hold_ms=300)
+        facts = refusal.value.facts
+        assert (facts["owner"], facts["unacked"], facts["lowest_offset"]) == ("a", "10", "0")
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            await s.commit(grant.token, 10)
+        assert asking.result().committed_offset == 10
+
+
+async def test_silent_owner_loses_the_queue_and_its_messages_are_flagged(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        grant = await a.acquire(node, await s.set_group(a))
+        await s.deliver(grant.token, 0, 10)
+        await s.commit(grant.token, 4)
+        generation = await s.set_group(b)
+        node.clock.ahead_ms = s.offsets_clock.ahead_ms = LEASE_MS + 1_000
+        stolen = await b.acquire(node, generation)
+        assert (stolen.token, stolen.committed_offset) == (2, 4)
+        assert [(r.first_offset, r.next_offset) for r in stolen.maybe_seen] == [(4, 10)]
+        assert await a.state(node, grant.token) == "NOT_OWNER"
+        with pytest.raises(Fenced):
+            await s.commit(grant.token, 10)
+
+
+async def test_owner_heard_of_at_offsets_keeps_the_queue_though_its_keep_alives_are_lost(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        grant = await a.acquire(node, await s.set_group(a))
+        await s.deliver(grant.token, 0, 10)
+        node.clock.ahead_ms = LEASE_MS + 1_000
+        with pytest.raises(Held):
+            await b.acquire(node, await s.set_group(a, b), hold_ms=100)
+        assert await a.state(node, grant.token) == "WANTED"
+        await s.commit(grant.token, 10)
+
+
+async def test_same_generation_is_refused_at_once_however_long_it_would_wait(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(), Member("a"), Member("b")
+        generation = await s.set_group(a, b)
+        await a.acquire(node, generation)
+        async with asyncio.timeout(HOLD_MS / 2000):
+            with pytest.raises(NotAssigned):
+                await b.acquire(node, generation, hold_ms=HOLD_MS)
+        assert await a.state(node, 1) == "OK"
+
+
+async def test_outcomes_come_one_by_one_while_others_wait(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        request = pb.AcquireRequest(
+            incarnation=b.incarnation,
+            acquire_seq=1,
+            generation=await s.set_group(a, b),
+            items=[pb.AcquireItem(queue=queue(q)) for q in (0, 1, 2)],
+            hold_ms=HOLD_MS,
+        )
+        call = node.stub.Acquire(request, timeout=TIMEOUT_S)
+        first = {(await anext(aiter(call))).queue.queue.queue_id for _ in range(2)}
+        assert first == {1, 2}
+        await s.close(1)
+        await a.release(node, 1)
+        assert (await anext(aiter(call))).queue.queue.queue_id == 0
+
+
+async def test_abandoned_request_is_given_nothing_later(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        await s.deliver(1, 0, 5)
+        generation = await s.set_group(a, b)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            task.cancel()
+        await until(lambda: not _open_acquires(node))
+        await s.close(1, committed=5)
+        await a.release(node, 1)
+        (entry,) = await entries(node)
+        assert entry.state == pb.LOCK_STATE_FREE
+
+
+# Who may ask
+
+
+async def test_stranger_is_refused_at_once_and_nothing_is_written(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        restarted = Member("a", incarnation_id=2)
+        async with asyncio.timeout(HOLD_MS / 2000):
+            for stranger in (Member("x"), restarted):
+                with pytest.raises(NotMember):
+                    await stranger.acquire(node, generation, hold_ms=HOLD_MS)
+        assert (await s.stored_count(), await fence_count(s)) == (0, 0)
+
+
+async def test_topic_outside_of_the_subscription_is_refused_at_once(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a, topics=["other"])
+        with pytest.raises(NotSubscribed):
+            await a.acquire(node, generation, hold_ms=HOLD_MS)
+        assert (await s.stored_count(), await fence_count(s)) == (0, 0)
+
+
+async def test_request_ahead_of_the_groups_record_waits_for_it(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(a.acquire(node, 1))
+            await until(lambda: _open_acquires(node))
+            assert await s.set_group(a) == 1
+        assert asking.result().token == 1
+
+
+async def test_generation_that_never_arrives_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        with pytest.raises(NotMember):
+            await a.acquire(node, generation + 1)
+        assert await s.stored_count() == 0
+
+
+async def test_member_that_is_evicted_while_it_waits_is_given_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        await s.deliver(1, 0, 5)
+        generation = await s.set_group(a, b)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.ask(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            await s.set_group(a)
+        assert isinstance(asking.result()[0], NotMember)
+
+
+# Requests of the owner itself
+
+
+async def test_repeated_request_is_answered_with_the_same_grant(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        first = await a.acquire(node, generation)
+        assert await a.acquire(node, generation, seq=1) == first
+        assert (await s.progress()).token == 1
+
+
+async def test_story_05_restart_under_the_same_client_id_does_not_inherit_the_token(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """What the dead process had in hand comes back flagged, and its late calls are refused."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, dead, restarted = await s.leader(slot_ms=20), Member("a", 1), Member("a", 2)
+        await dead.acquire(node, await s.set_group(dead))
+        await s.deliver(1, 0, 1)
+        generation = await s.set_group(restarted)
+        with pytest.raises(Unacked):
+            await restarted.acquire(node, generation)
+        node.clock.ahead_ms = s.offsets_clock.ahead_ms = LEASE_MS + 1_000
+        grant = await restarted.acquire(node, generation)
+        assert grant.token == 2
+        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 1)]
+        with pytest.raises(Fenced):
+            await s.commit(1, 1)
+
+
+async def test_owner_that_asks_anew_gets_a_new_token_and_what_it_dropped_is_flagged(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        await s.deliver(1, 0, 10)
+        again = await a.acquire(node, generation, resume=[(2, 5)])
+        assert (again.token, again.newly_acquired) == (2, False)
+        flagged = [(r.first_offset, r.next_offset) for r in again.maybe_seen]
+        assert flagged == [(0, 2), (5, 10)]
+
+
+async def test_story_08_late_request_of_the_owner_is_refused_without_a_fence(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation, seq=2)
+        with pytest.raises(OldRequest):
+            await a.acquire(node, generation, seq=1)
+        assert await a.state(node, 1) == "OK"
+        assert ((await s.progress()).token, await fence_count(s)) == (1, 1)
+
+
+async def test_repeated_request_after_close_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        await s.close(1)
+        with pytest.raises(Fenced):
+            await a.acquire(node, generation, seq=1)
+
+
+# Keep-alives and releases
+
+
+async def test_grant_whose_answer_was_lost_is_reported_and_can_be_released(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.acquire(node, await s.set_group(a))
+        (report,) = await a.keep_alive(node)
+        assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
+        assert await a.keep_alive(node, seq=0) == [], "its answer may still be on its way"
+        assert await a.release(node, report.token) == 1
+        assert await a.keep_alive(node) == []
+
+
+async def test_release_of_what_one_does_not_own_has_no_effect(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a, b))
+        assert await b.release(node, 1) == 0
+        assert await a.release(node, 2) == 0
+        assert await a.release(node, 1, queue_id=5) == 0
+        assert await a.state(node, 1) == "OK"
+        assert await s.stored_count() == 1
+
+
+async def test_freed_entry_keeps_its_token(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        await s.close(1)
+        assert await a.release(node, 1) == 1
+        assert await a.release(node, 1) == 0
+        stored = await s.stored()
+        assert stored is not None
+        assert (stored.HasField("owner"), stored.token) == (False, 1)
+        assert (await a.acquire(node, generation)).token == 2
+
+
+async def test_released_but_not_closed_queue_waits_for_what_is_in_flight(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        generation = await s.set_group(a, b)
+        await a.acquire(node, generation)
+        await s.deliver(1, 0, 3)
+        await a.release(node, 1)
+        with pytest.raises(Unacked) as refusal:
+            await b.acquire(node, generation, hold_ms=100)
+        assert refusal.value.facts["unacked"] == "3"
+        s.offsets_clock.ahead_ms = LEASE_MS + 1_000
+        grant = await b.acquire(node, generation)
+        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
+
+
+async def test_owner_evicted_from_the_group_is_told_to_let_go(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        assert await a.state(node, 1) == "OK"
+        await s.set_group(b)
+
+        async def told() -> bool:
+            return await a.state(node, 1) == "WANTED"
+
+        await until(told)
+        node.clock.ahead_ms = 61_000
+        assert await a.state(node, 1) == "NOT_OWNER"
+
+
+# Trouble at offsets
+
+
+async def test_unreachable_offsets_is_said_and_nothing_is_written(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        s.rules.rules["Query"] = lost
+        with pytest.raises(OffsetsUnreachable) as refusal:
+            await a.acquire(node, generation)
+        assert refusal.value.retry_after_ms > 0
+        assert (await s.stored_count(), await fence_count(s)) == (0, 0)
+        del s.rules.rules["Query"]
+        assert (await a.acquire(node, generation)).token == 1
+
+
+async def test_token_that_moved_meanwhile_is_looked_at_again(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Somebody fenced the free queue behind the lock manager's back: its guess is old."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        await s.close(1)
+
+        async def stale_once(request: Any, proceed: Any) -> Any:
+            answer = await proceed()
+            answer.outcomes[0].progress.token = 0
+            del s.rules.rules["Query"]
+            return answer
+
+        s.rules.rules["Query"] = stale_once
+        assert (await a.acquire(node, generation)).token == 2
+        assert [item.expected_token for item in s.rules.fences()][-1] == 1
+
+
+def _open_acquires(node: Node) -> bool:
+    labels = {"method": "Acquire", "service": "LockmgrService"}
+    return bool(node.runtime.registry.get_sample_value("baton_rpc_open", labels))

@@ -1,0 +1,161 @@
+"""Goal: what was written is there in the next life, or the service refuses to start.
+
+Method: the real disk in a folder of its own; damage is done by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from batonmq.common.errors import DataLoss
+from services.offsets.codec import decode_key, decode_progress, encode_key, encode_progress
+from services.offsets.core.calls import Instant, Limits, QueueKey
+from services.offsets.core.table import ProgressTable
+from services.offsets.disk import DataDirInUse, Disk
+from services.offsets.persistence import EPOCH, FORMAT, TERM, entry_of, recover
+from tests.offsets.scene import FORCED, KEY, A, B, Scene, offsets
+
+NOW = Instant(5, 6)
+
+
+def life(folder: Path) -> ProgressTable:
+    """The table of a life that ends at once."""
+    with Disk(folder) as disk:
+        return recover(disk, Limits(), NOW)
+
+
+def busy() -> Scene:
+    """A queue with something in every field."""
+    scene = Scene()
+    scene.fence(A, 0, initial_offset=3)
+    scene.record(1, 3, 20)
+    scene.commit(1, 5, offsets((7, 9), (12, 13)))
+    scene.fence(B, 1, FORCED, attempt="by-hand", token_min=8)
+    scene.record(9, 5, 20)
+    scene.commit(9, 6)
+    return scene
+
+
+async def test_what_was_written_is_read_in_order_of_keys(tmp_path: Path) -> None:
+    with Disk(tmp_path / "new" / "folder") as disk:
+        await disk.write([(b"b", b"2"), (b"a", b"1")])
+        await disk.write([(b"b", b"3")])
+    with Disk(tmp_path / "new" / "folder") as disk:
+        assert list(disk.read()) == [(b"a", b"1"), (b"b", b"3")]
+
+
+def test_a_second_process_can_not_open_the_folder(tmp_path: Path) -> None:
+    with Disk(tmp_path), pytest.raises(DataDirInUse):
+        Disk(tmp_path)
+    Disk(tmp_path).close()
+
+
+async def test_the_map_grows_when_it_is_used_up(tmp_path: Path) -> None:
+    entries = [(b"%d" % number, bytes(10_000)) for number in range(100)]
+    with closing(Disk(tmp_path, map_bytes=64 * 1024)) as disk:
+        await disk.write(entries)
+        assert sorted(disk.read()) == sorted(entries)
+
+
+async def test_a_write_that_fails_writes_nothing(tmp_path: Path) -> None:
+    with Disk(tmp_path) as disk:
+        with pytest.raises(lmdb.Error):
+            await disk.write([(b"a", b"1"), (b"k" * 1_000, b"a key too long")])
+        assert not list(disk.read())
+
+
+async def test_a_closed_disk_takes_no_writes(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.close()
+    disk.close()
+    with pytest.raises(OSError, match="closed"):
+        await disk.write([(b"a", b"1")])
+
+
+def test_each_life_has_an_epoch_of_its_own(tmp_path: Path) -> None:
+    assert [life(tmp_path).epoch for _ in range(3)] == [1, 2, 3]
+
+
+async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> None:
+    scene = busy()
+    with Disk(tmp_path) as disk:
+        recover(disk, Limits(), NOW)
+        entry = entry_of(scene.table)
+        await disk.write([entry(KEY), entry(None)])
+    table = life(tmp_path)
+    scene.restart()
+    after = table.query(KEY)
+    assert after.access_monotonic_ms == NOW.monotonic_ms
+    after.access_monotonic_ms = scene.queue.access_monotonic_ms
+    assert after == scene.queue
+    assert table.term == 7
+
+
+def test_keys_round_trip_and_those_of_a_group_stand_together() -> None:
+    keys = [
+        QueueKey(group, topic, "b", queue_id)
+        for group in ("g", "g-1", "g1")
+        for topic in ("t", "t%")
+        for queue_id in (0, 65_535)
+    ]
+    stored = sorted(encode_key(key) for key in keys)
+    assert [decode_key(key).group for key in stored] == ["g"] * 4 + ["g-1"] * 4 + ["g1"] * 4
+    assert sorted(decode_key(key) for key in stored) == sorted(keys)
+
+
+@pytest.mark.parametrize("stored", [b"group\0topic\0broker", b"a\0b\0c\0x", b"\xff\0b\0c\01"])
+def test_a_damaged_key_is_data_loss(stored: bytes) -> None:
+    with pytest.raises(DataLoss):
+        decode_key(stored)
+
+
+def damaged() -> Iterator[tuple[str, bytes]]:
+    scene = busy()
+    good = encode_progress(scene.queue)
+    yield "cut", good[:-3]
+    yield "no message", b"\xff" * 20
+    yield "empty", b""
+    scene.queue.delivered_reserved = scene.queue.committed_offset - 1
+    yield "reserved below committed", encode_progress(scene.queue)
+    scene = busy()
+    scene.queue.committed_offset = 9
+    yield "acked below committed", encode_progress(scene.queue)
+
+
+@pytest.mark.parametrize(("what", "stored"), list(damaged()))
+def test_a_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
+    with pytest.raises(DataLoss, match="readers/news/broker-a/3"):
+        decode_progress(KEY, stored)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [(FORMAT, b"2")],
+        [(EPOCH, b"-1")],
+        [(TERM, b"")],
+        [(encode_key(KEY), encode_progress(busy().queue))],
+    ],
+    ids=["format", "epoch", "term", "queues without epoch"],
+)
+def test_a_folder_that_contradicts_itself_is_refused(
+    tmp_path: Path, entries: list[tuple[bytes, bytes]]
+) -> None:
+    with Disk(tmp_path) as disk:
+        disk.write_now(entries)
+        with pytest.raises(DataLoss):
+            recover(disk, Limits(), NOW)
+
+
+def test_a_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:
+    life(tmp_path)
+    (tmp_path / "progress" / "data.mdb").write_bytes(b"x" * 20_000)
+    with pytest.raises(DataLoss):
+        Disk(tmp_path)
+    (tmp_path / "progress" / "data.mdb").unlink()
+    assert life(tmp_path).epoch == 1

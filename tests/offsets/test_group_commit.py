@@ -1,0 +1,118 @@
+"""Goal: nobody is answered before what the answer speaks of is durable. Method: a disk whose
+writes end when the test says so, and callers that wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.offsets.group_commit import Entry, GroupCommit
+
+
+class Scene:
+    """Keys are words, their state is a number; `begun` has the writes, `end` lets one end."""
+
+    def __init__(self) -> None:
+        self.state = dict.fromkeys("abc", 0)
+        self.begun: asyncio.Queue[list[Entry]] = asyncio.Queue(maxsize=100)
+        self._ends: asyncio.Queue[OSError | None] = asyncio.Queue(maxsize=100)
+        self.commits: GroupCommit[str] = GroupCommit(self.write, self.entry)
+
+    def entry(self, key: str) -> Entry:
+        return key.encode(), b"%d" % self.state[key]
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        self.begun.put_nowait(list(entries))
+        failure = await self._ends.get()
+        if failure is not None:
+            raise failure
+
+    def end(self, failure: OSError | None = None) -> None:
+        self._ends.put_nowait(failure)
+
+    def change(self, key: str) -> None:
+        self.state[key] += 1
+        self.commits.changed(key)
+
+
+@asynccontextmanager
+async def running(scene: Scene) -> AsyncIterator[asyncio.TaskGroup]:
+    async with asyncio.TaskGroup() as tasks:
+        writer = tasks.create_task(scene.commits.run())
+        yield tasks
+        writer.cancel()
+
+
+async def test_a_key_without_pending_change_does_not_wait() -> None:
+    scene = Scene()
+    scene.change("a")
+    await scene.commits.settled(["b", "c"])
+
+
+async def test_a_change_is_settled_when_its_write_has_ended() -> None:
+    scene = Scene()
+    async with running(scene) as tasks:
+        scene.change("a")
+        waiting = tasks.create_task(scene.commits.settled(["a"]))
+        assert await scene.begun.get() == [(b"a", b"1")]
+        assert not waiting.done()
+        scene.end()
+        await waiting
+
+
+async def test_a_reader_waits_for_a_change_it_did_not_make() -> None:
+    scene = Scene()
+    async with running(scene) as tasks:
+        scene.change("a")
+        await scene.begun.get()
+        reader = tasks.create_task(scene.commits.settled(["a", "b"]))
+        everything = tasks.create_task(scene.commits.settled_all())
+        await scene.commits.settled(["b"])
+        assert not reader.done()
+        assert not everything.done()
+        scene.end()
+        await reader
+        await everything
+
+
+async def test_what_changes_during_a_write_goes_into_the_next_all_together() -> None:
+    scene = Scene()
+    async with running(scene) as tasks:
+        scene.change("a")
+        await scene.begun.get()
+        scene.change("b")
+        scene.change("a")
+        scene.change("c")
+        scene.change("a")
+        late = tasks.create_task(scene.commits.settled(["a"]))
+        scene.end()
+        assert sorted(await scene.begun.get()) == [(b"a", b"3"), (b"b", b"1"), (b"c", b"1")]
+        assert not late.done()
+        scene.end()
+        await late
+        await scene.commits.settled_all()
+        assert scene.begun.empty()
+
+
+async def test_a_failed_write_ends_the_writer_and_answers_nobody() -> None:
+    scene = Scene()
+    answered = False
+
+    async def ask() -> None:
+        nonlocal answered
+        await scene.commits.settled(["a"])
+        answered = True
+
+    with pytest.raises(ExceptionGroup) as raised:
+        async with running(scene) as tasks:
+            scene.change("a")
+            asking = tasks.create_task(ask())
+            await scene.begun.get()
+            scene.end(OSError("no space left"))
+            await asyncio.wait([asking])
+    assert raised.group_contains(OSError, match="no space left")
+    assert not answered

@@ -1,0 +1,551 @@
+"""Goal: the wire says what the core says, and malformed calls change nothing. Method: the real
+service behind a real channel, with its real disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from baton.common.v1 import error_pb2, queue_pb2
+from baton.metrics.v1.metrics_service_pb2 import CommittedRange, MetricBatch
+from baton.offsets.v1 import offsets_service_pb2 as pb
+
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import from_rpc_error
+from services.offsets.wire import ITEMS_MAX, NUMBER_MAX
+from tests.offsets.conftest import TERM, TIMEOUT_S, Service, queue, run, wish
+from tests.support.waiting import until
+
+INT64_MAX = (1 << 63) - 1
+
+
+async def call(service: Service, name: str, request: Any) -> Any:
+    return await getattr(service.stub, name)(request, timeout=TIMEOUT_S)
+
+
+async def refusal(service: Service, name: str, request: Any) -> tuple[grpc.StatusCode, BatonError]:
+    """Status and error of a call, after checking that nothing was written and no queue made."""
+    before, known = service.stored(), len(service.offsets.table)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call(service, name, request)
+    await service.offsets.commits.settled_all()
+    assert (service.stored(), len(service.offsets.table)) == (before, known)
+    return raised.value.code(), from_rpc_error(raised.value)
+
+
+def reasons(outcomes: Sequence[Any]) -> list[str]:
+    return [error_pb2.Reason.Name(outcome.error.reason) for outcome in outcomes]
+
+
+# ---- what each call answers
+
+
+async def test_announce_tells_every_queue(service: Service) -> None:
+    await service.held(queue_id=3)
+    answer = await call(service, "Announce", pb.AnnounceRequest(term=8))
+    holder = queue_pb2.Incarnation(client_id="client-a", incarnation_id=1)
+    assert list(answer.queues) == [pb.QueueToken(queue=queue(), token=1, holder=holder)]
+    assert answer.offsets_epoch == 1
+
+
+async def test_announce_of_an_older_term_is_old_epoch(service: Service) -> None:
+    await call(service, "Announce", pb.AnnounceRequest(term=8))
+    code, error = await refusal(service, "Announce", pb.AnnounceRequest(term=7))
+    assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "OLD_EPOCH")
+    assert error.facts == {"epoch": "7", "current": "8"}
+
+
+async def test_fence_answers_each_item_by_itself(service: Service) -> None:
+    await service.held()
+    items = [
+        wish(),
+        wish(attempt="b"),
+        wish(attempt="c", expected_token=1),
+        wish(
+            attempt="d",
+            expected_token=1,
+            condition=pb.FENCE_CONDITION_FORCED,
+            forced_by="operator",
+            forced_reason="stuck",
+            holder=queue_pb2.Incarnation(client_id="client-b", incarnation_id=1),
+        ),
+    ]
+    answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=items))
+    assert answer.outcomes[0].fenced == pb.Fenced(token=1)
+    assert reasons(answer.outcomes[1:3]) == ["REASON_TOKEN_MISMATCH", "REASON_UNACKED"]
+    assert answer.outcomes[3].fenced == pb.Fenced(token=2, maybe_seen=[run(0, 10)])
+
+
+async def test_fence_conditions_reach_the_core(service: Service) -> None:
+    await service.held()
+    other = queue_pb2.Incarnation(client_id="client-b", incarnation_id=1)
+    same, idle = pb.FENCE_CONDITION_SAME_HOLDER, pb.FENCE_CONDITION_IDLE
+    items = [
+        wish(attempt="b", expected_token=1, condition=same, holder=other),
+        wish(attempt="c", expected_token=1, condition=idle, idle_ms=60_000, holder=other),
+        wish(attempt="d", expected_token=1, condition=same, resume=[run(0, 4)], token_min=4),
+    ]
+    answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=items))
+    assert reasons(answer.outcomes[:2]) == ["REASON_NOT_HOLDER", "REASON_NOT_IDLE"]
+    assert answer.outcomes[2].fenced == pb.Fenced(token=5, maybe_seen=[run(4, 10)])
+
+
+async def test_fence_of_another_term_is_old_epoch_for_each_item(service: Service) -> None:
+    await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    answer = await call(service, "Fence", pb.FenceRequest(term=6, items=[wish(), wish()]))
+    assert reasons(answer.outcomes) == ["REASON_OLD_EPOCH"] * 2
+    assert len(service.offsets.table) == 0
+
+
+async def test_record_delivered_answers_maybe_seen(service: Service) -> None:
+    await service.held()
+    force = wish(
+        attempt="b",
+        expected_token=1,
+        condition=pb.FENCE_CONDITION_FORCED,
+        forced_by="x",
+        forced_reason="y",
+    )
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=[force]))
+    items = [
+        pb.DeliveryItem(queue=queue(), token=2, first_offset=0, next_offset=12),
+        pb.DeliveryItem(queue=queue(), token=2, first_offset=12, next_offset=20),
+        pb.DeliveryItem(queue=queue(), token=2, first_offset=21, next_offset=22),
+        pb.DeliveryItem(queue=queue(), token=1, first_offset=20, next_offset=22),
+        pb.DeliveryItem(queue=queue("nobody"), token=1, first_offset=0, next_offset=1),
+    ]
+    answer = await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=items))
+    assert [list(outcome.delivered.maybe_seen) for outcome in answer.outcomes[:2]] == [
+        [run(0, 10)],
+        [],
+    ]
+    assert answer.outcomes[1].HasField("delivered")
+    assert reasons(answer.outcomes[2:]) == [
+        "REASON_DELIVERY_GAP",
+        "REASON_FENCED",
+        "REASON_UNKNOWN_QUEUE",
+    ]
+    fenced = answer.outcomes[3].error
+    assert fenced.retry == error_pb2.RETRY_REDO
+    assert dict(fenced.facts) == {
+        "token": "1",
+        "current": "2",
+        "reset_epoch": "0",
+        "why": "FORCED",
+    }
+
+
+async def test_touch_answers_an_error_or_nothing(service: Service) -> None:
+    await service.held()
+    items = [
+        pb.TouchItem(queue=queue(), token=1),
+        pb.TouchItem(queue=queue(), token=2),
+        pb.TouchItem(queue=queue("nobody"), token=2),
+    ]
+    answer = await call(service, "Touch", pb.TouchRequest(items=items))
+    assert not answer.outcomes[0].HasField("error")
+    assert reasons(answer.outcomes[1:]) == ["REASON_FENCED", "REASON_UNKNOWN_QUEUE"]
+
+
+async def test_commit_tells_progress_and_repetition(service: Service) -> None:
+    await service.held()
+    item = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6), run(6, 8)])
+    request = pb.CommitRequest(items=[item])
+    first, second = [await call(service, "Commit", request) for _ in range(2)]
+    assert first.outcomes[0].committed == pb.Committed(committed_offset=2)
+    assert second.outcomes[0].committed == pb.Committed(committed_offset=2, noop=True)
+
+
+async def test_commit_refuses_item_by_item(service: Service) -> None:
+    await service.held(queue_id=1)
+    await service.held(queue_id=2)
+    await service.held(queue_id=3)
+    items = [
+        pb.CommitItem(queue=queue(queue_id=1), token=9, committed_offset=2),
+        pb.CommitItem(queue=queue(queue_id=2), token=1, committed_offset=11),
+        pb.CommitItem(queue=queue(queue_id=3), token=1, committed_offset=3),
+        pb.CommitItem(queue=queue(queue_id=4), token=1, committed_offset=3),
+    ]
+    answer = await call(service, "Commit", pb.CommitRequest(items=items))
+    assert answer.outcomes[2].committed.committed_offset == 3
+    assert reasons([answer.outcomes[place] for place in (0, 1, 3)]) == [
+        "REASON_FENCED",
+        "REASON_BEYOND_DELIVERED",
+        "REASON_UNKNOWN_QUEUE",
+    ]
+
+
+async def test_close_hands_over_what_was_cut_off(service: Service) -> None:
+    await service.held()
+    item = pb.CloseItem(
+        queue=queue(), token=1, committed_offset=2, acked=[run(4, 5)], unfinished=[run(6, 7)]
+    )
+    request = pb.CloseRequest(items=[item])
+    first, second = [await call(service, "Close", request) for _ in range(2)]
+    assert first.outcomes[0].closed == pb.Committed(committed_offset=2)
+    assert second.outcomes[0].closed == pb.Committed(committed_offset=2, noop=True)
+    fence = pb.FenceRequest(term=TERM, items=[wish(attempt="b", expected_token=1)])
+    assert (await call(service, "Fence", fence)).outcomes[0].fenced == pb.Fenced(
+        token=2, committed_offset=2, acked=[run(4, 5)], maybe_seen=[run(6, 7)]
+    )
+
+
+async def test_query_tells_everything_or_that_there_is_nothing(service: Service) -> None:
+    await service.held()
+    commit = pb.CommitItem(queue=queue(), token=1, committed_offset=2, acked=[run(4, 6)])
+    await call(service, "Commit", pb.CommitRequest(items=[commit]))
+    request = pb.QueryRequest(queues=[queue(), queue("nobody")])
+    known, unknown = (await call(service, "Query", request)).outcomes
+    assert reasons([unknown]) == ["REASON_UNKNOWN_QUEUE"]
+    assert known.progress.update_unix_ms > 0
+    assert known.progress.idle_ms < 60_000
+    known.progress.ClearField("update_unix_ms")
+    known.progress.ClearField("idle_ms")
+    assert known.progress == pb.Progress(
+        queue=queue(),
+        token=1,
+        holder=queue_pb2.Incarnation(client_id="client-a", incarnation_id=1),
+        committed_offset=2,
+        delivered_offset=10,
+        acked_count=2,
+        unacked_count=6,
+    )
+
+
+async def test_query_group_tells_its_queues_in_order(service: Service) -> None:
+    for queue_id in (10, 2):
+        await service.held(queue_id=queue_id)
+    answer = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
+    assert [progress.queue.queue.queue_id for progress in answer.queues] == [2, 10]
+    nobody = await call(service, "QueryGroup", pb.QueryGroupRequest(group="nobody"))
+    assert (nobody.offsets_epoch, len(nobody.queues)) == (1, 0)
+
+
+# ---- durability
+
+
+async def test_every_answered_change_is_on_the_disk(service: Service) -> None:
+    await service.held()
+
+    async def stored_with(name: str, request: Any) -> bytes:
+        await call(service, name, request)
+        return dict(service.stored())[b"readers\0news\0broker-a\0" + b"3"]
+
+    commit = pb.CommitItem(queue=queue(), token=1, committed_offset=2)
+    close = pb.CloseItem(queue=queue(), token=1, committed_offset=3)
+    far = pb.DeliveryItem(queue=queue(), token=2, first_offset=3, next_offset=9_000)
+    states = [
+        await stored_with("Commit", pb.CommitRequest(items=[commit])),
+        await stored_with("Close", pb.CloseRequest(items=[close])),
+        await stored_with(
+            "Fence", pb.FenceRequest(term=TERM, items=[wish(attempt="b", expected_token=1)])
+        ),
+        await stored_with("RecordDelivered", pb.RecordDeliveredRequest(items=[far])),
+    ]
+    assert len(set(states)) == 4
+
+
+async def test_a_delivery_below_the_reservation_writes_nothing(service: Service) -> None:
+    await service.held(delivered=10)
+    before = service.stored()
+    item = pb.DeliveryItem(queue=queue(), token=1, first_offset=10, next_offset=2_000)
+    await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=[item]))
+    assert service.stored() == before
+
+
+async def test_many_calls_at_once_share_writes(service: Service) -> None:
+    for queue_id in range(50):
+        await service.held(queue_id=queue_id)
+
+    def writes() -> float:
+        name = "baton_offsets_durable_write_seconds_count"
+        return service.registry.get_sample_value(name) or 0
+
+    before = writes()
+    async with asyncio.TaskGroup() as tasks:
+        for queue_id in range(50):
+            item = pb.CommitItem(queue=queue(queue_id=queue_id), token=1, committed_offset=2)
+            tasks.create_task(call(service, "Commit", pb.CommitRequest(items=[item])))
+    assert writes() - before < 50
+
+
+# ---- events and metrics
+
+
+@pytest.mark.parametrize("method", ["Commit", "Close"])
+async def test_what_changed_is_published_and_a_repetition_is_not(
+    service: Service, method: str
+) -> None:
+    await service.held(queue_id=1)
+    await service.held(queue_id=2)
+
+    def request(*queue_ids: int) -> Any:
+        items = [
+            GOOD[method](queue=queue(queue_id=queue_id), committed_offset=2)
+            for queue_id in queue_ids
+        ]
+        return getattr(pb, f"{method}Request")(items=items)
+
+    await call(service, method, request(2))
+
+    async def first_batch() -> MetricBatch:
+        async for batch in service.hub.watch():
+            return batch
+        raise AssertionError("the stream has no end")
+
+    async with asyncio.TaskGroup() as tasks:
+        batch = tasks.create_task(first_batch())
+        await until(lambda: service.hub.watched)
+        await call(service, method, request(2, 1))
+    (event,) = (await batch).events
+    assert event.queue == queue(queue_id=1)
+    assert event.committed == CommittedRange(committed_offset=2, token=1, closed=method == "Close")
+
+
+async def test_outcomes_are_counted(service: Service) -> None:
+    await service.held()
+    commit = pb.CommitItem(queue=queue(), token=1, acked=[run(2, 3), run(4, 5)])
+    for token in (1, 1, 2):
+        commit.token = token
+        await call(service, "Commit", pb.CommitRequest(items=[commit]))
+    values = service.registry.get_sample_value
+
+    def commits(outcome: str) -> float | None:
+        return values("baton_offsets_commits_total", {"op": "commit", "outcome": outcome})
+
+    assert [commits(outcome) for outcome in ("changed", "noop", "FENCED")] == [1, 1, 1]
+    assert values("baton_offsets_fenced_total", {"op": "commit", "why": "TAKEN"}) == 1
+    fences = {"condition": "CLOSED_OR_DRAINED", "outcome": "granted"}
+    assert values("baton_offsets_fences_total", fences) == 1
+    assert values("baton_offsets_ack_ranges_max") == 2
+    assert values("baton_offsets_queues") == 1
+
+
+# ---- bad input, every call
+
+ITEMS: dict[str, Callable[..., Any]] = {
+    "Fence": lambda item: pb.FenceRequest(term=TERM, items=[wish(attempt="x"), item]),
+    "RecordDelivered": lambda item: pb.RecordDeliveredRequest(
+        items=[pb.DeliveryItem(queue=queue(), token=1, next_offset=5_000), item]
+    ),
+    "Touch": lambda item: pb.TouchRequest(items=[pb.TouchItem(queue=queue(), token=1), item]),
+    "Commit": lambda item: pb.CommitRequest(
+        items=[pb.CommitItem(queue=queue(), token=1, committed_offset=1), item]
+    ),
+    "Close": lambda item: pb.CloseRequest(
+        items=[pb.CloseItem(queue=queue(), token=1, committed_offset=1), item]
+    ),
+}
+GOOD: dict[str, Callable[..., Any]] = {
+    "Fence": lambda **fields: wish(**{"queue": queue(queue_id=9), **fields}),
+    "RecordDelivered": lambda **fields: pb.DeliveryItem(
+        **{"queue": queue(queue_id=9), "token": 1, "next_offset": 1, **fields}
+    ),
+    "Touch": lambda **fields: pb.TouchItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+    "Commit": lambda **fields: pb.CommitItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+    "Close": lambda **fields: pb.CloseItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+}
+BATCHED = sorted(GOOD)
+
+
+def named(group: str = "g", topic: str = "t", broker: str = "b", queue_id: int = 0) -> Any:
+    inner = queue_pb2.Queue(topic=topic, broker=broker, queue_id=queue_id)
+    return queue_pb2.GroupQueue(group=group, queue=inner)
+
+
+BAD_QUEUES = {
+    "no queue": (None, "INVALID_ARGUMENT", "queue"),
+    "no inner queue": (queue_pb2.GroupQueue(group="g"), "INVALID_ARGUMENT", "queue"),
+    "no group": (named(group=""), "INVALID_NAME", "group"),
+    "separator in group": (named(group="../etc/passwd"), "INVALID_NAME", "group"),
+    "NUL in group": (named(group="a\0b"), "INVALID_NAME", "group"),
+    "newline in topic": (named(topic="news\n"), "INVALID_NAME", "topic"),
+    "backslash in topic": (named(topic="a\\b"), "INVALID_NAME", "topic"),
+    "long topic": (named(topic="t" * 128), "INVALID_NAME", "topic"),
+    "separator in broker": (named(broker="a/b"), "INVALID_NAME", "broker"),
+    "control character in broker": (named(broker="a\x1b"), "INVALID_NAME", "broker"),
+    "queue id": (named(queue_id=65_536), "INVALID_ARGUMENT", "queue_id"),
+}
+
+
+@pytest.mark.parametrize("method", BATCHED)
+@pytest.mark.parametrize("case", BAD_QUEUES)
+async def test_a_malformed_queue_is_refused(service: Service, method: str, case: str) -> None:
+    await service.held()
+    bad, reason, field = BAD_QUEUES[case]
+    request = ITEMS[method](GOOD[method](queue=bad))
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert error.facts["field"] == f"items[1].{field}"
+
+
+@pytest.mark.parametrize("case", BAD_QUEUES)
+async def test_a_malformed_queue_is_refused_by_query(service: Service, case: str) -> None:
+    bad, reason, field = BAD_QUEUES[case]
+    bad = bad or queue_pb2.GroupQueue()
+    code, error = await refusal(service, "Query", pb.QueryRequest(queues=[queue(), bad]))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert error.facts["field"] == f"items[1].{field}"
+
+
+@pytest.mark.parametrize("group", ["", "a/b", "a\0", "a\n", "g" * 128, "ü"])
+async def test_a_malformed_group_is_refused_by_query_group(service: Service, group: str) -> None:
+    code, error = await refusal(service, "QueryGroup", pb.QueryGroupRequest(group=group))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_NAME")
+
+
+BAD_RUNS = [
+    [run(-1, 4)],
+    [run(4, 4)],
+    [run(5, 4)],
+    [run(0, 5), run(4, 6)],
+    [run(6, 8), run(0, 5)],
+    [run(0, NUMBER_MAX + 1)],
+    [run(0, INT64_MAX)],
+]
+BAD_ITEMS: list[tuple[str, dict[str, Any], str]] = [
+    *[("Commit", {"acked": runs}, "acked") for runs in BAD_RUNS],
+    *[("Close", {"acked": runs}, "acked") for runs in BAD_RUNS],
+    *[("Close", {"unfinished": runs}, "unfinished") for runs in BAD_RUNS],
+    *[("Fence", {"resume": runs}, "resume") for runs in BAD_RUNS],
+    *[
+        (method, {"token": token}, "token")
+        for method in ("RecordDelivered", "Touch", "Commit", "Close")
+        for token in (0, -1, INT64_MAX)
+    ],
+    *[
+        (method, {field: value}, field)
+        for method in ("Commit", "Close")
+        for field in ("committed_offset", "reset_epoch")
+        for value in (-1, INT64_MAX)
+    ],
+    ("RecordDelivered", {"first_offset": 1}, "next_offset"),
+    ("RecordDelivered", {"first_offset": 2}, "next_offset"),
+    ("RecordDelivered", {"first_offset": -1}, "next_offset"),
+    ("RecordDelivered", {"next_offset": INT64_MAX}, "next_offset"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_UNSPECIFIED}, "condition"),
+    ("Fence", {"condition": 99}, "condition"),
+    ("Fence", {"attempt": ""}, "attempt"),
+    ("Fence", {"attempt": "a" * 65}, "attempt"),
+    ("Fence", {"attempt": "a\nb"}, "attempt"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_IDLE}, "idle_ms"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_IDLE, "idle_ms": -5}, "idle_ms"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_FORCED}, "forced_by"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_FORCED, "forced_by": "a\n"}, "forced_by"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_FORCED, "forced_by": "a"}, "forced_reason"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="a")}, "holder.incarnation_id"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="", incarnation_id=1)}, "client_id"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="a/b", incarnation_id=1)}, "client_id"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="a\0", incarnation_id=1)}, "client_id"),
+    *[
+        ("Fence", {field: value}, field)
+        for field in ("expected_token", "token_min", "reset_epoch", "initial_offset")
+        for value in (-1, INT64_MAX)
+    ],
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "field"), BAD_ITEMS)
+async def test_a_malformed_item_refuses_the_call(
+    service: Service, method: str, fields: dict[str, Any], field: str
+) -> None:
+    await service.held()
+    request = ITEMS[method](GOOD[method](**fields))
+    code, error = await refusal(service, method, request)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert error.facts["field"] == f"items[1].{field}"
+
+
+@pytest.mark.parametrize("method", [*BATCHED, "Query"])
+async def test_a_call_without_items_is_refused(service: Service, method: str) -> None:
+    request = getattr(pb, f"{method}Request")()
+    if method == "Fence":
+        request.term = TERM
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert error.facts == {"field": "items"}
+
+
+@pytest.mark.parametrize("method", [*BATCHED, "Query"])
+async def test_a_call_with_too_many_items_is_refused(service: Service, method: str) -> None:
+    await service.held()
+    if method == "Query":
+        request: Any = pb.QueryRequest(queues=[queue()] * (ITEMS_MAX + 1))
+    else:
+        request = ITEMS[method](GOOD[method]())
+        request.items.extend([request.items[0]] * (ITEMS_MAX - 1))
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
+    assert error.facts == {"field": "items", "limit": "1024", "actual": "1025"}
+
+
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [("Commit", "acked"), ("Close", "acked"), ("Close", "unfinished"), ("Fence", "resume")],
+)
+async def test_too_many_ranges_are_refused(service: Service, method: str, field: str) -> None:
+    await service.held()
+    runs = [run(at, at + 1) for at in range(0, 2_002, 2)]
+    code, error = await refusal(service, method, ITEMS[method](GOOD[method](**{field: runs})))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
+    assert error.facts == {"field": f"items[1].{field}", "limit": "1000", "actual": "1001"}
+
+
+@pytest.mark.parametrize("method", ["Commit", "Close"])
+async def test_two_items_for_one_queue_are_refused(service: Service, method: str) -> None:
+    await service.held()
+    code, error = await refusal(service, method, ITEMS[method](GOOD[method](queue=queue())))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert error.facts == {"field": "items"}
+
+
+@pytest.mark.parametrize("term", [0, -1, INT64_MAX])
+@pytest.mark.parametrize("method", ["Announce", "Fence"])
+async def test_a_malformed_term_is_refused(service: Service, method: str, term: int) -> None:
+    items = {"items": [wish()]} if method == "Fence" else {}
+    request = getattr(pb, f"{method}Request")(term=term, **items)
+    code, error = await refusal(service, method, request)
+    assert (code, error.facts) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "term"})
+
+
+@pytest.mark.parametrize("method", [*BATCHED, "Query", "Announce"])
+async def test_a_caller_that_has_seen_a_newer_epoch_is_refused(
+    service: Service, method: str
+) -> None:
+    await service.held()
+    if method in ITEMS:
+        request = ITEMS[method](GOOD[method]())
+    elif method == "Query":
+        request = pb.QueryRequest(queues=[queue()])
+    else:
+        request = pb.AnnounceRequest(term=99)
+    request.offsets_epoch = 2
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "OLD_EPOCH")
+    assert error.facts == {"epoch": "1", "current": "2"}
+
+
+@pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
+async def test_a_stale_token_is_fenced_and_writes_nothing(service: Service, method: str) -> None:
+    await service.held()
+    before = service.stored()
+    request_type = getattr(pb, f"{method}Request")
+    request = request_type(items=[GOOD[method](queue=queue(), token=5)])
+    answer = await call(service, method, request)
+    assert reasons(answer.outcomes) == ["REASON_FENCED"]
+    assert service.stored() == before
+
+
+@pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
+async def test_an_unknown_queue_is_refused_and_stays_unknown(service: Service, method: str) -> None:
+    await service.held()
+    before = service.stored()
+    request = getattr(pb, f"{method}Request")(items=[GOOD[method]()])
+    answer = await call(service, method, request)
+    assert reasons(answer.outcomes) == ["REASON_UNKNOWN_QUEUE"]
+    assert (service.stored(), len(service.offsets.table)) == (before, 1)

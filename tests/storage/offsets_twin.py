@@ -1,0 +1,92 @@
+"""The part of offsets that storage talks to: by the contract, answering as a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc.aio
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+
+from batonmq.common.errors import BatonError, Fenced, OldEpoch
+from batonmq.common.rpc import error_to_pb
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Range = tuple[int, int]
+
+
+class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
+    """Accepts deliveries under the current token of a (group, queue id), and notes them.
+
+    Attributes:
+        tokens: Current token by group and queue id; 1 where none is set.
+        refusal: What every delivery is refused with, if set.
+        epoch: Epoch it answers under; a caller who has seen a newer one is refused.
+        claimed_epoch: If set, the epoch it writes into answers instead.
+        answering: While cleared, calls get no answer.
+        maybe_seen: Ranges told as such with every delivery.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], int] = {}
+        self.refusal: BatonError | None = None
+        self.epoch, self.claimed_epoch = 1, 0
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.maybe_seen: Sequence[Range] = ()
+        self.recorded: list[tuple[str, int, int, int]] = []
+        self.touched: list[tuple[str, int, int]] = []
+        self.calls: list[int] = []
+
+    async def RecordDelivered(
+        self, request: pb.RecordDeliveredRequest, context: Context
+    ) -> pb.RecordDeliveredResponse:
+        self.calls.append(len(request.items))
+        await self.answering.wait()
+        self._check_epoch(request.offsets_epoch)
+        return pb.RecordDeliveredResponse(
+            offsets_epoch=self.claimed_epoch or self.epoch,
+            outcomes=[self._record(item) for item in request.items],
+        )
+
+    async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
+        await self.answering.wait()
+        self._check_epoch(request.offsets_epoch)
+        outcomes = []
+        for item in request.items:
+            self.touched.append((item.queue.group, item.queue.queue.queue_id, item.token))
+            refusal = self._refusal(item.queue, item.token)
+            outcomes.append(pb.TouchOutcome(error=error_to_pb(refusal) if refusal else None))
+        return pb.TouchResponse(offsets_epoch=self.claimed_epoch or self.epoch, outcomes=outcomes)
+
+    def _record(self, item: pb.DeliveryItem) -> pb.DeliveryOutcome:
+        refusal = self.refusal or self._refusal(item.queue, item.token)
+        if refusal is not None:
+            return pb.DeliveryOutcome(error=error_to_pb(refusal))
+        queue_id = item.queue.queue.queue_id
+        self.recorded.append((item.queue.group, queue_id, item.first_offset, item.next_offset))
+        return pb.DeliveryOutcome(
+            delivered=pb.Delivered(
+                maybe_seen=[
+                    queue_pb2.OffsetRange(first_offset=first, next_offset=next_)
+                    for first, next_ in self.maybe_seen
+                ]
+            )
+        )
+
+    def _refusal(self, queue: queue_pb2.GroupQueue, token: int) -> BatonError | None:
+        current = self.tokens.get((queue.group, queue.queue.queue_id), 1)
+        if token == current:
+            return None
+        return Fenced(
+            f"token {token} is not {current}",
+            facts={"token": token, "current": current, "reset_epoch": 0, "why": "TAKEN"},
+        )
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch > self.epoch:
+            facts = {"epoch": self.epoch, "current": epoch}
+            raise OldEpoch(f"epoch {self.epoch} is over", facts=facts)

@@ -1,0 +1,258 @@
+"""Goal: Append answers each batch by itself, and never acknowledges what is not safe.
+
+Method: the whole node over gRPC with a real etcd; refusals are followed by a look at the log.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from baton.common.v1 import error_pb2
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import (
+    BadBatch,
+    BadChecksum,
+    BatonError,
+    InvalidArgument,
+    InvalidName,
+    LimitExceeded,
+    TopicNotFound,
+)
+from batonmq.common.rpc import error_from_pb
+from batonmq.core.records import HEADER_BYTES, BatchBuilder, Message, encode_record
+from tests.storage.batches import TOPIC, batch
+from tests.storage.running import TIMEOUT_S, running
+
+
+def reasons(outcomes: list[pb.AppendOutcome]) -> list[str]:
+    return [
+        error_pb2.Reason.Name(one.error.reason).removeprefix("REASON_")
+        if one.HasField("error")
+        else "stored"
+        for one in outcomes
+    ]
+
+
+async def test_a_receipt_says_where_and_how_safe(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        first, second = await node.append(batch(b"a", b"b"), batch(b"c"))
+        assert (first.first_offset, second.first_offset) == (0, 2)
+        assert first.position == 0
+        assert second.position == len(batch(b"a", b"b"))
+        assert first.durability == second.durability == pb.DURABILITY_FSYNCED
+        assert first.store_unix_ms > 1_700_000_000_000
+        state = await node.describe()
+        assert state.synced_position == state.next_position > second.position
+        assert (state.broker, state.queue_count, state.appended_count) == ("broker-a", 1, 3)
+
+
+async def test_memory_durability_is_told_as_it_is(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path, flush="async", flush_interval_ms=60_000) as node:
+        (receipt,) = await node.append(batch(b"a"))
+        assert receipt.durability == pb.DURABILITY_MEMORY
+        assert (await node.pull()).batches == []
+        (receipt,) = await node.append(batch(b"b"), durability=pb.DURABILITY_FSYNCED)
+        assert receipt.durability == pb.DURABILITY_FSYNCED
+        assert (await node.pull()).next_offset == 2
+
+
+async def test_a_retry_gets_the_first_receipt_also_after_a_restart(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    sent = batch(b"a", producer=(5, 1), sequence=0)
+    async with running(etcd_endpoint, tmp_path) as node:
+        (first,) = await node.append(sent)
+        (again,) = await node.append(sent)
+        assert again.duplicate
+        assert not first.duplicate
+    async with running(etcd_endpoint, tmp_path) as node:
+        (after,) = await node.append(sent)
+        assert after == again
+        assert (await node.pull()).queue_next_offset == 1
+
+
+async def test_an_empty_request_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        with pytest.raises(InvalidArgument) as refused:
+            await node.append()
+        assert refused.value.facts == {"field": "batches"}
+
+
+async def test_too_large_requests_are_refused_with_both_numbers(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        with pytest.raises(LimitExceeded) as refused:
+            await node.append(*[batch(b"a")] * 1_025)
+        assert refused.value.facts == {"field": "batches", "limit": "1024", "actual": "1025"}
+        with pytest.raises(LimitExceeded) as refused:
+            await node.append(*[bytes(1 << 23)] * 4, b"x")
+        assert refused.value.facts["actual"] == str((1 << 25) + 1)
+        assert (await node.describe()).next_position == 0
+
+
+async def test_a_durability_nobody_can_give_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        with pytest.raises(InvalidArgument) as refused:
+            await node.append(batch(b"a"), durability=pb.DURABILITY_REPLICATED)
+        assert refused.value.facts == {"field": "durability"}
+        assert (await node.describe()).next_position == 0
+
+
+def changed(raw: bytes, at: int, to: bytes) -> bytes:
+    return raw[:at] + to + raw[at + len(to) :]
+
+
+GOOD = batch(b"hello")
+BAD_BATCHES: list[tuple[bytes, type[BatonError], dict[str, str]]] = [
+    (b"", BadBatch, {"field": "length"}),
+    (GOOD[: HEADER_BYTES - 1], BadBatch, {"field": "length"}),
+    (GOOD[:-1], BadBatch, {"field": "length"}),
+    (GOOD + b"x", BadBatch, {"field": "length"}),
+    (changed(GOOD, 0, b"XXXX"), BadBatch, {"field": "magic"}),
+    (changed(GOOD, 4, b"\0\2"), BadBatch, {"field": "magic"}),
+    (changed(GOOD, 84, bytes(4)), BadBatch, {"field": "count"}),
+    (changed(GOOD, 94, b"\0\1"), BadBatch, {"field": "flags"}),
+    (bytes(8 * 1024 * 1024 + 1), LimitExceeded, {"field": "batch"}),
+    (batch(b"a", topic="a/b"), InvalidName, {"field": "topic"}),
+    (batch(b"a", topic="..\n"), InvalidName, {"field": "topic"}),
+    (batch(b"a", topic=""), InvalidName, {"field": "topic"}),
+    (batch(b"a", topic="x" * 128), InvalidName, {"field": "topic"}),
+    (batch(b"a", topic="nobody"), TopicNotFound, {"topic": "nobody"}),
+]
+
+
+async def test_every_bad_batch_has_its_own_refusal_and_writes_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        outcomes = await node.outcomes(*(raw for raw, _, _ in BAD_BATCHES))
+        for outcome, (raw, expected, facts) in zip(outcomes, BAD_BATCHES, strict=True):
+            assert outcome.HasField("error"), raw[:100]
+            refusal = error_from_pb(outcome.error)
+            assert isinstance(refusal, expected), (raw[:100], refusal)
+            assert facts.items() <= refusal.facts.items()
+        assert (await node.describe()).next_position == 0
+
+
+async def test_a_wrong_checksum_is_told_with_both_numbers(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        (outcome,) = await node.outcomes(changed(GOOD, len(GOOD) - 1, b"!"))
+        refusal = error_from_pb(outcome.error)
+        assert isinstance(refusal, BadChecksum)
+        assert refusal.facts.keys() == {"expected", "actual"}
+        assert (await node.describe()).next_position == 0
+
+
+async def test_a_queue_the_topic_does_not_have_here_is_not_found(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.put_topic("elsewhere", 9, broker_b=4)
+        outcomes = await node.outcomes(batch(b"a", queue_id=8), batch(b"a", topic="elsewhere"))
+        assert reasons(outcomes) == ["QUEUE_NOT_FOUND"] * 2
+        assert dict(outcomes[0].error.facts) == {
+            "topic": TOPIC, "queue_id": "8", "queue_count": "8",
+        }  # fmt: skip
+        assert outcomes[1].error.facts["queue_count"] == "0"
+        assert (await node.describe()).next_position == 0
+
+
+async def test_one_bad_batch_does_not_stop_the_others(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        outcomes = await node.outcomes(
+            batch(b"a"), b"junk", batch(b"b", topic="nobody"), batch(b"c")
+        )
+        assert reasons(outcomes) == ["stored", "BAD_BATCH", "TOPIC_NOT_FOUND", "stored"]
+        assert outcomes[3].receipt.first_offset == 1
+
+
+async def test_producers_errors_come_as_items(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(*(batch(b"x", producer=(5, 2), sequence=n) for n in range(6)))
+        end = (await node.describe()).next_position
+        outcomes = await node.outcomes(
+            batch(b"x", producer=(5, 2), sequence=7),
+            batch(b"x", producer=(5, 1), sequence=6),
+            batch(b"x", producer=(5, 2), sequence=0),
+        )
+        assert reasons(outcomes) == ["SEQUENCE_GAP", "PRODUCER_FENCED", "DUPLICATE_SEQUENCE"]
+        assert (await node.describe()).next_position == end
+
+
+async def test_a_topic_made_a_moment_ago_is_known(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        for number in range(20):
+            await node.put_topic(f"fresh-{number}", 100 + number)
+            (receipt,) = await node.append(batch(b"a", topic=f"fresh-{number}"))
+            assert receipt.first_offset == 0
+
+
+async def test_a_deleted_topic_is_not_found(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        await node.etcd.delete(node.etcd.key("topics", TOPIC))
+        await node.put_topic("marker", 50)
+        await node.append(batch(b"a", topic="marker"))
+        end = (await node.describe()).next_position
+        with pytest.raises(TopicNotFound):
+            while True:  # until the node has seen the deletion
+                await node.append(batch(b"a"))
+                end = (await node.describe()).next_position
+        assert (await node.describe()).next_position == end
+
+
+async def test_a_topic_made_anew_starts_at_zero(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"old"), batch(b"old"))
+        await node.put_topic(TOPIC, 1_000)
+        first_offsets = []
+        while 0 not in first_offsets:  # until the node has seen the change
+            (receipt,) = await node.append(batch(b"new"))
+            first_offsets.append(receipt.first_offset)
+        assert first_offsets == [*range(2, len(first_offsets) + 1), 0]
+
+
+async def test_without_a_deadline_a_call_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await node.stub.Append(pb.AppendRequest(batches=[batch(b"a")]))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await node.describe()).next_position == 0
+
+
+async def test_a_record_that_lies_about_its_lengths_is_refused(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    message = Message(b"hello", tag="T")
+    record = bytearray(encode_record(message))
+    record[4:8] = (1_000).to_bytes(4, "big")
+    builder = BatchBuilder()
+    builder.add(message, bytes(record))
+    async with running(etcd_endpoint, tmp_path) as node:
+        (outcome,) = await node.outcomes(builder.encode(topic=TOPIC, queue_id=0))
+        assert reasons([outcome]) == ["BAD_BATCH"]
+        assert outcome.error.facts["field"] == "record"
+
+
+async def test_many_appends_at_once_share_syncs(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        calls = [
+            node.stub.Append(
+                pb.AppendRequest(batches=[batch(f"{n}".encode(), queue_id=n % 8)]),
+                timeout=TIMEOUT_S,
+            )
+            for n in range(300)
+        ]
+        receipts = [(await call).outcomes[0].receipt for call in calls]
+        assert {one.durability for one in receipts} == {pb.DURABILITY_FSYNCED}
+        assert len({one.position for one in receipts}) == 300
+        syncs = node.runtime.registry.get_sample_value("baton_storage_fsync_seconds_count")
+        assert syncs is not None
+        assert syncs < 300

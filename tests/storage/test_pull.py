@@ -1,0 +1,434 @@
+"""Goal: no bytes leave before offsets has recorded them, and a pull that finds nothing just waits.
+
+Method: the whole node over gRPC with a real etcd; offsets is a twin that accepts, refuses or
+stays silent as the test says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import (
+    AckCap,
+    BadExpression,
+    BatonError,
+    DataLoss,
+    DeliveryUnrecorded,
+    Fenced,
+    InvalidArgument,
+    InvalidName,
+    LimitExceeded,
+    OffsetAheadOfLog,
+    Overloaded,
+    QueueNotFound,
+    TopicNotFound,
+    WrongBroker,
+)
+from batonmq.common.rpc import from_rpc_error
+from batonmq.core.records import check_batch
+from tests.storage.batches import TOPIC, batch, tagged
+from tests.storage.running import GROUP, TIMEOUT_S, Running, pull_request, running
+from tests.support.waiting import until
+
+LONG_MS = 30_000
+
+
+async def pulled(node: Running, **fields: Any) -> pb.PullResponse:
+    """The answer to a held pull; a deliberate error comes as itself."""
+    return await node.pull(hold_ms=LONG_MS, **fields)
+
+
+async def test_a_pull_is_recorded_and_answered_with_the_stored_bytes(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        sent = batch(b"a", b"b")
+        await node.append(sent, batch(b"c"))
+        answer = await node.pull()
+        assert [check_batch(raw, stamped=True).count for raw in answer.batches] == [2, 1]
+        assert answer.batches[0][56:] == sent[56:]
+        assert (answer.pull_id, answer.next_offset, answer.offsets_epoch) == (9, 3, 1)
+        assert (answer.queue_first_offset, answer.queue_next_offset) == (0, 3)
+        assert node.offsets.recorded == [(GROUP, 0, 0, 3)]
+
+
+async def test_messages_max_bounds_what_is_recorded(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(*[b"x"] * 50))
+        answer = await node.pull(offset=10, messages_max=5)
+        assert answer.next_offset == 15
+        assert node.offsets.recorded == [(GROUP, 0, 10, 15)]
+
+
+async def test_the_first_batch_fits_whatever_bytes_max_says(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"x" * 10_000), batch(b"y"))
+        answer = await node.pull(bytes_max=1)
+        assert (len(answer.batches), answer.next_offset) == (1, 1)
+
+
+async def test_maybe_seen_offsets_come_as_redelivered(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a", b"b", b"c"))
+        node.offsets.maybe_seen = [(1, 2)]
+        (seen,) = (await node.pull()).redelivered
+        assert (seen.first_offset, seen.next_offset) == (1, 2)
+
+
+async def test_what_the_filter_drops_is_recorded_and_counted(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(tagged("x", "y"), tagged("x"), tagged("y"))
+        answer = await node.pull(expression="y || z")
+        assert [check_batch(raw, stamped=True).first_offset for raw in answer.batches] == [0, 3]
+        assert (answer.next_offset, answer.filtered_count) == (4, 2)
+        nothing = await pulled(node, expression="z")
+        assert (list(nothing.batches), nothing.next_offset, nothing.filtered_count) == ([], 4, 4)
+        assert node.offsets.recorded == [(GROUP, 0, 0, 4)] * 2
+
+
+async def test_colliding_tags_pass_here(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(tagged("BB"), tagged("CC"))
+        answer = await node.pull(expression="Aa")
+        assert (len(answer.batches), answer.filtered_count) == (1, 1)
+
+
+async def test_without_messages_a_pull_that_may_not_wait_is_empty_and_unrecorded(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        answer = await node.pull()
+        assert (list(answer.batches), answer.next_offset, answer.offsets_epoch) == ([], 0, 0)
+        assert node.offsets.calls == []
+
+
+async def test_a_held_pull_ends_empty_and_unrecorded(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        answer = await node.pull(offset=1, hold_ms=50)
+        assert (list(answer.batches), answer.next_offset) == ([], 1)
+        assert node.offsets.calls == []
+        await node.parked(0)
+
+
+async def test_a_parked_pull_is_woken_by_its_queue_and_no_other(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(pulled(node, queue_id=1))
+        second = tasks.create_task(pulled(node, queue_id=2))
+        await node.parked(2)
+        await node.append(batch(b"a", queue_id=2))
+        answer = await second
+        assert answer.next_offset == 1
+        await node.parked(1)
+        assert not first.done()
+        await node.append(batch(b"a", queue_id=1))
+        assert (await first).next_offset == 1
+        assert node.offsets.recorded == [(GROUP, 2, 0, 1), (GROUP, 1, 0, 1)]
+
+
+async def test_several_groups_wait_for_one_queue(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(pulled(node, group=f"group-{n}")) for n in range(20)]
+        await node.parked(20)
+        await node.append(batch(b"a"))
+        assert [(await one).next_offset for one in waiting] == [1] * 20
+        assert {group for group, *_ in node.offsets.recorded} == {f"group-{n}" for n in range(20)}
+
+
+async def test_an_arrival_the_filter_drops_is_recorded_too(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(pulled(node, expression="y"))
+        await node.parked(1)
+        await node.append(tagged("x"))
+        answer = await waiting
+        assert (answer.next_offset, answer.filtered_count) == (1, 1)
+        assert node.offsets.recorded == [(GROUP, 0, 0, 1)]
+
+
+async def test_a_stale_token_gets_no_bytes(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        node.offsets.tokens[GROUP, 0] = 2
+        with pytest.raises(Fenced) as refused:
+            await node.pull(token=1)
+        assert refused.value.facts["current"] == "2"
+        assert node.offsets.recorded == []
+        assert (await node.pull(token=2)).next_offset == 1
+
+
+async def test_a_token_that_became_stale_while_parked_gets_no_bytes(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(refusal_of(pulled(node)))
+        await node.parked(1)
+        node.offsets.tokens[GROUP, 0] = 2
+        await node.append(batch(b"a"))
+        assert isinstance(await waiting, Fenced)
+
+
+async def refusal_of(call: Any) -> BatonError | None:
+    try:
+        await call
+    except BatonError as error:
+        return error
+    return None
+
+
+async def test_parked_pulls_are_touched_and_fenced_ones_answered(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with (
+        running(etcd_endpoint, tmp_path, touch_interval_ms=100) as node,
+        asyncio.TaskGroup() as tasks,
+    ):
+        kept = tasks.create_task(pulled(node, queue_id=1))
+        fenced = tasks.create_task(refusal_of(pulled(node, queue_id=2)))
+        await node.parked(2)
+        await until(lambda: {(GROUP, 1, 1), (GROUP, 2, 1)} <= set(node.offsets.touched))
+        node.offsets.tokens[GROUP, 2] = 5
+        assert isinstance(await fenced, Fenced)
+        assert not kept.done()
+        await node.append(batch(b"a", queue_id=1))
+        assert (await kept).next_offset == 1
+        assert node.offsets.recorded == [(GROUP, 1, 0, 1)]
+
+
+async def test_other_refusals_of_offsets_pass_through(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        node.offsets.refusal = AckCap("full", facts={"ranges": 9, "limit": 9})
+        with pytest.raises(AckCap) as refused:
+            await node.pull()
+        assert refused.value.facts["limit"] == "9"
+
+
+async def test_silent_offsets_let_no_bytes_leave(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path, verdict_age_ms_max=200) as node:
+        await node.append(batch(b"a"))
+        node.offsets.answering.clear()
+        with pytest.raises(DeliveryUnrecorded) as refused:
+            await node.pull()
+        assert refused.value.retry_after_ms > 0
+        node.offsets.answering.set()
+        assert (await node.pull()).next_offset == 1
+
+
+async def test_without_offsets_no_bytes_leave(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        await node.etcd.delete(node.etcd.key("nodes", "offsets", "a"))
+        await until(lambda: "offsets/a" not in node.runtime.nodes.values)
+        with pytest.raises(DeliveryUnrecorded):
+            await node.pull()
+
+
+async def test_an_answer_of_a_lower_epoch_is_dropped(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        node.offsets.epoch = 5
+        assert (await node.pull()).offsets_epoch == 5
+        node.offsets.claimed_epoch = 4
+        with pytest.raises(DeliveryUnrecorded):
+            await node.pull()
+        node.offsets.epoch, node.offsets.claimed_epoch = 6, 0
+        assert (await node.pull(offsets_epoch=6)).offsets_epoch == 6
+
+
+async def test_a_claimed_epoch_hurts_only_who_claims_it(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        with pytest.raises(DeliveryUnrecorded):
+            await node.pull(offsets_epoch=1 << 40)
+        assert (await node.pull()).next_offset == 1
+
+
+async def test_pulls_at_the_same_time_share_calls(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(*(batch(b"a", queue_id=n) for n in range(8)))
+        calls = [
+            node.stub.Pull(pull_request(queue_id=n % 8, group=f"g{n}"), timeout=TIMEOUT_S)
+            for n in range(200)
+        ]
+        assert [(await call).next_offset for call in calls] == [1] * 200
+        assert sum(node.offsets.calls) == 200
+        assert len(node.offsets.calls) < 100
+
+
+async def test_an_abandoned_pull_leaves_nothing_behind(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        call = node.stub.Pull(pull_request(hold_ms=LONG_MS), timeout=60)
+        await node.parked(1)
+        call.cancel()
+        await node.parked(0)
+
+
+async def test_too_many_parked_pulls_are_refused(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with (
+        running(etcd_endpoint, tmp_path, parked_pulls_max=1) as node,
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = tasks.create_task(pulled(node))
+        await node.parked(1)
+        with pytest.raises(Overloaded) as refused:
+            await pulled(node)
+        assert refused.value.facts == {"limit": "1"}
+        await node.append(batch(b"a"))
+        assert (await waiting).next_offset == 1
+
+
+async def test_a_parked_pull_of_a_deleted_topic_is_told(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(refusal_of(pulled(node)))
+        await node.parked(1)
+        await node.etcd.delete(node.etcd.key("topics", TOPIC))
+        refusal = await waiting
+        assert isinstance(refusal, TopicNotFound)
+        assert refusal.facts == {"topic": TOPIC}
+
+
+async def test_an_offset_beyond_the_log_is_told(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        with pytest.raises(OffsetAheadOfLog) as refused:
+            await pulled(node, offset=2)
+        assert refused.value.facts == {"offset": "2", "next_offset": "1"}
+        assert node.offsets.calls == []
+
+
+async def test_a_damaged_batch_is_data_loss_and_not_recorded(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        (receipt,) = await node.append(batch(b"hello"))
+        segment = tmp_path / "log" / f"{0:020d}"
+        with segment.open("r+b") as file:
+            file.seek(receipt.position + len(batch(b"hello")) - 1)
+            file.write(b"?")
+        with pytest.raises(DataLoss) as refused:
+            await node.pull()
+        assert refused.value.facts == {"position": "0"}
+        assert node.offsets.calls == []
+
+
+BAD_PULLS: list[tuple[dict[str, Any], type[BatonError], str]] = [
+    ({"queue": None}, InvalidArgument, "queue"),
+    ({"group": ""}, InvalidName, "group"),
+    ({"group": "a/b"}, InvalidName, "group"),
+    ({"group": "a\nb"}, InvalidName, "group"),
+    ({"group": "x" * 128}, InvalidName, "group"),
+    ({"topic": ""}, InvalidName, "topic"),
+    ({"topic": "../etc"}, InvalidName, "topic"),
+    ({"topic": "a\0b"}, InvalidName, "topic"),
+    ({"broker": ""}, InvalidName, "broker"),
+    ({"broker": "Broker/A"}, InvalidName, "broker"),
+    ({"queue_id": 65_536}, LimitExceeded, "queue_id"),
+    ({"token": 0}, InvalidArgument, "token"),
+    ({"token": -1}, InvalidArgument, "token"),
+    ({"offset": -1}, InvalidArgument, "offset"),
+    ({"offsets_epoch": -1}, InvalidArgument, "offsets_epoch"),
+    ({"bytes_max": 4 * 1024 * 1024 + 1}, LimitExceeded, "bytes_max"),
+    ({"messages_max": 65_536}, LimitExceeded, "messages_max"),
+    ({"hold_ms": 30_001}, LimitExceeded, "hold_ms"),
+    ({"expression": "a" * 2_049}, LimitExceeded, "expression"),
+]
+
+
+async def test_every_bad_field_is_refused_by_name_before_anything_happens(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(batch(b"a"))
+        end = (await node.describe()).next_position
+        for fields, expected, field in BAD_PULLS:
+            refusal = await refusal_of(node.pull(**fields))
+            assert type(refusal) is expected, (fields, refusal)
+            assert refusal is not None
+            assert refusal.facts["field"] == field
+            assert refusal.kind == "INVALID_ARGUMENT"
+            if expected is LimitExceeded:
+                assert refusal.facts.keys() == {"field", "limit", "actual"}
+        assert node.offsets.calls == []
+        assert (await node.describe()).next_position == end
+
+
+@pytest.mark.parametrize("expression", ["a||", "||", "a b", "* || a", "a|b", "x" * 128, "a\x01"])
+async def test_a_bad_expression_is_refused(
+    etcd_endpoint: str, tmp_path: Path, expression: str
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        with pytest.raises(BadExpression) as refused:
+            await node.pull(expression=expression)
+        assert refused.value.facts == {"expression": expression}
+
+
+async def test_unknown_topics_queues_and_brokers_are_told_apart(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        refusals = [
+            await refusal_of(node.pull(**fields))
+            for fields in ({"topic": "nobody"}, {"queue_id": 8}, {"broker": "broker-b"})
+        ]
+        assert [type(one) for one in refusals] == [TopicNotFound, QueueNotFound, WrongBroker]
+        assert refusals[2] is not None
+        assert refusals[2].facts == {"asked": "broker-b", "actual": "broker-a"}
+        assert node.offsets.calls == []
+
+
+async def test_statuses_are_those_of_the_contract(etcd_endpoint: str, tmp_path: Path) -> None:
+    codes = grpc.StatusCode
+    async with running(etcd_endpoint, tmp_path) as node:
+        for fields, code in (
+            ({"topic": "nobody"}, codes.NOT_FOUND),
+            ({"offset": 5}, codes.OUT_OF_RANGE),
+            ({"broker": "broker-b"}, codes.FAILED_PRECONDITION),
+            ({"expression": "||"}, codes.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await node.stub.Pull(pull_request(**fields), timeout=TIMEOUT_S)
+            assert refused.value.code() is code
+            assert from_rpc_error(refused.value).remedy
+
+
+async def test_what_is_delivered_is_counted(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        await node.append(tagged("x", "x", "y"))
+        await node.pull(expression="x")
+        sample = node.runtime.registry.get_sample_value
+        assert sample("baton_storage_appended_messages_total") == 3
+        assert sample("baton_storage_delivered_messages_total") == 2
+        assert sample("baton_storage_filtered_messages_total") == 1
+
+
+async def test_watchers_hear_of_appends_and_deliveries(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with running(etcd_endpoint, tmp_path) as node:
+        events = node.runtime.hub.watch()
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(anext(events))  # type: ignore[arg-type]
+            await until(lambda: node.runtime.hub.watched)
+            await node.append(tagged("x", "y"))
+            await node.pull(expression="x")
+            heard = list((await first).events)
+            while len(heard) < 2:
+                heard += (await anext(events)).events
+        assert [one.WhichOneof("kind") for one in heard] == ["appended", "delivered"]
+        assert heard[0].appended.message_count == 2
+        assert (heard[1].delivered.message_count, heard[1].delivered.filtered_count) == (1, 1)
+        assert heard[1].queue.group == GROUP
+        await events.aclose()  # type: ignore[attr-defined]
