@@ -7,7 +7,7 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
-MAIN ?= origin/main
+MAIN ?= main
 
 .PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e check demo up clean
 
@@ -50,7 +50,7 @@ proto-check: $(SETUP) ## gen/ is what protos/ says
 	  --mypy_out=quiet:.gen-check --mypy_grpc_out=quiet:.gen-check $(PROTOS)
 	diff -r -x __pycache__ gen .gen-check && rm -rf .gen-check
 
-breaking: $(SETUP) ## no contract of MAIN (default origin/main) is broken
+breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
 
 test: $(SETUP)  ## every test that CI runs

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[ReceivedMessage], Awaitable[object] | object]
 
-FAIR_RUN = 100
-"""Messages of one queue handed out before another queue has its turn."""
+FAIR_RUN = 64
+"""Messages of one queue handed out before another queue, and the rest of the loop, have a turn."""
 
 
 def _ignore(_: OwnershipEvent) -> None:
@@ -186,6 +186,8 @@ class Consumer:
             runner, message = self._current
             self._current = None
             runner.finish(message)
+        if self._run_left == 0:
+            await asyncio.sleep(0)
         while not self._stopped.is_set():
             found = self._take()
             if found is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 from batonmq.admin import Admin
 from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.common.errors import GroupNotFound, Unreachable
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
@@ -34,8 +36,14 @@ def consume(
     *,
     group: Annotated[str, typer.Option(help="Consumer group; its progress is kept.")],
     start: Annotated[
-        Start, typer.Option("--from", help="Where the group starts if it has no progress.")
-    ] = Start.LAST,
+        Start | None,
+        typer.Option(
+            "--from",
+            help="Where the group starts on a queue without progress; by default where its "
+            "members do, and first for a new group.",
+            show_default=False,
+        ),
+    ] = None,
     expression: Annotated[
         str, typer.Option("--filter", help="Tags joined by ||, or * for all.")
     ] = "*",
@@ -54,10 +62,8 @@ def consume(
     with --follow never by itself. Leaves the group in good order, also on Ctrl-C.
     """
     session = open_session(context, nameserver, form)
-    reading = _Reading(session, group, topic, count)
-    settings = ConsumerSettings(consume_from=start.value, commit_interval_ms=500)
-    consumer = Consumer(session.nameserver, group, {topic: expression}, settings)
-    session.run(reading.run(consumer, follow=follow), endless=follow)
+    reading = _Reading(session, group, topic, expression, start, count)
+    session.run(reading.run(follow=follow), endless=follow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +71,17 @@ class _Reading:
     session: Session
     group: str
     topic: str
+    expression: str
+    start: Start | None
     count: int | None
 
-    async def run(self, consumer: Consumer, *, follow: bool) -> None:
+    async def run(self, *, follow: bool) -> None:
         """Print until the count, the end or a signal."""
+        wanted = {self.topic: self.expression}
         async with Admin(self.session.nameserver) as admin:
+            start = self.start or await self._usual_start(admin)
+            settings = ConsumerSettings(consume_from=start.value, commit_interval_ms=500)
+            consumer = Consumer(self.session.nameserver, self.group, wanted, settings)
             ends = await self._ends(admin)
             async with consumer, asyncio.TaskGroup() as tasks:
                 if not follow:
@@ -86,20 +98,30 @@ class _Reading:
             if number == self.count:
                 consumer.stop()
 
+    async def _usual_start(self, admin: Admin) -> Start:
+        try:
+            return Start((await admin.describe_group(self.group)).consume_from)
+        except GroupNotFound:
+            return Start.FIRST
+
     async def _ends(self, admin: Admin) -> dict[QueueId, int]:
         """The next offset of every queue of the topic."""
         detail = await admin.describe_topic(self.topic)
+        for problem in detail.problems:
+            raise Unreachable(problem)
         return {extent.queue: extent.next_offset or 0 for extent in detail.queues}
 
     async def _stop_at(self, ends: dict[QueueId, int], admin: Admin, consumer: Consumer) -> None:
         """Stop the consumer once its group has handled everything below `ends`."""
         while True:
-            progress = await admin.group_progress(self.group)
-            offsets = {
-                QueueId(q.topic, q.broker, q.queue_id): q.committed_offset for q in progress.queues
-            }
-            if all((offsets.get(queue) or 0) >= end for queue, end in ends.items()):
-                return consumer.stop()
+            with contextlib.suppress(Unreachable):  # looked at again
+                progress = await admin.group_progress(self.group)
+                offsets = {
+                    QueueId(q.topic, q.broker, q.queue_id): q.committed_offset
+                    for q in progress.queues
+                }
+                if all((offsets.get(queue) or 0) >= end for queue, end in ends.items()):
+                    return consumer.stop()
             await asyncio.sleep(_LOOK_S)
 
 

@@ -1,12 +1,15 @@
 """What every command shares: its options, and the way a coroutine becomes an exit status.
 
 0: done. 1: failed or refused, and standard error says why. 2: the command line is wrong.
+130: interrupted. 141: nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -61,6 +64,9 @@ class Session:
         except BatonError as error:
             self.output.error(error)
             raise typer.Exit(1) from error
+        except BrokenPipeError as error:  # such as `| head`: as if SIGPIPE had ended it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(128 + signal.SIGPIPE) from error
         except OSError as error:
             self.output.failure("SYSTEM_ERROR", str(error), "")
             raise typer.Exit(1) from error

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from batonmq.common.logs import LogFormat
 
@@ -28,10 +28,22 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
-    log_level: str = "INFO"
+    log_level: str = Field("INFO", pattern=r"^(?i:debug|info|warning|error|critical)$")
     """Lowest level that is logged."""
     log_format: LogFormat = "auto"
     """`json`, `text`, or `auto`: text on a terminal, JSON elsewhere."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load` gives: pydantic by itself would take a bare PORT or HOST for ours."""
+        return (init_settings,)
 
 
 S = TypeVar("S", bound=Settings)
@@ -53,7 +65,7 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
     path = given.pop("config_file", None)
     try:
         from_file = tomllib.loads(Path(path).read_text()) if path else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no such file, no UTF-8, no TOML
         raise ConfigError(f"{start}CONFIG_FILE={path}: {error}") from error
     known = set(kind.model_fields)
     problems = [f"{path}: unknown setting {name}" for name in sorted(set(from_file) - known)]

@@ -49,6 +49,10 @@ class QueueProgress:
     Every offset of [C, next) is open (received, not finished) or done: handled, filtered or acked
     before. Offsets at or above `next_offset` that are done already, as after losing and regaining
     the queue, are kept apart until `next_offset` has passed them.
+
+    Args:
+        running: Handlers that still run; those of offsets that are acked by now count no more.
+        finished: What was finished under an earlier token, and perhaps not acked.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class QueueProgress:
         self._maybe_seen = list(start.maybe_seen)
         self._ahead = normalize([*start.acked, *finished])
         self._open: OrderedDict[int, None] = OrderedDict()
-        self._running: set[int] = set(running)
+        acked = normalize([(0, start.committed), *start.acked])
+        self._running = {offset for offset in running if not contains(acked, offset)}
         self._given_up: set[int] = set()
         self._confirmed = Acks(start.committed, tuple(normalize(start.acked)))
         self._version = 1 if finished else 0
@@ -107,6 +112,7 @@ class QueueProgress:
         self._open.update(dict.fromkeys(wanted))
         self.unconfirmed_count += next_offset - self.next_offset - len(wanted)
         self.next_offset = next_offset
+        self._ahead = [run for run in self._ahead if run[1] > next_offset]
         self._version += 1
 
     def start(self, offset: int) -> bool:
@@ -150,7 +156,6 @@ class QueueProgress:
         if acks.version >= self._confirmed.version:
             self._confirmed = acks
             self.unconfirmed_count = 0
-            self._ahead = [r for r in self._ahead if r[1] > acks.committed]
 
     def in_hand(self) -> list[Range]:
         """H + F: what may be claimed when the queue is acquired again (section 11)."""
@@ -169,18 +174,6 @@ class QueueProgress:
             return QueueProgress(start)
         finished = subtract(self.in_hand(), of_sorted(sorted(self._running)))
         return QueueProgress(start, self._running, finished)
-
-    def rewound(self) -> QueueProgress:
-        """The same under the same token, with what was received and not started forgotten."""
-        confirmed = self._confirmed
-        start = Start(
-            self.token,
-            self.reset_epoch,
-            confirmed.committed,
-            confirmed.ranges,
-            tuple(self._maybe_seen),
-        )
-        return self.renewed(start)
 
     def closing(self) -> Closing:
         """What a Close says now: handlers that still run count as given up."""

@@ -39,9 +39,8 @@ def subtract(ranges: Sequence[Range], minus: Sequence[Range]) -> list[Range]:
 
 def contains(ranges: Sequence[Range], offset: int) -> bool:
     """Whether `offset` is in one of the normalized `ranges`."""
-    index = bisect_right(ranges, (offset, offset + 1)) - 1
-    at = index if index >= 0 and ranges[index][0] <= offset else index + 1
-    return at < len(ranges) and ranges[at][0] <= offset < ranges[at][1]
+    index = bisect_right(ranges, offset, key=lambda run: run[0]) - 1
+    return index >= 0 and offset < ranges[index][1]
 
 
 def of_sorted(offsets: Iterable[int]) -> list[Range]:
@@ -53,17 +52,3 @@ def of_sorted(offsets: Iterable[int]) -> list[Range]:
         else:
             runs.append((offset, offset + 1))
     return runs
-
-
-def clip(ranges: Sequence[Range], first: int, end: int) -> list[Range]:
-    """The part of `ranges` inside [first, end)."""
-    return [
-        (max(begin, first), min(stop, end))
-        for begin, stop in ranges
-        if begin < end and stop > first
-    ]
-
-
-def count(ranges: Iterable[Range]) -> int:
-    """How many offsets."""
-    return sum(end - first for first, end in ranges)

@@ -182,7 +182,7 @@ async def _change_members(crew: Crew, count: int, progress: Progress) -> list[Me
     """Let the group grow and shrink while it consumes; the members that are left."""
     idle = list(crew.members)
     present: list[Member] = []
-    for size, share in zip(SIZES, (*SHARES, 1.0), strict=True):
+    for phase, (size, share) in enumerate(zip(SIZES, (*SHARES, 1.0), strict=True), start=1):
         while len(present) < size:
             member = idle.pop(0)
             member.join()
@@ -190,7 +190,7 @@ async def _change_members(crew: Crew, count: int, progress: Progress) -> list[Me
         gone = [present.pop(0) for _ in range(len(present) - size)]
         for member in gone:
             member.leave()
-        await _until(crew, int(share * count), progress, f"consume with {size}")
+        await _until(crew, int(share * count), progress, f"{phase}: consume with {size}")
         if gone:
             await crew.ended(gone)
     return present

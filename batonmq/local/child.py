@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_POLL_S = 0.02
+_POLL_S = 0.05
 _TETHER = Path(__file__).with_name("tether.py")
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
@@ -121,11 +121,9 @@ class Child:
             async with asyncio.timeout(grace_s):
                 await self.ended()
         except TimeoutError:
-            return False
-        else:
-            return True
-        finally:
             self.kill_now()
+            return False
+        return True
 
     async def ended(self) -> int | None:
         """The exit status, once there is one; None if it was never started."""

@@ -104,7 +104,9 @@ class Supervisor:
                             tasks.create_task(self.stop(name))
         finally:
             for child in self._children.values():
-                child.kill_now()
+                if child.pid is not None:
+                    self._report(f"{child.name} was killed")
+                    child.kill_now()
 
     async def kill(self, name: str) -> None:
         """SIGKILL a child and wait for its death, which counts as unasked for."""

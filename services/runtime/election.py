@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 SAFETY_MS = 1_000
 """A leader with less of its lease left than this no longer answers (protocol section 8)."""
 
+_NEVER = -1  # no key has this revision; 0 would mean that the key must not exist
+
 
 class Election:
     """Campaigns for `elections/<name>`; the term is the create revision of the key.
@@ -39,8 +41,8 @@ class Election:
         return self._session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
 
     def compare(self) -> Compare:
-        """Condition for transactions that only this term may make."""
-        return Compare(self.key, create_revision=self.term)
+        """Condition for transactions that only this term may make; never met if not leading."""
+        return Compare(self.key, create_revision=self.term or _NEVER)
 
     async def run(self, lead: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """Campaign for ever; while leading, run `lead(term)`, which is cancelled on loss.
@@ -80,12 +82,16 @@ class Election:
 
     async def _wait_for_vacancy(self, lease: Lease) -> None:
         """Until the key may be free, or it is time to refresh the lease."""
-        held = await self._session.get(self.key)
-        if held is None:
+        # From the revision of the read on: that of the key may long have been compacted.
+        found, revision = await self._session.get_prefix(self.key)
+        if all(stored.key != self.key for stored in found):
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._ttl_ms / 3000):
-                async for answer in self._session.watch(self.key, held.mod_revision + 1):
+            async with (
+                asyncio.timeout(self._ttl_ms / 3000),
+                contextlib.aclosing(self._session.watch(self.key, revision + 1)) as answers,
+            ):
+                async for answer in answers:
                     if any(event.type == event.DELETE for event in answer.events):
                         return
 

@@ -7,7 +7,7 @@ known" are different answers: a transaction returns None when a comparison faile
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +237,7 @@ class EtcdSession:
         except _LeaseNotFound:
             return
 
-    async def watch(self, prefix: str, revision: int) -> AsyncIterator[Any]:
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Any]:
         """etcd's own watch responses for `prefix`, from `revision` on, progress ones included.
 
         Ends when etcd cancels the watch (as after a compaction beyond `revision`).

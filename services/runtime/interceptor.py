@@ -125,7 +125,7 @@ class _Edge:
                     await abort(context, STOPPING)
                 raise
             except Exception as error:  # noqa: BLE001  the edge is where the unexpected stops
-                reason = getattr(error, "reason", "INTERNAL")
+                reason = error.reason if isinstance(error, BatonError) else "INTERNAL"
                 await self._fail(context, error)
             finally:
                 self._owner.count(self._service, self._method, reason, start_ms)
@@ -146,7 +146,7 @@ class _Edge:
                     await abort(context, STOPPING)
                 raise
             except Exception as error:  # noqa: BLE001  the edge is where the unexpected stops
-                reason = getattr(error, "reason", "INTERNAL")
+                reason = error.reason if isinstance(error, BatonError) else "INTERNAL"
                 await self._fail(context, error)
             finally:
                 self._owner.count(self._service, self._method, reason, start_ms)

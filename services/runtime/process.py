@@ -77,6 +77,7 @@ class Runtime:
         self._node: nameserver_pb.Node | None = None
         self._lease: Lease | None = None
         self._writing = asyncio.Lock()
+        self._left = False
         self._start_unix_ms = self.clock.unix_ms()
         self._address = self._metrics_address = ""
 
@@ -107,29 +108,33 @@ class Runtime:
         return self._node is not None
 
     async def keep_registered(self) -> None:
-        """Refresh the lease for ever; if it was lost, register again under a new one."""
-        while True:
+        """Refresh the lease until `unregister`; if it was lost, register under a new one."""
+        while not self._left:
             await asyncio.sleep(self.settings.node_lease_ms / 4000)
             try:
                 if self._lease is None or not await self._lease.refresh():
-                    log.warning("node lease lost, registering again")
+                    log.warning("node entry lost, registering again")
                     self._lease = None
                     await self._write_node()
             except NoQuorum as error:
                 log.warning("node lease not refreshed error=%s", error)
 
     async def unregister(self) -> None:
-        """Take the node's entry away."""
-        if self._lease is not None:
-            with contextlib.suppress(NoQuorum):
-                await self._lease.revoke()
-            self._lease = None
+        """Take the node's entry away; from now on nothing writes it again."""
+        self._left = True
+        async with self._writing:
+            if self._lease is not None:
+                with contextlib.suppress(NoQuorum):
+                    await self._lease.revoke()
+                self._lease = None
 
     async def _write_node(self) -> None:
         async with self._writing:  # else two writers could each take a lease, and one is lost
-            if self._node is None:
+            if self._node is None or self._left:
                 return
-            lease = self._lease or await self.etcd.lease(self.settings.node_lease_ms)
+            # Without a lease until the write is known to stand, so that it is tried again.
+            lease, self._lease = self._lease, None
+            lease = lease or await self.etcd.lease(self.settings.node_lease_ms)
             key = self.etcd.key("nodes", self.service, self.settings.node_id)
             await self.etcd.put(key, self._node.SerializeToString(), lease)
             self._lease = lease

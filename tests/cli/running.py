@@ -85,6 +85,7 @@ class Up:
             [*BATON, "--nameserver", self.nameserver, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         ) as process:
             try:
                 yield process

@@ -139,6 +139,24 @@ def test_line_that_is_too_long_is_refused_and_those_before_it_are_stored(
     assert refused.err.startswith("error: LIMIT_EXCEEDED: ")
 
 
+def test_reader_that_goes_away_ends_the_command_quietly(cluster: Up, lines: Path) -> None:
+    cluster("topic", "create", "pipe", "--queues", "1")
+    cluster("produce", "pipe", "--file", str(lines))
+    with cluster.started("consume", "pipe", "--group", "pipe", "--follow") as reading:
+        assert reading.stdout is not None
+        assert reading.stdout.readline().split()[-1] == b"1"
+        reading.stdout.close()
+
+        def ended() -> bool:
+            cluster("produce", "pipe", "--file", str(lines))
+            return reading.poll() is not None
+
+        until_now(ended, timeout_s=60)
+        assert reading.returncode == 128 + signal.SIGPIPE
+        assert reading.stderr is not None
+        assert b"error" not in reading.stderr.read()
+
+
 def test_filter_leaves_out_other_tags_and_still_ends(cluster: Up, lines: Path) -> None:
     cluster("topic", "create", "tags", "--queues", "2")
     for tag in ("A", "B", "C"):
@@ -149,6 +167,20 @@ def test_filter_leaves_out_other_tags_and_still_ends(cluster: Up, lines: Path) -
     rows = cluster("group", "describe", "tags").rows
     assert [row["LAG"] for row in rows] == ["0", "0"]
     assert sum(int(row["CURRENT-OFFSET"]) for row in rows) == 6
+
+
+def test_new_group_starts_first_and_a_known_one_where_its_members_do(
+    cluster: Up, lines: Path
+) -> None:
+    cluster("topic", "create", "start", "--queues", "1")
+    cluster("produce", "start", "--file", str(lines))
+    late = ("consume", "start", "--group", "late")
+    assert cluster(*late, "--from", "last").out == ""
+    assert len(cluster("consume", "start", "--group", "early").out.splitlines()) == 3
+    with cluster.started(*late, "--from", "last", "--follow"):
+        until_now(lambda: _group_state(cluster, "late") == "Stable", timeout_s=60)
+        assert cluster(*late).code == 0
+        assert cluster(*late, "--from", "first").code == 1
 
 
 def test_bad_expression_is_refused(cluster: Up) -> None:

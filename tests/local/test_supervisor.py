@@ -135,7 +135,8 @@ time.sleep(600)
 
 async def test_cancelled_stop_all_leaves_nothing_running(tmp_path: Path) -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
-    supervisor = Supervisor(to_stderr, auto_restart=True)
+    reports: list[str] = []
+    supervisor = Supervisor(reports.append, auto_restart=True)
     supervisor.add(_child(tmp_path, code))
     await supervisor.ready("child")
     pid = supervisor.pid("child")
@@ -144,3 +145,4 @@ async def test_cancelled_stop_all_leaves_nothing_running(tmp_path: Path) -> None
         async with asyncio.timeout(0.05):
             await supervisor.stop_all([["child"]])
     assert not lives(pid)
+    assert reports == ["child was killed"]

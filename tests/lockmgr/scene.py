@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -27,7 +27,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq.channels import OPTIONS, connect
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, NoQuorum
-from batonmq.common.rpc import error_from_pb
+from batonmq.common.rpc import error_from_pb, from_rpc_error
 from services.lockmgr.app import build as build_lockmgr
 from services.lockmgr.config import LockmgrSettings
 from services.offsets.app import build as build_offsets
@@ -36,6 +36,9 @@ from services.runtime.etcd import EtcdSession, Stored
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.process import App, Runtime
 from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from baton.lockmgr.v1.lockmgr_service_pb2_grpc import LockmgrServiceAsyncStub as Stub
 
 GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
 TIMEOUT_S = 20.0
@@ -125,7 +128,7 @@ class Node:
     session: Session
     clock: MovableClock
     runtime: Runtime
-    stub: pb_grpc.LockmgrServiceAsyncStub
+    stub: Stub
     stop: asyncio.Event
 
     async def leads(self) -> bool:
@@ -242,7 +245,7 @@ class Member:
 
     async def ask(
         self,
-        node: Node,
+        at: Node | Stub,
         generation: int,
         queue_ids: Sequence[int] = (0,),
         *,
@@ -261,22 +264,31 @@ class Member:
             hold_ms=hold_ms,
         )
         outcomes: dict[int, pb.Grant | BatonError] = {}
-        async for answer in node.stub.Acquire(request, timeout=TIMEOUT_S):
+        async for answer in stub_of(at).Acquire(request, timeout=TIMEOUT_S):
             granted = answer.HasField("grant")
             outcomes[answer.queue.queue.queue_id] = (
                 answer.grant if granted else error_from_pb(answer.error)
             )
         return outcomes
 
-    async def acquire(self, node: Node, generation: int, **options: Any) -> pb.Grant:
+    async def acquire(self, at: Node | Stub, generation: int, **options: Any) -> pb.Grant:
         """Ask for queue 0; raises the refusal."""
-        outcome = (await self.ask(node, generation, **options))[0]
+        outcome = (await self.ask(at, generation, **options))[0]
         if isinstance(outcome, BatonError):
             raise outcome
         return outcome
 
+    async def refusal(self, at: Node | Stub, generation: int, **options: Any) -> BatonError:
+        """Ask for queue 0; why not, also if the whole call fails."""
+        try:
+            outcome = (await self.ask(at, generation, **options))[0]
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        assert isinstance(outcome, BatonError), "granted"
+        return outcome
+
     async def keep_alive(
-        self, node: Node, *tokens: int, seq: int | None = None
+        self, at: Node | Stub, *tokens: int, seq: int | None = None
     ) -> list[pb.HoldReport]:
         """Say which token is held of queues 0, 1, ..; 0 for none."""
         holds = [pb.Hold(queue=queue(q), token=t) for q, t in enumerate(tokens) if t]
@@ -285,19 +297,24 @@ class Member:
             acquire_seq=self.seq if seq is None else seq,
             holds=holds,
         )
-        return list((await node.stub.KeepAlive(request, timeout=TIMEOUT_S)).reports)
+        return list((await stub_of(at).KeepAlive(request, timeout=TIMEOUT_S)).reports)
 
-    async def state(self, node: Node, token: int) -> str:
+    async def state(self, at: Node | Stub, token: int) -> str:
         """State of queue 0 by a keep-alive."""
-        (report,) = await self.keep_alive(node, token)
+        (report,) = await self.keep_alive(at, token)
         return pb.HoldState.Name(report.state).removeprefix("HOLD_STATE_")
 
-    async def release(self, node: Node, token: int, queue_id: int = 0) -> int:
+    async def release(self, at: Node | Stub, token: int, queue_id: int = 0) -> int:
         """Give a queue back; how many entries were freed."""
         request = pb.ReleaseRequest(
             incarnation=self.incarnation, holds=[pb.Hold(queue=queue(queue_id), token=token)]
         )
-        return (await node.stub.Release(request, timeout=TIMEOUT_S)).released_count
+        return (await stub_of(at).Release(request, timeout=TIMEOUT_S)).released_count
+
+
+def stub_of(at: Node | Stub) -> Stub:
+    """The stub of a node, or the stub itself."""
+    return at.stub if isinstance(at, Node) else at
 
 
 def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:

@@ -329,8 +329,11 @@ async def test_repeated_request_is_answered_with_the_same_grant(
         node, a = await s.leader(), Member("a")
         generation = await s.set_group(a)
         first = await a.acquire(node, generation)
+        node.clock.ahead_ms = 20_000
         assert await a.acquire(node, generation, seq=1) == first
         assert (await s.progress()).token == 1
+        (entry,) = await entries(node)
+        assert entry.lease_age_ms < 20_000, "the owner counts its lease from the repetition"
 
 
 async def test_story_05_restart_under_the_same_client_id_does_not_inherit_the_token(

@@ -228,6 +228,13 @@ def test_held_call_counts_as_waiting_as_long_as_it_lasts() -> None:
     assert keep_alive(table, 1) is HoldState.OK
 
 
+def test_repeated_grant_starts_the_lease_anew() -> None:
+    """Its owner counts the lease from the request that was repeated."""
+    table = owned_by_a()
+    table.renew(KEY, 20_000)
+    assert lease_age_ms(table, 20_000) == 0
+
+
 def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> None:
     """Fence(IDLE) is on its way: an owner renewed now would start what the new one gets too."""
     table = owned_by_a()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
@@ -10,7 +11,7 @@ import pytest_asyncio
 
 from batonmq.common.clock import Clock
 from services.runtime.etcd import EtcdSession
-from tests.nameserver.replica import Replica, register_broker, replica
+from tests.nameserver.replica import Direct, Replica, register_broker, replica
 
 
 @pytest.fixture
@@ -32,3 +33,14 @@ async def nameserver(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> Asy
     async with replica(etcd_endpoint, cluster) as running:
         await running.create("flights", 8)
         yield running
+
+
+@pytest_asyncio.fixture
+async def direct(nameserver: Replica) -> AsyncIterator[Direct]:
+    """A second replica without a server, which follows etcd."""
+    async with asyncio.TaskGroup() as tasks:
+        second = Direct(nameserver.runtime, tasks)
+        second.follow()
+        await second.catalog.ready()
+        yield second
+        second.stop_following()

@@ -12,13 +12,18 @@ import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from prometheus_client import CollectorRegistry
 
 from batonmq.channels import connect
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
 from services.nameserver.__main__ import build
+from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
+from services.nameserver.server import NameserverServicer
+from services.nameserver.store import Store
+from services.nameserver.telemetry import Telemetry
 from services.runtime.etcd import EtcdSession
 from services.runtime.process import Runtime
 from tests.support.serving import serving_at
@@ -76,6 +81,28 @@ class Replica:
             yield call
         finally:
             call.cancel()
+
+
+class Direct:
+    """A replica's servicer, to be called without gRPC's buffers between; it may be made to lag."""
+
+    def __init__(self, runtime: Runtime, tasks: asyncio.TaskGroup) -> None:
+        assert isinstance(runtime.settings, NameserverSettings)
+        self.catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=1)
+        store = Store(runtime.etcd, runtime.random, member_lease_ms=30_000)
+        telemetry = Telemetry(CollectorRegistry(), runtime.hub, self.catalog)
+        self.servicer = NameserverServicer(runtime.settings, self.catalog, store, telemetry)
+        self._tasks = tasks
+        self._following: list[asyncio.Task[None]] = []
+
+    def follow(self) -> None:
+        """Follow etcd from now on."""
+        self._following = [self._tasks.create_task(m.run()) for m in self.catalog.mirrors]
+
+    def stop_following(self) -> None:
+        """Know of no change until `follow`."""
+        for task in self._following:
+            task.cancel()
 
 
 @asynccontextmanager

@@ -8,23 +8,16 @@ tests wait for what must happen, never for a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest_asyncio
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from prometheus_client import CollectorRegistry
 
 from batonmq.common.errors import Difference
-from services.nameserver.catalog import Catalog
-from services.nameserver.config import NameserverSettings
-from services.nameserver.server import NameserverServicer
-from services.nameserver.store import Store
-from services.nameserver.telemetry import Telemetry
 from services.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
+    Direct,
     Replica,
     heartbeat,
     ids,
@@ -64,22 +57,6 @@ async def test_heartbeat_answers_with_the_group_and_the_interval(nameserver: Rep
     assert await nameserver.group("g") == answer.group
     listed = await nameserver.stub.ListGroups(pb.ListGroupsRequest(), timeout=CALL_TIMEOUT_S)
     assert list(listed.groups) == [answer.group]
-
-
-@pytest_asyncio.fixture
-async def servicer(nameserver: Replica) -> AsyncIterator[NameserverServicer]:
-    """A replica's servicer to be called directly, without gRPC's buffers between."""
-    runtime, settings = nameserver.runtime, nameserver.runtime.settings
-    assert isinstance(settings, NameserverSettings)
-    catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=1)
-    store = Store(runtime.etcd, runtime.random, member_lease_ms=30_000)
-    telemetry = Telemetry(CollectorRegistry(), runtime.hub, catalog)
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(mirror.run()) for mirror in catalog.mirrors]
-        await catalog.ready()
-        yield NameserverServicer(settings, catalog, store, telemetry)
-        for task in running:
-            task.cancel()
 
 
 async def test_joins_and_leaves_are_pushed(nameserver: Replica) -> None:
@@ -290,6 +267,20 @@ async def test_leaving_member_takes_its_lease_along(nameserver: Replica, etcd: E
     assert (await etcd.get_prefix("live/"))[0] == []
 
 
+async def test_answer_waits_until_this_replica_shows_the_change(
+    direct: Direct, etcd: EtcdSession
+) -> None:
+    direct.stop_following()
+    async with asyncio.TaskGroup() as tasks:
+        joining = tasks.create_task(direct.servicer.Heartbeat(heartbeat("g", "c1"), None))  # type: ignore[arg-type]
+        await until(lambda: etcd.get(etcd.key("groups", "g")))
+        assert "g" not in direct.catalog.groups
+        assert not joining.done()
+        direct.follow()
+    assert direct.catalog.groups["g"].member("c1")
+    assert "g/c1" in direct.catalog.live.values
+
+
 async def test_group_nobody_joined_is_not_found(nameserver: Replica) -> None:
     with nameserver.watch_group("g") as call:
         error = await refusal(call.read())
@@ -324,24 +315,31 @@ async def test_member_outlives_a_deleted_topic(nameserver: Replica) -> None:
     assert ids(await nameserver.join("g", "c1")) == ["c1"]
 
 
-async def test_slow_watcher_gets_the_newest_only(
-    nameserver: Replica, servicer: NameserverServicer
-) -> None:
+async def test_slow_watcher_gets_the_newest_only(nameserver: Replica, direct: Direct) -> None:
     await nameserver.join("g", "c0")
-    watch = servicer.WatchGroup(pb.WatchGroupRequest(group="g"), None)  # type: ignore[arg-type]
+    watch = direct.servicer.WatchGroup(pb.WatchGroupRequest(group="g"), None)  # type: ignore[arg-type]
     assert ids((await anext(watch)).group) == ["c0"]
     for number in range(1, 5):
         await nameserver.join("g", f"c{number}")
 
-    async def knows_all() -> bool:
-        listed = await servicer.ListGroups(pb.ListGroupsRequest(), None)  # type: ignore[arg-type]
-        return listed.groups[0].generation == 5
-
-    await until(knows_all)
+    await until(lambda: direct.catalog.groups["g"].generation == 5)
     newest = (await anext(watch)).group
     assert newest.generation == 5
     assert len(ids(newest)) == 5
     await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_pushed_generation_never_goes_back(nameserver: Replica, etcd: EtcdSession) -> None:
+    await nameserver.join("g", "c1")
+    old = await etcd.get(etcd.key("groups", "g"))
+    assert old is not None
+    await nameserver.join("g", "c2")
+    with nameserver.watch_group("g") as call:
+        assert (await next_group(call)).generation == 2
+        await etcd.put(old.key, old.value)
+        assert (await nameserver.join("g", "c3")).generation == 2
+        await nameserver.join("g", "c4")
+        assert (await next_group(call)).generation == 3
 
 
 async def test_changes_and_refusals_are_told_as_events(nameserver: Replica) -> None:

@@ -19,6 +19,7 @@ from services.runtime.etcd import EtcdSession
 from services.runtime.mirror import Mirror
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
+    Direct,
     Replica,
     refusal,
     register_broker,
@@ -174,6 +175,48 @@ async def test_deleted_topic_ends_its_watch(nameserver: Replica, create_again: b
         if create_again:
             await nameserver.create("flights")
         assert isinstance(await refusal(call.read()), TopicNotFound)
+
+
+async def test_topic_recreated_behind_a_slow_watcher_ends_its_watch(
+    nameserver: Replica, direct: Direct
+) -> None:
+    watch = direct.servicer.WatchRoute(pb.WatchRouteRequest(topic="flights"), None)  # type: ignore[arg-type]
+    first = (await anext(watch)).route.topic.topic_id
+    await nameserver.delete("flights")
+    second = (await nameserver.create("flights")).topic.topic_id
+    assert second > first
+    await until(lambda: _topic_id(direct, "flights") == second)
+    with pytest.raises(TopicNotFound):
+        await anext(watch)
+
+
+async def test_answers_wait_until_this_replica_shows_the_change(
+    direct: Direct, etcd: EtcdSession
+) -> None:
+    direct.stop_following()
+    create = pb.CreateTopicRequest(topic="orders")
+    async with asyncio.TaskGroup() as tasks:
+        creating = tasks.create_task(direct.servicer.CreateTopic(create, None))  # type: ignore[arg-type]
+        await until(lambda: etcd.get(etcd.key("topics", "orders")))
+        assert "orders" not in direct.catalog.topics
+        assert not creating.done()
+        direct.follow()
+    assert "orders" in direct.catalog.topics
+    direct.stop_following()
+    delete = pb.DeleteTopicRequest(topic="orders")
+    async with asyncio.TaskGroup() as tasks:
+        deleting = tasks.create_task(direct.servicer.DeleteTopic(delete, None))  # type: ignore[arg-type]
+        while await etcd.get(etcd.key("topics", "orders")) is not None:
+            pass
+        assert "orders" in direct.catalog.topics
+        assert not deleting.done()
+        direct.follow()
+    assert "orders" not in direct.catalog.topics
+
+
+def _topic_id(direct: Direct, name: str) -> int:
+    topic = direct.catalog.topics.get(name)
+    return topic.topic_id if topic else 0
 
 
 async def test_watch_beyond_the_limit_is_refused(

@@ -448,4 +448,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestTableAgainstModel = Machine.TestCase
-TestTableAgainstModel.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestTableAgainstModel.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -421,6 +421,17 @@ def test_s6_close_and_fence_write_delivered_exactly() -> None:
     assert (scene.queue.delivered_offset, scene.queue.delivered_reserved) == (3, 3)
 
 
+def test_s6_the_reservation_covers_acks_that_committed_runs_into() -> None:
+    scene = held(delivered=20, limits=Limits(span_max=1))
+    scene.close(1, 0, offsets((5, 20)))
+    scene.fence(B, 1)
+    scene.record(2, 0, 5)
+    assert scene.commit(2, 5).committed_offset == 20
+    assert (scene.queue.delivered_offset, scene.queue.delivered_reserved) == (20, 20)
+    scene.restart()
+    assert scene.queue.drained
+
+
 # ---- acks
 
 

@@ -18,7 +18,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
 from services.offsets.wire import ITEMS_MAX, NUMBER_MAX
-from tests.offsets.conftest import TERM, TIMEOUT_S, Service, queue, run, wish
+from tests.offsets.service import TERM, TIMEOUT_S, Service, queue, run, wish
 from tests.support.waiting import until
 
 INT64_MAX = (1 << 63) - 1

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.errors import (
@@ -417,18 +418,20 @@ async def test_what_is_delivered_is_counted(etcd_endpoint: str, tmp_path: Path) 
 
 
 async def test_watchers_hear_of_appends_and_deliveries(etcd_endpoint: str, tmp_path: Path) -> None:
-    async with running(etcd_endpoint, tmp_path) as node:
-        events = node.runtime.hub.watch()
-        async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(anext(events))  # type: ignore[arg-type]
-            await until(lambda: node.runtime.hub.watched)
-            await node.append(tagged("x", "y"))
-            await node.pull(expression="x")
-            heard = list((await first).events)
-            while len(heard) < 2:
-                heard += (await anext(events)).events
+    async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
+        heard: list[metrics_pb.MetricEvent] = []
+
+        async def listen() -> None:
+            async for one in node.runtime.hub.watch():
+                heard.extend(one.events)
+
+        listening = tasks.create_task(listen())
+        await until(lambda: node.runtime.hub.watched)
+        await node.append(tagged("x", "y"))
+        await node.pull(expression="x")
+        await until(lambda: len(heard) == 2)
+        listening.cancel()
         assert [one.WhichOneof("kind") for one in heard] == ["appended", "delivered"]
         assert heard[0].appended.message_count == 2
         assert (heard[1].delivered.message_count, heard[1].delivered.filtered_count) == (1, 1)
         assert heard[1].queue.group == GROUP
-        await events.aclose()  # type: ignore[attr-defined]

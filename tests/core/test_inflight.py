@@ -1,0 +1,325 @@
+"""What the owner of a queue knows of its messages.
+
+Goal: nothing is acked that was not finished, filtered or acked before; nothing that was finished
+is forgotten or started again when the queue is granted anew; a Close names exactly what was
+started and not finished.
+Method: stories by hand for what once went wrong, then a Hypothesis state machine on one queue
+against plain sets, together with an offsets service that is a set, too. Commits may be lost on
+the way there or back and be answered late and out of order; between two grants another owner may
+have handled something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from batonmq.core.inflight import Acks, QueueProgress, Start
+from batonmq.core.ranges import Range, normalize, of_sorted
+
+OFFSETS_MAX = 16
+OFFSETS = st.integers(0, OFFSETS_MAX)
+SETS = st.sets(OFFSETS)
+
+
+def members(ranges: Iterable[Range]) -> set[int]:
+    return {offset for first, end in ranges for offset in range(first, end)}
+
+
+def runs(offsets: Iterable[int]) -> tuple[Range, ...]:
+    return tuple(of_sorted(sorted(offsets)))
+
+
+def told(acks: Acks) -> set[int]:
+    """Every offset that `acks` calls handled."""
+    return set(range(acks.committed)) | members(acks.ranges)
+
+
+def handle(progress: QueueProgress, *offsets: int) -> None:
+    for offset in offsets:
+        assert progress.start(offset)
+        assert progress.finish(offset)
+
+
+# ---- stories
+
+
+def test_first_offset_of_a_later_acked_run_is_done() -> None:
+    progress = QueueProgress(Start(1, 0, 2, acked=((4, 6), (8, 10))))
+    assert [offset for offset in range(2, 12) if progress.is_done(offset)] == [4, 5, 8, 9]
+
+
+def test_work_finished_before_a_new_grant_and_committed_after_it_is_not_started_again() -> None:
+    before = QueueProgress(Start(1, 0, 5))
+    before.receive(8, [5, 6, 7])
+    handle(before, 5, 6, 7)
+    progress = before.renewed(Start(2, 0, 5))
+    progress.confirm(progress.acks())
+    assert progress.committed == 8
+    assert progress.next_offset == 5, "storage is asked again, and answers with 5, 6, 7"
+    assert all(progress.is_done(offset) for offset in (5, 6, 7))
+
+
+def test_message_whose_handler_runs_through_a_new_grant_is_not_started_again() -> None:
+    before = QueueProgress(Start(1, 0, 0))
+    before.receive(2, [0, 1])
+    assert before.start(0)
+    progress = before.renewed(Start(2, 0, 0))
+    assert progress.is_done(0)
+    assert not progress.is_done(1), "it was never started"
+    assert progress.finish(0)
+    assert told(progress.acks()) == {0}
+
+
+def test_result_of_a_message_that_another_owner_has_acked_meanwhile_does_not_count() -> None:
+    before = QueueProgress(Start(1, 0, 0))
+    before.receive(2, [0, 1])
+    assert before.start(0)
+    progress = before.renewed(Start(3, 0, 2))
+    assert not progress.running
+    assert not progress.finish(0)
+    assert progress.acks().committed == 2
+
+
+def test_nothing_survives_a_reset() -> None:
+    before = QueueProgress(Start(1, 0, 0))
+    before.receive(3, [0, 1, 2])
+    handle(before, 0)
+    assert before.start(1)
+    progress = before.renewed(Start(2, 1, 0))
+    assert not any(progress.is_done(offset) for offset in range(3))
+    assert not progress.finish(1)
+    assert told(progress.acks()) == set()
+
+
+def test_gap_below_a_finished_message_holds_the_committed_offset() -> None:
+    progress = QueueProgress(Start(1, 0, 0))
+    progress.receive(4, [0, 1, 2, 3])
+    handle(progress, 1, 3)
+    acks = progress.acks()
+    assert (acks.committed, acks.ranges) == (0, ((1, 2), (3, 4)))
+    handle(progress, 0)
+    acks = progress.acks()
+    assert (acks.committed, acks.ranges) == (2, ((3, 4),))
+
+
+def test_what_the_filter_dropped_is_acked_without_a_handler() -> None:
+    progress = QueueProgress(Start(1, 0, 0))
+    progress.receive(5, [])
+    assert progress.dirty
+    assert progress.acks().committed == 5
+
+
+def test_closing_names_cut_off_and_given_up_messages_and_not_those_never_started() -> None:
+    progress = QueueProgress(Start(7, 3, 0))
+    progress.receive(5, [0, 1, 2, 3, 4])
+    handle(progress, 0)
+    assert progress.start(1)
+    assert progress.start(2)
+    progress.give_up(2)
+    closing = progress.closing()
+    assert (closing.token, closing.reset_epoch) == (7, 3)
+    assert closing.acks.committed == 1
+    assert closing.unfinished == ((1, 3),)
+
+
+def test_late_answer_to_an_older_commit_does_not_take_the_newer_back() -> None:
+    progress = QueueProgress(Start(1, 0, 0))
+    progress.receive(2, [0, 1])
+    handle(progress, 0)
+    older = progress.acks()
+    handle(progress, 1)
+    progress.confirm(progress.acks())
+    progress.confirm(older)
+    assert progress.committed == 2
+    assert not progress.dirty
+    assert progress.span == 0
+
+
+# ---- model
+
+
+class Naive:
+    """The same on sets, for one grant."""
+
+    def __init__(self, acked: set[int], running: set[int], finished: set[int]) -> None:
+        self.next_offset = first_missing(acked)
+        self.handled = acked | finished
+        self.running = running - acked
+        self.given_up: set[int] = set()
+        self.waiting: set[int] = set()
+        self.known_acked = set(acked)
+
+    @property
+    def in_hand(self) -> set[int]:
+        return (self.handled - self.known_acked) | self.running
+
+    @property
+    def started(self) -> set[int]:
+        return self.running | self.given_up
+
+    def is_done(self, offset: int) -> bool:
+        return offset in self.handled or offset in self.running
+
+
+def first_missing(offsets: set[int]) -> int:
+    offset = 0
+    while offset in offsets:
+        offset += 1
+    return offset
+
+
+class OneQueue(RuleBasedStateMachine):
+    """Grants, pulls, handlers and commits in any order."""
+
+    commits = Bundle("commits")
+
+    @initialize(acked=SETS, maybe_seen=SETS)
+    def grant(self, acked: set[int], maybe_seen: set[int]) -> None:
+        self.server = acked
+        """What offsets has durably."""
+        self.token = self.epoch = 1
+        self.maybe_seen = maybe_seen
+        self.naive = Naive(set(acked), set(), set())
+        self.real = QueueProgress(self._start())
+        self.committed = self.real.committed
+
+    def _start(self) -> Start:
+        self.token += 1
+        committed = first_missing(self.server)
+        above = {offset for offset in self.server if offset > committed}
+        return Start(self.token, self.epoch, committed, runs(above), runs(self.maybe_seen))
+
+    @rule(count=st.integers(1, 5), filtered=SETS, redelivered=SETS)
+    def pull(self, count: int, filtered: set[int], redelivered: set[int]) -> None:
+        first = self.naive.next_offset
+        end = first + count
+        arrived = range(first, end)
+        wanted = []
+        for offset in arrived:
+            assert self.real.is_done(offset) == self.naive.is_done(offset)
+            if not self.naive.is_done(offset) and offset not in filtered:
+                wanted.append(offset)
+        self.real.note_maybe_seen(runs(redelivered))
+        self.maybe_seen |= redelivered
+        self.real.receive(end, wanted)
+        self.naive.next_offset = end
+        self.naive.waiting |= set(wanted)
+        unwanted = set(arrived) - set(wanted) - self.naive.running - self.naive.given_up
+        self.naive.handled |= unwanted
+        assert all(
+            self.real.is_redelivered(offset) == (offset in self.maybe_seen) for offset in arrived
+        )
+
+    @rule(offset=OFFSETS)
+    def start(self, offset: int) -> None:
+        possible = offset in self.naive.waiting - self.naive.started
+        assert self.real.start(offset) == possible
+        if possible:
+            self.naive.running.add(offset)
+
+    @rule(offset=OFFSETS)
+    def finish(self, offset: int) -> None:
+        counts = offset in self.naive.running
+        assert self.real.finish(offset) == counts
+        if counts:
+            self.naive.running.discard(offset)
+            self.naive.waiting.discard(offset)
+            self.naive.handled.add(offset)
+
+    @rule(offset=OFFSETS)
+    def give_up(self, offset: int) -> None:
+        self.real.give_up(offset)
+        if offset in self.naive.running:
+            self.naive.running.discard(offset)
+            self.naive.given_up.add(offset)
+
+    @rule(target=commits, arrives=st.booleans())
+    def send_commit(self, arrives: bool) -> object:
+        acks = self.real.acks()
+        if not arrives:
+            return multiple()
+        self.server |= told(acks)
+        return (self.token, acks)
+
+    @rule(commit=consumes(commits))
+    def hear_of_commit(self, commit: tuple[int, Acks]) -> None:
+        token, acks = commit
+        if token != self.token:
+            return  # as the shell does
+        self.real.confirm(acks)
+        self.naive.known_acked |= told(acks)
+
+    @rule(handled_elsewhere=SETS, flagged=SETS, learns_of_commits=st.booleans())
+    def granted_again(
+        self, handled_elsewhere: set[int], flagged: set[int], learns_of_commits: bool
+    ) -> None:
+        if learns_of_commits:  # else it is the same holder's token that was lost
+            self.server |= handled_elsewhere
+        before = self.naive
+        finished = before.in_hand - before.running
+        self.maybe_seen = flagged
+        self.real = self.real.renewed(self._start())
+        self.naive = Naive(set(self.server), set(before.running), finished)
+        self.committed = self.real.committed
+
+    @rule(to=OFFSETS)
+    def reset(self, to: int) -> None:
+        self.epoch += 1
+        self.server = set(range(to))
+        self.maybe_seen = set()
+        self.real = self.real.renewed(self._start())
+        self.naive = Naive(set(self.server), set(), set())
+        self.committed = self.real.committed
+
+    @invariant()
+    def acks_are_what_was_handled(self) -> None:
+        acks = self.real.acks()
+        assert told(acks) == set(range(acks.committed)) | self.naive.handled
+        assert self.naive.handled >= told(acks), "acked, and nobody handled it"
+        assert_ascending([(0, acks.committed), *acks.ranges])
+        assert acks.committed >= self.committed, "never back"
+        self.committed = acks.committed
+        if not self.real.dirty:
+            assert told(acks) <= self.naive.known_acked, "finished work waits for no commit"
+
+    @invariant()
+    def in_hand_is_what_runs_and_what_is_finished_and_not_known_to_be_acked(self) -> None:
+        claimed = self.real.in_hand()
+        assert members(claimed) == self.naive.in_hand
+        assert claimed == normalize(claimed)
+
+    @invariant()
+    def closing_says_all_of_it(self) -> None:
+        closing = self.real.closing()
+        assert closing.acks == self.real.acks()
+        assert members(closing.unfinished) == self.naive.started
+        assert not members(closing.unfinished) & told(closing.acks)
+        assert self.real.running == self.naive.running
+
+    @invariant()
+    def span_counts_from_the_committed_offset(self) -> None:
+        committed = first_missing(self.naive.known_acked)
+        assert self.real.committed == committed
+        assert self.real.span == self.naive.next_offset - committed
+        assert self.real.unconfirmed_count >= 0
+
+
+def assert_ascending(ranges: Sequence[Range]) -> None:
+    assert all(first < end for first, end in ranges[1:])
+    assert all(a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False)), ranges
+
+
+OneQueue.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestOneQueue = OneQueue.TestCase

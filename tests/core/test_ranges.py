@@ -1,0 +1,63 @@
+"""Runs of offsets.
+
+Goal: every function says of runs what plain sets say of their offsets, and answers in runs that
+are ascending, disjoint and do not touch.
+Method: Hypothesis over small offsets, so that runs meet, overlap and repeat all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from batonmq.core.ranges import Range, contains, normalize, of_sorted, subtract
+
+OFFSETS_MAX = 24
+ANY_RUN = st.tuples(st.integers(0, OFFSETS_MAX), st.integers(0, OFFSETS_MAX)).map(
+    lambda pair: (min(pair), max(pair))
+)
+ANY_RUNS = st.lists(ANY_RUN, max_size=8)
+"""In any order, overlapping, also empty."""
+SETS = st.sets(st.integers(0, OFFSETS_MAX))
+
+
+def members(ranges: Iterable[Range]) -> set[int]:
+    return {offset for first, end in ranges for offset in range(first, end)}
+
+
+def assert_normal(ranges: Sequence[Range]) -> None:
+    assert all(first < end for first, end in ranges), "empty run"
+    assert all(a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "runs touch"
+
+
+@given(ANY_RUNS)
+def test_normalize_keeps_the_offsets_and_makes_the_runs_normal(ranges: list[Range]) -> None:
+    answer = normalize(ranges)
+    assert_normal(answer)
+    assert members(answer) == members(ranges)
+
+
+@given(SETS)
+def test_of_sorted_is_the_runs_of_a_set(offsets: set[int]) -> None:
+    answer = of_sorted(sorted(offsets))
+    assert_normal(answer)
+    assert members(answer) == offsets
+
+
+@given(SETS, SETS)
+def test_subtract_is_the_difference_of_sets(offsets: set[int], minus: set[int]) -> None:
+    answer = subtract(of_sorted(sorted(offsets)), of_sorted(sorted(minus)))
+    assert_normal(answer)
+    assert members(answer) == offsets - minus
+
+
+@given(SETS, st.integers(-1, OFFSETS_MAX + 1))
+@example({0, 1, 5, 6}, 5)  # the first offset of a run that is not the first
+def test_contains_is_membership_of_sets(offsets: set[int], offset: int) -> None:
+    assert contains(of_sorted(sorted(offsets)), offset) == (offset in offsets)
+
+
+def test_contains_finds_nothing_in_no_runs() -> None:
+    assert not contains((), 0)

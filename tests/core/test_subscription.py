@@ -1,0 +1,79 @@
+"""Goal: an expression means one filter, to every service and to the client alike.
+
+Method: a table of expressions, and Hypothesis for what equal means.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.common.errors import BadExpression, LimitExceeded
+from batonmq.core.records import tag_hash
+from batonmq.core.subscription import TagFilter
+
+TAGS = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("expression", ["", "*", " * ", "  "])
+def test_star_or_nothing_means_everything(expression: str) -> None:
+    found = TagFilter.parse(expression)
+    assert found.hashes is None
+    assert found.canonical() == "*"
+    assert found.accepts("any")
+    assert found.accepts("")
+
+
+@pytest.mark.parametrize(
+    ("expression", "canonical"),
+    [
+        ("TagA", "TagA"),
+        (" b || a ", "a||b"),
+        ("a||b||a", "a||b"),
+        ("订单 || 😀", "订单||😀"),
+        ("*a||b*", "*a||b*"),
+    ],
+)
+def test_tags_are_trimmed_sorted_and_told_once(expression: str, canonical: str) -> None:
+    assert TagFilter.parse(expression).canonical() == canonical
+
+
+@given(st.lists(TAGS, min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_order_and_repetition_do_not_matter(tags: list[str], random: object) -> None:
+    found = TagFilter.parse("||".join(tags))
+    shuffled = tags + tags[:1]
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert TagFilter.parse(" || ".join(shuffled)) == found
+    assert TagFilter.parse(found.canonical()) == found
+    assert found.hashes == frozenset(map(tag_hash, tags))
+    assert all(found.accepts(tag) for tag in tags)
+
+
+def test_a_message_without_tag_is_not_wanted_by_tags() -> None:
+    assert not TagFilter.parse("a").accepts("")
+
+
+def test_colliding_tags_have_one_hash_and_two_answers() -> None:
+    found = TagFilter.parse("Aa")
+    assert found.hashes == TagFilter.parse("BB").hashes == frozenset({2112})
+    assert found.accepts("Aa")
+    assert not found.accepts("BB")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["||", "a||", "||a", "a|| ||b", "a b", "a|b", "|", "*||a", "a || *", "a\x00", "a\nb",
+     "x" * 128, "订" * 43, "\ud800"],
+)  # fmt: skip
+def test_what_is_no_tag_is_refused(expression: str) -> None:
+    with pytest.raises(BadExpression) as refused:
+        TagFilter.parse(expression)
+    assert refused.value.facts == {"expression": expression[:140]}
+
+
+def test_a_long_expression_is_refused_with_both_numbers() -> None:
+    TagFilter.parse("||".join(["abcdefgh"] * 205)[:2_048])
+    with pytest.raises(LimitExceeded) as refused:
+        TagFilter.parse("a" * 2_049)
+    assert refused.value.facts == {"field": "expression", "limit": "2048", "actual": "2049"}

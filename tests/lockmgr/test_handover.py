@@ -1,0 +1,138 @@
+"""Goal: a queue that is let go has its next owner in that moment, and every change of hands is
+told: in metrics, in events, in the listing.
+
+Method: two members pass queues back and forth, over gRPC, with real etcd and offsets on a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from statistics import median, quantiles
+
+from baton.common.v1 import error_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+
+from batonmq.common.errors import BatonError
+from tests.lockmgr.scene import Member, Node, Scene, entries, scene, waits
+from tests.support.waiting import until
+
+HAND_OVERS = 200
+HOLD_MS = 15_000
+
+
+async def pass_on(s: Scene, node: Node, owner: Member, next_: Member, token: int) -> float:
+    """Let `next_` wait, let `owner` go; seconds from the Close to the grant."""
+    generation = await s.set_group(owner, next_)
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(next_.acquire(node, generation, hold_ms=HOLD_MS))
+        await until(lambda: waits(node, next_.client_id))
+        await s.deliver(token, token * 10, token * 10 + 10)
+        start_s = loop.time()
+        await s.close(token, committed=token * 10 + 10)
+        assert await owner.release(node, token) == 1
+    took_s = loop.time() - start_s
+    grant = asking.result()
+    assert (grant.token, grant.committed_offset) == (token + 1, token * 10 + 10)
+    assert (len(grant.maybe_seen), grant.newly_acquired) == (0, True)
+    return took_s
+
+
+async def test_let_go_queue_has_its_next_owner_at_once(etcd_endpoint: str, tmp_path: Path) -> None:
+    """No timer takes part: slots are a minute long. The bound is protocol section 16's."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, owner, next_ = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        generation = await s.set_group(owner)
+        await owner.ask(node, generation)
+        await s.deliver(1, 0, 10)
+        await s.commit(1, 10)
+        took_s = []
+        for token in range(1, HAND_OVERS + 1):
+            took_s.append(await pass_on(s, node, owner, next_, token))
+            owner, next_ = next_, owner
+        p50_ms, p99_ms = median(took_s) * 1_000, quantiles(took_s, n=100)[98] * 1_000
+        print(f"{HAND_OVERS} hand-overs: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms")
+        assert p50_ms < 150, (p50_ms, p99_ms)
+        value = node.runtime.registry.get_sample_value
+        assert value("baton_lockmgr_grants_total", {"kind": "new"}) == HAND_OVERS + 1
+        count = value("baton_lockmgr_handover_seconds_count", {"phase": "total"})
+        assert count == HAND_OVERS + 1
+
+
+async def test_many_queues_change_hands_together(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        await a.ask(node, await s.set_group(a), range(64))
+        generation = await s.set_group(a, b)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.ask(node, generation, range(64), hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            async with asyncio.TaskGroup() as closing:
+                for queue_id in range(64):
+                    closing.create_task(s.close(1, queue_id=queue_id))
+            async with asyncio.TaskGroup() as releasing:
+                for queue_id in range(64):
+                    releasing.create_task(a.release(node, 1, queue_id))
+        tokens = {o.token for o in asking.result().values() if isinstance(o, pb.Grant)}
+        assert tokens == {2}
+        assert {entry.owner.client_id for entry in await entries(node)} == {"b"}
+
+
+async def test_grants_denials_and_releases_are_told_live(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        events: list[metrics_pb.MetricEvent] = []
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(_watch(node, events))
+            await until(lambda: node.runtime.hub.watched)
+            await a.acquire(node, await s.set_group(a))
+            await s.deliver(1, 0, 3)
+            generation = await s.set_group(a, b)
+            assert isinstance((await b.ask(node, generation))[0], BatonError)
+            node.clock.ahead_ms = s.offsets_clock.ahead_ms = 31_000
+            await b.acquire(node, generation)
+            await s.close(2)
+            await b.release(node, 2)
+            await until(lambda: len(events) >= 4)
+            watching.cancel()
+        granted, denied, stolen, released = events
+        assert (granted.lock_granted.client_id, granted.lock_granted.token) == ("a", 1)
+        assert (denied.lock_denied.client_id, denied.lock_denied.reason) == (
+            "b",
+            error_pb2.REASON_UNACKED,
+        )
+        assert stolen.lock_granted.stolen
+        assert stolen.lock_granted.previous_client_id == "a"
+        assert stolen.lock_granted.wait_ms >= 31_000
+        assert (released.lock_released.client_id, released.lock_released.token) == ("b", 2)
+        value = node.runtime.registry.get_sample_value
+        assert value("baton_lockmgr_steals_total") == 1
+        assert value("baton_lockmgr_denials_total", {"reason": "UNACKED"}) == 1
+        assert value("baton_lockmgr_releases_total") == 1
+
+
+async def test_entries_are_counted_by_state(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.ask(node, await s.set_group(a), range(5))
+        await s.close(1)
+        await a.release(node, 1)
+
+        def counted() -> bool:
+            value = node.runtime.registry.get_sample_value
+            counts = [
+                value("baton_lockmgr_entries", {"state": state})
+                for state in ("free", "held", "pending", "phantom")
+            ]
+            return counts == [1, 4, 0, 0]
+
+        await until(counted)
+
+
+async def _watch(node: Node, events: list[metrics_pb.MetricEvent]) -> None:
+    async for batch in node.runtime.hub.watch():
+        events.extend(batch.events)

@@ -1,0 +1,120 @@
+"""Goal: `python -m services.lockmgr` leads, leaves its locks to the next process, and ends cleanly.
+
+Method: real lock manager processes and a real etcd; offsets runs in the test's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
+
+from batonmq.channels import connect
+from tests.lockmgr.scene import Member, Scene, scene
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+
+
+@asynccontextmanager
+async def process(s: Scene, number: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A lock manager process of the scene's cluster; killed at the end if it still runs."""
+    env = {
+        "BATON_LOCKMGR_CLUSTER": s.cluster,
+        "BATON_LOCKMGR_ETCD": s.endpoint,
+        "BATON_LOCKMGR_NODE_ID": f"lockmgr-{number}",
+        "BATON_LOCKMGR_LEADER_LEASE_MS": "2000",
+        "BATON_LOCKMGR_LOG_FORMAT": "json",
+    }
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.lockmgr", env=env
+    )
+    try:
+        yield running
+    finally:
+        if running.returncode is None:
+            running.kill()
+            await running.wait()
+
+
+@asynccontextmanager
+async def leading(s: Scene, number: int) -> AsyncIterator[pb_grpc.LockmgrServiceAsyncStub]:
+    """A stub for that process, once it leads."""
+
+    async def address() -> str:
+        nodes = await s.registered("lockmgr")
+        found = [n.address for n in nodes if n.node_id == f"lockmgr-{number}" and n.epoch]
+        return found[0] if found else ""
+
+    await until(address)
+    async with connect(await address()) as channel:
+        yield pb_grpc.LockmgrServiceStub(channel)
+
+
+async def test_locks_outlast_kill_9_and_sigterm(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        a = Member("a")
+        generation = await s.set_group(a)
+        async with process(s, 0) as first:
+            async with leading(s, 0) as stub:
+                grant = await a.acquire(stub, generation)
+            async with process(s, 1) as second:
+                first.send_signal(signal.SIGKILL)
+                async with leading(s, 1) as stub:
+                    assert await a.state(stub, grant.token) == "OK"
+                second.send_signal(signal.SIGTERM)
+                assert await second.wait() == 0
+        assert "lockmgr-1" not in [node.node_id for node in await s.registered("lockmgr")]
+        assert (await s.progress()).token == grant.token
+
+
+async def test_held_request_is_ended_by_sigterm_with_a_reason(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        a, b = Member("a"), Member("b")
+        async with process(s, 0) as running, leading(s, 0) as stub:
+            await a.acquire(stub, await s.set_group(a))
+            await s.deliver(1, 0, 5)
+            generation = await s.set_group(a, b)
+            async with asyncio.TaskGroup() as tasks:
+                asking = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
+
+                async def waiting() -> bool:
+                    entries = (await stub.List(pb.ListRequest(), timeout=5)).entries
+                    return list(entries[0].waiters) == ["b"]
+
+                await until(waiting)
+                running.send_signal(signal.SIGTERM)
+            assert asking.result().reason == "NOT_SERVING"
+            assert await running.wait() == 0
+
+
+async def test_settings_are_shown_and_unknown_ones_refused() -> None:
+    async def run(*arguments: str, **env: str) -> tuple[int | None, bytes, bytes]:
+        running = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.lockmgr",
+            *arguments,
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, problems = await running.communicate()
+        return running.returncode, out, problems
+
+    status, out, _ = await run("--print-config", BATON_LOCKMGR_LOCK_LEASE_MS="12000")
+    shown = json.loads(out)
+    assert (status, shown["lock_lease_ms"], shown["node_id"]) == (0, 12_000, "lockmgr-0")
+    status, _, problems = await run(BATON_LOCKMGR_LOCK_LEASE="12000")
+    assert status == 2
+    assert b"BATON_LOCKMGR_LOCK_LEASE" in problems

@@ -1,0 +1,251 @@
+"""Goal: what the process has answered outlives it. Method: `python -m services.offsets` with a
+real etcd, killed in the middle of commits, and asked again in its next life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+
+from batonmq.channels import connect
+from batonmq.common.health import SERVING, ask_health
+from batonmq.local.child import Child, Program
+from batonmq.local.ports import HOST, keep_ports
+from services.offsets.core.ranges import RangeSet
+from tests.offsets.service import TERM, TIMEOUT_S, queue, run, wish
+
+pytestmark = pytest.mark.e2e
+QUEUES = 6
+DELIVERED = 100_000
+READY_S = 30.0
+
+
+def program(tmp_path: Path, etcd_endpoint: str) -> tuple[Program, str]:
+    """How to start the service on the folder, and its address."""
+    port = keep_ports(tmp_path / "ports.json", ["offsets"])["offsets"]
+    address = f"{HOST}:{port}"
+    env = {
+        "CLUSTER": f"offsets-{secrets.token_hex(6)}",
+        "ETCD": etcd_endpoint,
+        "PORT": str(port),
+        "DATA_DIR": str(tmp_path / "data"),
+    }
+
+    async def is_ready() -> bool:
+        async with connect(address) as channel:
+            return await ask_health(channel) == SERVING
+
+    started = Program(
+        name="offsets",
+        command=[sys.executable, "-m", "services.offsets"],
+        env={f"BATON_OFFSETS_{name}": value for name, value in env.items()},
+        drop=("BATON_",),
+        log_path=tmp_path / "offsets.log",
+        is_ready=is_ready,
+    )
+    return started, address
+
+
+@asynccontextmanager
+async def life(child: Child, address: str) -> AsyncIterator[pb_grpc.OffsetsServiceAsyncStub]:
+    """One life of the process; killed at the end if it still runs."""
+    child.spawn()
+    try:
+        await child.ready(READY_S)
+        async with connect(address) as channel:
+            yield pb_grpc.OffsetsServiceStub(channel)
+    finally:
+        child.kill_now()
+
+
+async def own_all(stub: pb_grpc.OffsetsServiceAsyncStub) -> None:
+    """Every queue has token 1 and is delivered far ahead."""
+    await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+    keys = [queue(queue_id=queue_id) for queue_id in range(QUEUES)]
+    wishes = [wish(queue=key) for key in keys]
+    await stub.Fence(pb.FenceRequest(term=TERM, items=wishes), timeout=TIMEOUT_S)
+    items = [pb.DeliveryItem(queue=key, token=1, next_offset=DELIVERED) for key in keys]
+    await stub.RecordDelivered(pb.RecordDeliveredRequest(items=items), timeout=TIMEOUT_S)
+
+
+class Acker:
+    """Commits one queue bit by bit, with holes, and notes what was answered."""
+
+    def __init__(self, queue_id: int) -> None:
+        self.queue = queue(queue_id=queue_id)
+        self.answered = RangeSet()
+        self.at = 0
+
+    async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
+        """Commit until the process is gone; each answer is told to `enough`."""
+        while True:
+            hole, end = self.at + 1, self.at + 4
+            acked = RangeSet(((self.at, hole), (hole + 1, end)))
+            item = pb.CommitItem(
+                queue=self.queue, token=1, acked=[run(first, next_) for first, next_ in acked.runs]
+            )
+            try:
+                answer = await stub.Commit(pb.CommitRequest(items=[item]), timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                return
+            assert answer.outcomes[0].HasField("committed"), answer
+            self.answered = self.answered.union(acked)
+            self.at = end
+            enough.release()
+
+
+async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[RangeSet]:
+    """What each queue has acked, committed included, by taking it with force."""
+    request = pb.QueryRequest(queues=[queue(queue_id=queue_id) for queue_id in range(QUEUES)])
+    known = (await stub.Query(request, timeout=TIMEOUT_S)).outcomes
+    wishes = [
+        wish(
+            queue=outcome.progress.queue,
+            attempt=attempt,
+            expected_token=outcome.progress.token,
+            condition=pb.FENCE_CONDITION_FORCED,
+            forced_by="test",
+            forced_reason="to see what is acked",
+            holder=queue_pb2.Incarnation(client_id="auditor", incarnation_id=1),
+        )
+        for outcome in known
+    ]
+    request_fence = pb.FenceRequest(term=TERM, items=wishes)
+    found = []
+    for grant in (await stub.Fence(request_fence, timeout=TIMEOUT_S)).outcomes:
+        runs = [(each.first_offset, each.next_offset) for each in grant.fenced.acked]
+        found.append(RangeSet.merged([(0, grant.fenced.committed_offset), *runs]))
+    return found
+
+
+async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
+    started, address = program(tmp_path, etcd_endpoint)
+    child = Child(started)
+    ackers = [Acker(queue_id) for queue_id in range(QUEUES)]
+    for answers in (40, 150, 90):
+        async with life(child, address) as stub:
+            if not ackers[0].answered:
+                await own_all(stub)
+            enough = asyncio.Semaphore(0)
+            async with asyncio.TaskGroup() as tasks:
+                for acker in ackers:
+                    tasks.create_task(acker.go_on(stub, enough))
+                for _ in range(answers):
+                    await enough.acquire()
+                child.kill_now()
+    async with life(child, address) as stub:
+        found = await acked_of(stub, "audit")
+        announced = await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+    assert announced.offsets_epoch == 4
+    for acker, acked in zip(ackers, found, strict=True):
+        assert acker.answered.count >= 3
+        assert not acker.answered.difference(acked), "an answered ack is gone"
+        assert acked.next_offset <= acker.at + 4, "nothing is acked that was never sent"
+
+
+async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    started, address = program(tmp_path, etcd_endpoint)
+    child = Child(started)
+    async with life(child, address) as stub:
+        await own_all(stub)
+        close = pb.CloseItem(
+            queue=queue(queue_id=0), token=1, committed_offset=5, unfinished=[run(7, 9)]
+        )
+        await stub.Close(pb.CloseRequest(items=[close]), timeout=TIMEOUT_S)
+        child.kill_now()
+    repeated = wish(queue=queue(queue_id=1))
+    following = wish(queue=queue(queue_id=0), attempt="next", expected_token=1)
+    async with life(child, address) as stub:
+        request = pb.FenceRequest(term=TERM, items=[repeated, following])
+        answer = await stub.Fence(request, timeout=TIMEOUT_S)
+    assert [outcome.fenced for outcome in answer.outcomes] == [
+        pb.Fenced(token=1),
+        pb.Fenced(token=2, committed_offset=5, maybe_seen=[run(7, 9)]),
+    ]
+
+
+async def test_a_stopped_process_ends_by_itself_and_loses_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    started, address = program(tmp_path, etcd_endpoint)
+    child = Child(started)
+    acker = Acker(0)
+    async with life(child, address) as stub:
+        await own_all(stub)
+        enough = asyncio.Semaphore(0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(acker.go_on(stub, enough))
+            await enough.acquire()
+            child.send(signal.SIGTERM)
+            assert await child.ended() == 0
+    async with life(child, address) as stub:
+        found = await acked_of(stub, "audit")
+    assert not acker.answered.difference(found[0])
+
+
+async def test_a_second_process_on_the_same_folder_ends_at_once(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    started, address = program(tmp_path, etcd_endpoint)
+    child = Child(started)
+    async with life(child, address):
+        second = Child(
+            Program(
+                name="second",
+                command=started.command,
+                env={**started.env, "BATON_OFFSETS_PORT": "0"},
+                drop=started.drop,
+                log_path=tmp_path / "second.log",
+                is_ready=started.is_ready,
+            )
+        )
+        second.spawn()
+        try:
+            assert await second.ended() == 1
+            assert "another process uses" in "\n".join(second.last_lines(40))
+        finally:
+            second.kill_now()
+        assert child.pid is not None
+
+
+async def test_a_failed_write_ends_the_process_and_answers_nobody(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    started, address = program(tmp_path, etcd_endpoint)
+    limited = Program(
+        name="offsets, files up to 256 KiB",
+        command=["/bin/sh", "-c", 'ulimit -f 512; exec "$@"', "sh", *started.command],
+        env=started.env,
+        drop=started.drop,
+        log_path=tmp_path / "limited.log",
+        is_ready=started.is_ready,
+    )
+    child = Child(limited)
+    answered: list[queue_pb2.GroupQueue] = []
+    async with life(child, address) as stub:
+        await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
+        with pytest.raises(grpc.aio.AioRpcError):
+            for first in range(0, 60_000, 500):
+                keys = [queue(queue_id=queue_id) for queue_id in range(first, first + 500)]
+                request = pb.FenceRequest(term=TERM, items=[wish(queue=key) for key in keys])
+                await stub.Fence(request, timeout=TIMEOUT_S)
+                answered += keys
+        assert await child.ended() == 1
+        assert "lmdb" in "\n".join(child.last_lines(40))
+    async with life(Child(started), address) as stub:
+        queues = (await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)).queues
+    assert answered
+    assert {each.queue.queue.queue_id for each in queues} >= {k.queue.queue_id for k in answered}

@@ -1,0 +1,129 @@
+"""Goal: the real files do what the core asks of files.
+
+Method: a temporary folder; the commit log on it is compared with one on the disk in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.storage.core.commitlog import CommitLog, Stamped
+from services.storage.core.files import FileCache
+from services.storage.disk import PARTS_MAX, InUse, RealDisk, locked
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_more_parts_than_one_call_takes_are_written_in_order(tmp_path: Path) -> None:
+    file = RealDisk(tmp_path).open("a", create=True)
+    parts = [bytes([n % 251]) * (n % 7) for n in range(3 * PARTS_MAX + 1)]
+    file.write(5, parts)
+    assert file.read(5, 1 << 20) == b"".join(parts)
+    file.close()
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.pwritev
+
+    def short(fd: int, parts: list[bytes], at: int) -> int:
+        return whole(fd, [b"".join(parts)[:3]], at)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    file = RealDisk(tmp_path).open("a", create=True)
+    file.write(0, [b"abcd", b"efgh", b"ij"])
+    assert file.read(0, 100) == b"abcdefghij"
+    file.close()
+
+
+def test_a_created_file_is_zero_and_has_all_its_blocks(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    file = disk.create("log/x", 1 << 20)
+    assert file.size == 1 << 20
+    assert (tmp_path / "log/x").stat().st_blocks * 512 >= 1 << 20
+    assert file.read(0, 1 << 20) == bytes(1 << 20)
+    assert disk.names("log") == ["x"]
+    with pytest.raises(FileExistsError):
+        disk.create("log/x", 1)
+    assert file.size == 1 << 20
+    file.close()
+
+
+def test_cut_zeroes_the_rest_and_tells_how_much_there_was(tmp_path: Path) -> None:
+    file = RealDisk(tmp_path).create("log/x", 8 << 20)
+    file.write(0, [b"keep"])
+    file.write(6 << 20, [b"torn"])
+    assert file.cut(4) == (6 << 20)
+    assert file.size == 8 << 20
+    assert file.read(0, 8 << 20) == b"keep" + bytes((8 << 20) - 4)
+    assert file.cut(4) == 0
+    file.close()
+
+
+def test_reading_ends_with_the_file(tmp_path: Path) -> None:
+    file = RealDisk(tmp_path).open("a", create=True)
+    file.write(0, [b"abc"])
+    assert (file.read(1, 10), file.read(3, 10)) == (b"bc", b"")
+    file.close()
+
+
+def test_replace_leaves_no_trace_of_the_old_content(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    assert disk.load("epoch") == b""
+    disk.replace("epoch", b"a longer content")
+    disk.replace("epoch", b"2")
+    assert disk.load("epoch") == b"2"
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch"]
+
+
+def test_remove_takes_folders_and_missing_names(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    disk.open("a/b/c", create=True).close()
+    disk.remove("a")
+    disk.remove("a")
+    assert disk.names("a") == []
+
+
+def test_a_missing_file_is_not_made_unasked(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        RealDisk(tmp_path).open("a")
+
+
+def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    owner = str(os.getpid())
+    with locked(tmp_path / "data"), pytest.raises(InUse, match=owner), locked(tmp_path / "data"):
+        pass
+    with locked(tmp_path / "data"):
+        pass
+
+
+def test_the_cache_keeps_few_files_open(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    cache = FileCache(disk, files_max=2)
+    for name in "abcd":
+        cache.get(name, create=True).write(0, [name.encode()])
+    before = open_files()
+    assert [cache.get(name).read(0, 1) for name in "abcd"] == [b"a", b"b", b"c", b"d"]
+    assert open_files() == before
+    cache.close()
+    assert open_files() == before - 2
+
+
+def test_the_log_closes_what_is_sealed_and_synced(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    log = CommitLog(disk, FileCache(disk, files_max=1), 100)
+    before = open_files()
+    for number in range(20):
+        (position,) = log.place([90])
+        log.append([Stamped(position, bytes([number]), memoryview(bytes(89)))])
+        unsynced = log.unsynced()
+        for file in unsynced.files:
+            file.sync()
+        log.synced(unsynced.position)
+    assert open_files() <= before + 1
+    assert [log.read(100 * n, 1) for n in range(20)] == [bytes([n]) for n in range(20)]
+    log.close()

@@ -1,0 +1,125 @@
+"""Goal: a data directory has one owner, an epoch that rises, and a report of each start.
+
+Method: open and close a temporary folder, and spoil it in between.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from batonmq.common.errors import DataLoss
+from services.storage.core.recovery import decode_checkpoint
+from services.storage.disk import InUse
+from services.storage.node import Node, opened
+from tests.storage.batches import append, batch, bodies
+
+
+def open_node(folder: Path, *, accept_loss: bool = False) -> AbstractContextManager[Node]:
+    times = iter(range(1_000, 100_000, 7))
+    return opened(
+        folder,
+        segment_bytes=4_096,
+        monotonic_ms=lambda: next(times),
+        accept_loss=accept_loss,
+    )
+
+
+def synced(node: Node, *batches: bytes) -> None:
+    append(node.store, *batches)
+    unsynced = node.store.log.unsynced()
+    node.sync(unsynced)
+    node.store.synced(unsynced.position)
+
+
+def segment(folder: Path) -> Path:
+    return folder / "log" / f"{0:020d}"
+
+
+def test_what_was_stored_is_there_after_a_restart(tmp_path: Path) -> None:
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a"), batch(b"b"))
+    with open_node(tmp_path) as node:
+        assert bodies(node.store) == [b"a", b"b"]
+
+
+def test_the_epoch_rises_with_every_start(tmp_path: Path) -> None:
+    epochs = []
+    for _ in range(3):
+        with open_node(tmp_path) as node:
+            epochs.append(node.store.epoch)
+    assert epochs == [1, 2, 3]
+
+
+def test_the_epoch_has_risen_even_if_the_start_failed(tmp_path: Path) -> None:
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a"))
+    segment(tmp_path).write_bytes(bytes(4_096))
+    with pytest.raises(DataLoss), open_node(tmp_path):
+        pass
+    with open_node(tmp_path, accept_loss=True) as node:
+        assert node.store.epoch == 3
+
+
+def test_a_second_owner_is_refused(tmp_path: Path) -> None:
+    with open_node(tmp_path), pytest.raises(InUse), open_node(tmp_path):
+        pass
+
+
+def test_the_report_of_the_start_is_written(tmp_path: Path) -> None:
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a", b"b"))
+        end = node.store.log.next_position
+    with segment(tmp_path).open("r+b") as file:
+        file.seek(end)
+        file.write(b"torn")
+    with open_node(tmp_path) as node:
+        report = node.report
+    assert json.loads((tmp_path / "recovery.json").read_text()) == {
+        "epoch": 2,
+        "first_position": 0,
+        "next_position": end,
+        "checkpoint_position": end,
+        "scanned_bytes": end,
+        "batches": 1,
+        "messages": 2,
+        "queues": 1,
+        "producers": 0,
+        "truncated_bytes": 4,
+        "end_reason": report.end_reason,
+        "elapsed_ms": 7,
+    }
+    assert report.end_reason.startswith("magic")
+
+
+def test_the_checkpoint_follows_the_sync(tmp_path: Path) -> None:
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a"))
+        end = node.store.log.next_position
+        append(node.store, batch(b"b"))
+        assert decode_checkpoint((tmp_path / "checkpoint").read_bytes()) == end
+
+
+def test_damage_of_acknowledged_batches_stops_the_start(tmp_path: Path) -> None:
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a"), batch(b"b"))
+    content = bytearray(segment(tmp_path).read_bytes())
+    content[len(batch(b"a")) + 100] ^= 1
+    segment(tmp_path).write_bytes(content)
+    with pytest.raises(DataLoss) as refused, open_node(tmp_path):
+        pass
+    assert refused.value.facts == {"position": str(len(batch(b"a")))}
+    assert segment(tmp_path).read_bytes() == content
+    with open_node(tmp_path, accept_loss=True) as node:
+        assert bodies(node.store) == [b"a"]
+
+
+def test_a_lost_checkpoint_is_only_less_careful(tmp_path: Path) -> None:
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a"))
+    (tmp_path / "checkpoint").unlink()
+    with open_node(tmp_path) as node:
+        assert bodies(node.store) == [b"a"]

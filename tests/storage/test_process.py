@@ -1,0 +1,265 @@
+"""Goal: a killed node loses nothing it acknowledged; a stopped one leaves nobody waiting.
+
+Method: `python -m services.storage` as a child process, a real etcd, the offsets twin. T2 and
+T5 of the standing test list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+
+from batonmq.channels import connect
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError, NotServing
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.core.records import check_batch, decode_records
+from services.runtime.etcd import EtcdSession
+from tests.storage.batches import TOPIC, TOPIC_ID, batch
+from tests.storage.offsets_twin import OffsetsTwin
+from tests.storage.running import pull_request
+from tests.support.serving import serving_at
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+ROUNDS = 4
+QUEUES = 4
+
+
+@dataclass
+class Site:
+    """Where storage processes of one cluster run, one after the other."""
+
+    folder: Path
+    etcd: EtcdSession
+    env: dict[str, str]
+    processes: list[Process] = field(default_factory=list)
+
+    async def start(self, *arguments: str, **env: str) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.storage", *arguments,
+            env=self.env | env, stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    async def serving(self, after_unix_ms: int = 0) -> nameserver_pb.Node:
+        """The entry of a process that serves and started after `after_unix_ms`."""
+        found = nameserver_pb.Node()
+
+        async def registered() -> bool:
+            stored = await self.etcd.get(self.etcd.key("nodes", "storage", "broker-a"))
+            found.ParseFromString(stored.value if stored else b"")
+            return found.start_unix_ms > after_unix_ms
+
+        await until(registered, timeout_s=40)
+        return found
+
+
+@asynccontextmanager
+async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
+    cluster = secrets.token_hex(8)
+    twin = OffsetsTwin()  # type: ignore[abstract]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}  # noqa: TID251
+    env = kept | {
+        "BATON_STORAGE_CLUSTER": cluster,
+        "BATON_STORAGE_ETCD": etcd_endpoint,
+        "BATON_STORAGE_DATA_DIR": str(folder),
+        "BATON_STORAGE_SEGMENT_BYTES": str(64 * 1024),
+    }
+    async with (
+        EtcdSession(etcd_endpoint, cluster, Clock()) as etcd,
+        serving_at(
+            lambda server: offsets_grpc.add_OffsetsServiceServicer_to_server(twin, server)
+        ) as address,
+    ):
+        peer = nameserver_pb.Node(node_id="a", address=address, leader=True)
+        await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())
+        spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
+        topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+        await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
+        here = Site(folder, etcd, env)
+        try:
+            yield here
+        finally:
+            for process in here.processes:
+                if process.returncode is None:
+                    process.kill()
+                await process.communicate()
+
+
+async def send(
+    stub: pb_grpc.StorageServiceAsyncStub, queue_id: int, sent: list[bytes]
+) -> pb.AppendReceipt:
+    """The receipt of the next batch of a queue; raises whatever the call ends with."""
+    body = b"%d-%d" % (queue_id, len(sent))
+    raw = batch(body, b"x" * 500, queue_id=queue_id, producer=(9, 1), sequence=2 * len(sent))
+    try:
+        answer = await stub.Append(pb.AppendRequest(batches=[raw]), timeout=5)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    (outcome,) = answer.outcomes
+    if outcome.HasField("error"):
+        raise error_from_pb(outcome.error)
+    sent.append(body)
+    return outcome.receipt
+
+
+async def send_until_dead(
+    stub: pb_grpc.StorageServiceAsyncStub, queue_id: int, sent: list[bytes]
+) -> None:
+    try:
+        while True:
+            receipt = await send(stub, queue_id, sent)
+            assert receipt.first_offset == 2 * (len(sent) - 1)
+            assert receipt.durability == pb.DURABILITY_FSYNCED
+    except BatonError as error:
+        assert error.kind == "UNAVAILABLE", error
+
+
+async def read(stub: pb_grpc.StorageServiceAsyncStub, queue_id: int) -> list[bytes]:
+    """First bodies of all batches of a queue."""
+    found: list[bytes] = []
+    offset = 0
+    while True:
+        request = pull_request(queue_id=queue_id, offset=offset)
+        answer = await stub.Pull(request, timeout=5)
+        if answer.next_offset == offset:
+            return found
+        for raw in answer.batches:
+            header = check_batch(raw, stamped=True)
+            assert header.first_offset == 2 * len(found)
+            found += [one.body for one in decode_records(raw, header, [0])]
+        offset = answer.next_offset
+
+
+async def test_kill_9_under_load_loses_nothing_and_doubles_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    sent: dict[int, list[bytes]] = {queue_id: [] for queue_id in range(QUEUES)}
+    async with site(etcd_endpoint, tmp_path) as here:
+        started_ms = 0
+        for number in range(ROUNDS):
+            process = await here.start()
+            node = await here.serving(started_ms)
+            started_ms = node.start_unix_ms
+            async with connect(node.address) as channel, asyncio.TaskGroup() as tasks:
+                stub = pb_grpc.StorageServiceStub(channel)
+                for queue_id, bodies in sent.items():
+                    tasks.create_task(send_until_dead(stub, queue_id, bodies))
+                goal = (number + 1) * 40
+                await until(lambda goal=goal: len(sent[0]) >= goal)  # type: ignore[misc]
+                process.kill()
+            await process.wait()
+        await here.start()
+        node = await here.serving(started_ms)
+        async with connect(node.address) as channel:
+            stub = pb_grpc.StorageServiceStub(channel)
+            for queue_id, bodies in sent.items():
+                await send(stub, queue_id, bodies)  # again, if the last one was in doubt
+                assert await read(stub, queue_id) == bodies
+        report = json.loads((tmp_path / "recovery.json").read_text())
+        assert report["epoch"] == ROUNDS + 1
+        assert report["batches"] >= ROUNDS * 40
+
+
+async def test_sigterm_ends_held_pulls_and_keeps_everything(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with site(etcd_endpoint, tmp_path) as here:
+        process = await here.start()
+        node = await here.serving()
+        sent: list[bytes] = []
+        async with connect(node.address) as channel, asyncio.TaskGroup() as tasks:
+            stub = pb_grpc.StorageServiceStub(channel)
+            await send(stub, 0, sent)
+            held = tasks.create_task(held_pull(stub))
+
+            async def parked() -> bool:
+                return bool(
+                    (await stub.Describe(pb.DescribeRequest(), timeout=5)).parked_pull_count
+                )
+
+            await until(parked)
+            process.send_signal(signal.SIGTERM)
+            assert isinstance(await held, NotServing)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+        await here.start()
+        again = await here.serving(node.start_unix_ms)
+        async with connect(again.address) as channel:
+            assert await read(pb_grpc.StorageServiceStub(channel), 0) == sent
+        report = json.loads((tmp_path / "recovery.json").read_text())
+        assert report["truncated_bytes"] == 0
+
+
+async def held_pull(stub: pb_grpc.StorageServiceAsyncStub) -> BatonError | None:
+    try:
+        await stub.Pull(pull_request(queue_id=1, hold_ms=30_000), timeout=60)
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    return None
+
+
+async def test_a_second_process_does_not_take_the_folder(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with site(etcd_endpoint, tmp_path) as here:
+        first = await here.start()
+        await here.serving()
+        second = await here.start()
+        _, errors = await asyncio.wait_for(second.communicate(), 30)
+        assert second.returncode == 1
+        assert f"is used by process {first.pid}" in errors.decode()
+        assert first.returncode is None
+
+
+async def test_damage_below_the_checkpoint_ends_the_start_with_a_remedy(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with site(etcd_endpoint, tmp_path) as here:
+        process = await here.start()
+        node = await here.serving()
+        async with connect(node.address) as channel:
+            await send(pb_grpc.StorageServiceStub(channel), 0, [])
+        process.kill()
+        await process.wait()
+        with (tmp_path / "log" / f"{0:020d}").open("r+b") as file:
+            file.seek(100)
+            file.write(b"????")
+        process = await here.start()
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 1
+        assert "acknowledged messages are missing" in errors.decode()
+        await here.start(BATON_STORAGE_ACCEPT_LOSS="true")
+        await here.serving(node.start_unix_ms)
+
+
+async def test_settings_are_printed_and_misspelt_ones_refused(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with site(etcd_endpoint, tmp_path) as here:
+        process = await here.start("--print-config", BATON_STORAGE_FLUSH="async")
+        printed, _ = await asyncio.wait_for(process.communicate(), 30)
+        assert json.loads(printed)["flush"] == "async"
+        assert json.loads(printed)["node_id"] == "broker-a"
+        process = await here.start(BATON_STORAGE_FLUSHH="async")
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 2
+        assert b"BATON_STORAGE_FLUSHH" in errors
