@@ -1,13 +1,13 @@
 """BatonMQ's client library: producers, consumers, administration.
 
-    from batonmq import Consumer, Producer
+from batonmq import Consumer, Producer
 
-    async with Producer("127.0.0.1:9876") as producer:
-        await producer.send("orders", b"...", tag="paid", keys=["order-1"])
+async with Producer("127.0.0.1:9876") as producer:
+    await producer.send("orders", b"...", tag="paid", keys=["order-1"])
 
-    async with Consumer("127.0.0.1:9876", "billing", {"orders": "paid"}) as consumer:
-        async for message in consumer:
-            ...
+async with Consumer("127.0.0.1:9876", "billing", {"orders": "paid"}) as consumer:
+    async for message in consumer:
+        ...
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from types import TracebackType
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.common.aio import unless
+from batonmq.common.aio import only_error, unless
 from batonmq.common.backoff import Backoff
 from batonmq.common.clock import Clock
 from batonmq.consuming.leases import Leases
@@ -166,7 +166,7 @@ class Consumer:
             try:
                 await self._tasks.__aexit__(kind, error, trace)
             except BaseExceptionGroup as group:
-                raise _only(group) from None
+                raise only_error(group) from None
             finally:
                 if self._threads is not None:
                     self._threads.shutdown(wait=False)
@@ -331,11 +331,3 @@ class Consumer:
         while self._runners:
             self._emptied.clear()
             await self._emptied.wait()
-
-
-def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error inside, or the group if there are several."""
-    inner: BaseException = group
-    while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
-        inner = inner.exceptions[0]
-    return inner

@@ -14,6 +14,7 @@ from types import TracebackType
 import grpc.aio
 from baton.storage.v1 import storage_service_pb2 as pb
 
+from batonmq.common.aio import only_error
 from batonmq.common.clock import Clock
 from batonmq.common.errors import (
     BatonError,
@@ -165,6 +166,8 @@ class Producer:
                 task.cancel()
             try:
                 await self._tasks.__aexit__(kind, error, trace)
+            except BaseExceptionGroup as group:
+                raise only_error(group) from None
             finally:
                 self._abandon()
                 await self._directory.close()

@@ -39,3 +39,11 @@ async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error inside, however deep, or the group if there are several."""
+    inner: BaseException = group
+    while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
+        inner = inner.exceptions[0]
+    return inner

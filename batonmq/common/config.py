@@ -77,6 +77,7 @@ def load(kind: type[S], prefix: str, env: Mapping[str, str] | None = None) -> S:
     except ValidationError as error:
         raise ConfigError(
             "; ".join(
-                f"{start}{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
+                f"{'_'.join([prefix, *map(str, e['loc'])]).upper()}: {e['msg']}"
+                for e in error.errors()
             )
         ) from error

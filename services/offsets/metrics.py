@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from batonmq.common.errors import BatonError, Fenced
@@ -58,13 +61,16 @@ class OffsetsMetrics:
         """Count an item whose token is not in force."""
         self._fenced.labels(op, error.facts["why"]).inc()
 
-    def committed(self, op: str, result: Committed | BatonError) -> None:
-        """Count a commit or close: whether it changed something, or why it was refused."""
-        if isinstance(result, BatonError):
-            outcome = result.reason
-        else:
-            outcome = "changed" if result.changed else "noop"
-        self._commits.labels(op, outcome).inc()
+    def committed(self, op: str, results: Iterable[Committed | BatonError]) -> None:
+        """Count commits or closes: whether they changed something, or why they were refused."""
+        outcomes = Tally(
+            result.reason
+            if isinstance(result, BatonError)
+            else ("changed" if result.changed else "noop")
+            for result in results
+        )
+        for outcome, count in outcomes.items():
+            self._commits.labels(op, outcome).inc(count)
 
     def fence(self, condition: Condition, result: Grant | BatonError) -> None:
         """Count a fence."""

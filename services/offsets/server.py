@@ -198,9 +198,11 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     ) -> None:
         """Wait until the results are durable, then let the world know."""
         await self._commits.settled(key for key, _ in items)
+        self._metrics.committed(op, results)
+        if not self._hub.watched:
+            return
         for (key, token), result in zip(items, results, strict=True):
-            self._metrics.committed(op, result)
-            if isinstance(result, Committed) and result.changed and self._hub.watched:
+            if isinstance(result, Committed) and result.changed:
                 committed = metrics_pb.CommittedRange(
                     committed_offset=result.committed_offset, token=token, closed=op == "close"
                 )

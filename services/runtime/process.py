@@ -200,7 +200,8 @@ async def _nodes_followed(runtime: Runtime) -> AsyncIterator[Runtime]:
 async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
     settings = runtime.settings
     edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held)
-    server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
+    # A port that somebody else serves on is an error, not something to share.
+    server = grpc.aio.server(interceptors=[edge], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     metrics_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(runtime.hub), server)

@@ -39,7 +39,7 @@ class Flusher:
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._wrote, self._urgent = asyncio.Event(), asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
 
     def check(self) -> None:
         """Refuse what would need the disk after it has failed.
@@ -69,8 +69,8 @@ class Flusher:
         self._urgent.set()
         await future
 
-    def fail(self, error: OSError) -> None:
-        """Stop for good: the disk has failed. `run` raises the error and so ends the process."""
+    def fail(self, error: Exception) -> None:
+        """Stop for good: what is on disk is not known. `run` raises the error: the process ends."""
         if self._failure is None:
             log.critical("log can't be written or synced, the process ends error=%s", error)
             self._failure = error

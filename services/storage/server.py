@@ -148,9 +148,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._parts.flusher.check()
         try:
             outcomes = self._store.append(batches, topics, self._parts.clock.unix_ms())
-        except OSError as error:
-            self._parts.flusher.fail(error)
-            self._parts.flusher.check()
+        except Exception as error:
+            self._parts.flusher.fail(error)  # log and indexes may disagree: recovery has to look
             raise
         self._parts.flusher.wrote()
         self._tell_appended(batches, outcomes)

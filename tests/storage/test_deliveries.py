@@ -17,21 +17,12 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, DeliveryUnrecorded, Fenced, Unreachable
 from services.storage.deliveries import TOUCHES_MAX, Deliveries, Delivery
 from services.storage.pulls import Holder
+from tests.storage.clock import JumpingClock
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.support.serving import serving
 from tests.support.waiting import until
 
 HOLDER = Holder("billing", "orders", "broker-a", 0, 1)
-
-
-class JumpingClock(Clock):
-    """A monotonic clock that a test moves on."""
-
-    def __init__(self) -> None:
-        self.ahead_ms = 0
-
-    def monotonic_ms(self) -> int:
-        return super().monotonic_ms() + self.ahead_ms
 
 
 @asynccontextmanager

@@ -14,6 +14,8 @@ from batonmq.local.layout import ClusterOptions
 async def local_cluster(
     data_dir: Path,
     *,
+    etcd: str = "",
+    cluster: str = "baton",
     auto_restart: bool = True,
     report: Callable[[str], None] = to_stderr,
     **settings: Mapping[str, object],
@@ -24,8 +26,11 @@ async def local_cluster(
 
     Args:
         data_dir: A cluster on the same directory later has the same messages and addresses.
+        etcd: host:port of an etcd to share, under a `cluster` name of one's own.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
-    options = ClusterOptions(settings=settings, auto_restart=auto_restart)
-    async with LocalCluster(data_dir, options, report) as cluster:
-        yield cluster
+    options = ClusterOptions(
+        cluster=cluster, etcd=etcd, settings=settings, auto_restart=auto_restart
+    )
+    async with LocalCluster(data_dir, options, report) as running:
+        yield running

@@ -105,7 +105,8 @@ class NameserverServiceServicer:
         """Creates a topic on registered brokers. Creating it again with the same settings is no error.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-        FAILED_PRECONDITION (NO_BROKER), UNAVAILABLE (NO_QUORUM).
+        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+        UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +124,8 @@ class NameserverServiceServicer:
     def DescribeTopic(self, request, context):
         """Describes one topic.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,7 +134,8 @@ class NameserverServiceServicer:
     def DeleteTopic(self, request, context):
         """Deletes a topic. A topic of the same name created later shares nothing with it.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NO_QUORUM).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
+        (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +144,8 @@ class NameserverServiceServicer:
     def QueryRoute(self, request, context):
         """Where the queues of a topic are.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,7 +154,9 @@ class NameserverServiceServicer:
     def WatchRoute(self, request, context):
         """The route now, and each time it changes. A client ignores a generation older than its own.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is deleted; UNAVAILABLE.
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
+        deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
+        (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,7 +177,8 @@ class NameserverServiceServicer:
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
         ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-        UNAVAILABLE (NO_QUORUM).
+        RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+        (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +187,8 @@ class NameserverServiceServicer:
     def Leave(self, request, context):
         """Leaves a group at once. Leaving twice is no error.
 
-        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+        UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,7 +197,8 @@ class NameserverServiceServicer:
     def WatchGroup(self, request, context):
         """The membership now, and each time it changes.
 
-        Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE.
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
+        (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,7 +216,8 @@ class NameserverServiceServicer:
     def DescribeGroup(self, request, context):
         """Describes one group.
 
-        Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,8 @@ class NameserverServiceStub:
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-    FAILED_PRECONDITION (NO_BROKER), UNAVAILABLE (NO_QUORUM).
+    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+    UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]
     """Lists topics by name.
@@ -47,22 +48,27 @@ class NameserverServiceStub:
     DescribeTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeTopicRequest, _nameserver_service_pb2.DescribeTopicResponse]
     """Describes one topic.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING).
     """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteTopicRequest, _nameserver_service_pb2.DeleteTopicResponse]
     """Deletes a topic. A topic of the same name created later shares nothing with it.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NO_QUORUM).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
+    (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     QueryRoute: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRouteRequest, _nameserver_service_pb2.QueryRouteResponse]
     """Where the queues of a topic are.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING).
     """
     WatchRoute: _grpc.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchRouteRequest, _nameserver_service_pb2.WatchRouteResponse]
     """The route now, and each time it changes. A client ignores a generation older than its own.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is deleted; UNAVAILABLE.
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
+    deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
+    (NOT_SERVING).
     """
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeClusterRequest, _nameserver_service_pb2.DescribeClusterResponse]
     """The nodes that are registered and alive.
@@ -75,17 +81,20 @@ class NameserverServiceStub:
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
     ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-    UNAVAILABLE (NO_QUORUM).
+    RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+    (NO_QUORUM, NOT_SERVING).
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.LeaveRequest, _nameserver_service_pb2.LeaveResponse]
     """Leaves a group at once. Leaving twice is no error.
 
-    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+    UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     WatchGroup: _grpc.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchGroupRequest, _nameserver_service_pb2.WatchGroupResponse]
     """The membership now, and each time it changes.
 
-    Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE.
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
+    (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
     """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListGroupsRequest, _nameserver_service_pb2.ListGroupsResponse]
     """Lists groups by name.
@@ -95,7 +104,8 @@ class NameserverServiceStub:
     DescribeGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeGroupRequest, _nameserver_service_pb2.DescribeGroupResponse]
     """Describes one group.
 
-    Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING).
     """
 
 @_typing.type_check_only
@@ -107,7 +117,8 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-    FAILED_PRECONDITION (NO_BROKER), UNAVAILABLE (NO_QUORUM).
+    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+    UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]  # type: ignore[assignment]
     """Lists topics by name.
@@ -117,22 +128,27 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     DescribeTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeTopicRequest, _nameserver_service_pb2.DescribeTopicResponse]  # type: ignore[assignment]
     """Describes one topic.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING).
     """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteTopicRequest, _nameserver_service_pb2.DeleteTopicResponse]  # type: ignore[assignment]
     """Deletes a topic. A topic of the same name created later shares nothing with it.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NO_QUORUM).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
+    (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     QueryRoute: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRouteRequest, _nameserver_service_pb2.QueryRouteResponse]  # type: ignore[assignment]
     """Where the queues of a topic are.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING).
     """
     WatchRoute: _aio.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchRouteRequest, _nameserver_service_pb2.WatchRouteResponse]  # type: ignore[assignment]
     """The route now, and each time it changes. A client ignores a generation older than its own.
 
-    Statuses: NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is deleted; UNAVAILABLE.
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
+    deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
+    (NOT_SERVING).
     """
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeClusterRequest, _nameserver_service_pb2.DescribeClusterResponse]  # type: ignore[assignment]
     """The nodes that are registered and alive.
@@ -145,17 +161,20 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
     ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-    UNAVAILABLE (NO_QUORUM).
+    RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+    (NO_QUORUM, NOT_SERVING).
     """
     Leave: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.LeaveRequest, _nameserver_service_pb2.LeaveResponse]  # type: ignore[assignment]
     """Leaves a group at once. Leaving twice is no error.
 
-    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+    UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     WatchGroup: _aio.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchGroupRequest, _nameserver_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
     """The membership now, and each time it changes.
 
-    Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE.
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
+    (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
     """
     ListGroups: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListGroupsRequest, _nameserver_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Lists groups by name.
@@ -165,7 +184,8 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     DescribeGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeGroupRequest, _nameserver_service_pb2.DescribeGroupResponse]  # type: ignore[assignment]
     """Describes one group.
 
-    Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
+    (NOT_SERVING).
     """
 
 class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -180,7 +200,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates a topic on registered brokers. Creating it again with the same settings is no error.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
-        FAILED_PRECONDITION (NO_BROKER), UNAVAILABLE (NO_QUORUM).
+        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
+        UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -202,7 +223,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_nameserver_service_pb2.DescribeTopicResponse, _abc.Awaitable[_nameserver_service_pb2.DescribeTopicResponse]]:
         """Describes one topic.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -213,7 +235,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_nameserver_service_pb2.DeleteTopicResponse, _abc.Awaitable[_nameserver_service_pb2.DeleteTopicResponse]]:
         """Deletes a topic. A topic of the same name created later shares nothing with it.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NO_QUORUM).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
+        (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -224,7 +247,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_nameserver_service_pb2.QueryRouteResponse, _abc.Awaitable[_nameserver_service_pb2.QueryRouteResponse]]:
         """Where the queues of a topic are.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -235,7 +259,9 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_nameserver_service_pb2.WatchRouteResponse], _abc.AsyncIterator[_nameserver_service_pb2.WatchRouteResponse]]:
         """The route now, and each time it changes. A client ignores a generation older than its own.
 
-        Statuses: NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is deleted; UNAVAILABLE.
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), also when the topic is
+        deleted; RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers; UNAVAILABLE
+        (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -260,7 +286,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
         ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
-        UNAVAILABLE (NO_QUORUM).
+        RESOURCE_EXHAUSTED (OVERLOADED: 1,000 members, or others change the group too), UNAVAILABLE
+        (NO_QUORUM, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -271,7 +298,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_nameserver_service_pb2.LeaveResponse, _abc.Awaitable[_nameserver_service_pb2.LeaveResponse]]:
         """Leaves a group at once. Leaving twice is no error.
 
-        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM).
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED: others change the group too),
+        UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -282,7 +310,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_nameserver_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_nameserver_service_pb2.WatchGroupResponse]]:
         """The membership now, and each time it changes.
 
-        Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE.
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
+        (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -304,7 +333,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_nameserver_service_pb2.DescribeGroupResponse, _abc.Awaitable[_nameserver_service_pb2.DescribeGroupResponse]]:
         """Describes one group.
 
-        Statuses: NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
+        (NOT_SERVING).
         """
 
 def add_NameserverServiceServicer_to_server(servicer: NameserverServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

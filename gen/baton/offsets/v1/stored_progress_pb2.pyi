@@ -19,7 +19,12 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StoredProgress(_message.Message):
-    """How offsets keeps one queue on its disk. Not sent over the wire."""
+    """How offsets keeps one queue on its disk. Not sent over the wire.
+
+    A set of offsets stands as runs, little-endian, empty for none: the width of a number ("B" 1,
+    "H" 2, "I" 4, "Q" 8 bytes), 8 bytes first offset, the length of the first run, then gap and
+    length of each further one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -45,9 +50,9 @@ class StoredProgress(_message.Message):
     delivered_reserved: _builtins.int
     """Upper bound of the delivered offset, reserved ahead of deliveries."""
     acked: _builtins.bytes
-    """Acked offsets at or above the committed one, as a portable 64-bit roaring bitmap."""
+    """Acked offsets at or above the committed one, as runs."""
     maybe_seen: _builtins.bytes
-    """Maybe-seen offsets, as a portable 64-bit roaring bitmap."""
+    """Maybe-seen offsets, as runs."""
     reset_epoch: _builtins.int
     """Reset epoch."""
     closed: _builtins.bool

@@ -1,0 +1,15 @@
+"""A clock that a test moves on."""
+
+from __future__ import annotations
+
+from batonmq.common.clock import Clock
+
+
+class JumpingClock(Clock):
+    """Monotonic time that is `ahead_ms` ahead of the loop's."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+
+    def monotonic_ms(self) -> int:
+        return super().monotonic_ms() + self.ahead_ms

@@ -1,0 +1,131 @@
+"""Goal: a topic is known as soon as it exists, and asking for one that does not costs little.
+
+Method: a real etcd and a mirror that follows it, or does not yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import NoQuorum, TopicNotFound
+from services.runtime.etcd import EtcdSession, Stored
+from services.runtime.mirror import Mirror
+from services.storage.core.store import TopicQueues
+from services.storage.topics import MISSING_MS, Topics
+from tests.storage.clock import JumpingClock
+
+
+class CountingSession(EtcdSession):
+    """Counts the keys it is asked for."""
+
+    asked_count = 0
+
+    async def get(self, key: str) -> Stored | None:
+        self.asked_count += 1
+        return await super().get(key)
+
+
+class Scene:
+    """Topics over a mirror that follows etcd only when told to."""
+
+    def __init__(self, session: CountingSession) -> None:
+        self.session, self.clock = session, JumpingClock()
+        self.mirror = Mirror(session, "topics/")
+        self.topics = Topics(self.mirror, session, "broker-a", self.clock)
+
+    async def put(self, name: str, topic_id: int, **queue_counts: int) -> int:
+        spread = [
+            pb.QueueSpread(broker=broker.replace("_", "-"), queue_count=count)
+            for broker, count in queue_counts.items()
+        ]
+        value = pb.Topic(name=name, topic_id=topic_id, spread=spread).SerializeToString()
+        return await self.session.put(self.session.key("topics", name), value)
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(self.mirror.run())
+            await self.mirror.ready()
+            yield
+            running.cancel()
+
+
+@asynccontextmanager
+async def scene(etcd_endpoint: str) -> AsyncIterator[Scene]:
+    session = CountingSession(etcd_endpoint, secrets.token_hex(8), Clock())
+    async with session:
+        yield Scene(session)
+
+
+async def test_queues_are_those_of_this_broker(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3, broker_b=5)
+        await here.put("b", 8, broker_b=5)
+        async with here.following():
+            assert await here.topics.find("a") == TopicQueues(7, 3)
+            assert await here.topics.find("b") == TopicQueues(8, 0)
+        assert here.session.asked_count == 0
+
+
+async def test_a_topic_the_mirror_does_not_have_yet_is_asked_for_once(
+    etcd_endpoint: str,
+) -> None:
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3)
+        for _ in range(3):
+            assert await here.topics.find("a") == TopicQueues(7, 3)
+        assert here.session.asked_count == 1
+
+
+async def test_a_missing_topic_is_not_asked_for_again_within_a_second(
+    etcd_endpoint: str,
+) -> None:
+    async with scene(etcd_endpoint) as here:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(20):
+                tasks.create_task(missing(here))
+        assert here.session.asked_count == 1
+        here.clock.ahead_ms = MISSING_MS + 1
+        await missing(here)
+        assert here.session.asked_count == 2
+
+
+async def missing(here: Scene) -> None:
+    with pytest.raises(TopicNotFound) as refused:
+        await here.topics.find("a")
+    assert refused.value.facts == {"topic": "a"}
+
+
+async def test_a_topic_made_within_that_second_is_known_at_once(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here, here.following():
+        await missing(here)
+        revision = await here.put("a", 7, broker_a=3)
+        await here.mirror.reached(revision)
+        assert await here.topics.find("a") == TopicQueues(7, 3)
+
+
+async def test_a_topic_that_is_gone_or_made_anew_is_not_the_old_one(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3)
+        assert await here.topics.find("a") == TopicQueues(7, 3)
+        async with here.following():
+            await here.mirror.reached(await here.put("a", 8, broker_a=4))
+            assert here.topics.known("a") == TopicQueues(8, 4)
+            await here.session.delete(here.session.key("topics", "a"))
+            await here.mirror.reached(await here.put("marker", 9, broker_a=1))
+            assert here.topics.known("a") is None
+            await missing(here)
+
+
+async def test_without_etcd_what_is_not_known_stays_open() -> None:
+    session = CountingSession("127.0.0.1:1", "none", Clock(), timeout_ms=500)
+    async with session:
+        with pytest.raises(NoQuorum):
+            await Scene(session).topics.find("a")
