@@ -5,23 +5,41 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from batonmq.cli.output import Form
 from batonmq.cli.session import FormatOption, Session, open_session
 from batonmq.demo.crew import MemberFailed
-from batonmq.demo.flights import DatasetMissing, Flight, load_flights
+from batonmq.demo.flights import DatasetMissing, load_flights
 from batonmq.demo.play import CARRIERS, SIZES, Result, Stalled, play
 from batonmq.local.cluster import ClusterFailed, LocalCluster
 from batonmq.local.etcd import NoEtcd
 from batonmq.local.layout import ClusterOptions
 from batonmq.local.ports import DataDirInUse, NoFreePort
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the demo plays."""
+
+    nameserver: str | None
+    data_dir: Path | None
+    folder: Path
+    pace: int
 
 
 def demo(
@@ -37,6 +55,9 @@ def demo(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Use a cluster that is up and start none."),
     ] = None,
+    pace: Annotated[
+        int, typer.Option(min=0, help="Messages a member handles in a second; 0: no limit.")
+    ] = 0,
     form: FormatOption = None,
 ) -> None:
     """Publish all New York flights of 2013, consume them while members come and go, and check.
@@ -47,7 +68,8 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="baton-demo-") as folder:
         try:
             results: list[Result] = []
-            session.run(_demo(session, nameserver, data_dir, Path(folder), results))
+            stage = Stage(nameserver, data_dir, Path(folder), pace)
+            session.run(_demo(session, stage, results))
         except (Stalled, MemberFailed, ClusterFailed, NoEtcd, NoFreePort, DataDirInUse) as error:
             session.output.failure("DEMO_FAILED", str(error), "")
             raise typer.Exit(1) from error
@@ -62,33 +84,25 @@ def demo(
         raise typer.Exit(1)
 
 
-async def _demo(
-    session: Session,
-    nameserver: str | None,
-    data_dir: Path | None,
-    folder: Path,
-    results: list[Result],
-) -> None:
+async def _demo(session: Session, stage: Stage, results: list[Result]) -> None:
     flights = load_flights()
     async with AsyncExitStack() as stack:
+        nameserver = stage.nameserver
         if nameserver is None:
-            cluster = LocalCluster(data_dir or folder / "cluster", ClusterOptions())
+            cluster = LocalCluster(stage.data_dir or stage.folder / "cluster", ClusterOptions())
             await stack.enter_async_context(cluster)
             nameserver = cluster.nameserver
         session.output.note(f"watch it from another terminal: export BATON_NAMESERVER={nameserver}")
-        with _progress() as bar:
-            results.append(await _play(nameserver, flights, folder, bar))
+        rows: dict[str, TaskID] = {}
+        bar = stack.enter_context(_progress())
 
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in rows:
+                rows[what] = bar.add_task(what, total=total)
+            bar.update(rows[what], completed=done, total=total)
 
-async def _play(nameserver: str, flights: list[Flight], folder: Path, bar: Progress) -> Result:
-    rows: dict[str, int] = {}
-
-    def tell(what: str, done: int, total: int) -> None:
-        if what not in rows:
-            rows[what] = bar.add_task(what, total=total)
-        bar.update(rows[what], completed=done, total=total)  # type: ignore[arg-type]
-
-    return await play(nameserver, flights, folder / "journals", tell)
+        journals = stage.folder / "journals"
+        results.append(await play(nameserver, flights, journals, tell, pace=stage.pace))
 
 
 def _progress() -> Progress:

@@ -20,13 +20,18 @@ class MemberFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What every member of one group is told."""
+    """What every member of one group is told.
+
+    Attributes:
+        pace: Messages a member handles in a second, at most; 0 for no limit.
+    """
 
     nameserver: str
     group: str
     topic: str
     expression: str
     folder: Path
+    pace: int = 0
 
 
 class Member:
@@ -57,6 +62,7 @@ class Member:
             "expression": self._part.expression,
             "client-id": self.name,
             "journal": str(self.journal),
+            "pace": str(self._part.pace),
         }
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -18,6 +18,7 @@ from batonmq.consuming.session import ConsumerSettings
 from batonmq.demo.journal import Journal
 
 PROGRESS_INTERVAL_S = 0.1
+PACED_RUN = 50
 
 
 async def consume(options: argparse.Namespace) -> None:
@@ -46,6 +47,8 @@ async def consume(options: argparse.Namespace) -> None:
                 async for message in consumer:
                     journal.handled(message)
                     handled[0] += 1
+                    if options.pace and handled[0] % PACED_RUN == 0:
+                        await asyncio.sleep(PACED_RUN / options.pace)
             stopping.cancel()
             telling.cancel()
     print(handled[0], flush=True)
@@ -71,6 +74,7 @@ def main() -> None:
     for name in ("nameserver", "group", "topic", "expression", "client-id"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--journal", type=Path, required=True)
+    parser.add_argument("--pace", type=int, default=0, help="messages per second; 0: no limit")
     logs.configure("WARNING", "text")
     asyncio.run(consume(parser.parse_args()))
 

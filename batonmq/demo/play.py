@@ -93,13 +93,19 @@ class Result:
 
 
 async def play(
-    nameserver: str, flights: Sequence[Flight], folder: Path, progress: Progress
+    nameserver: str,
+    flights: Sequence[Flight],
+    folder: Path,
+    progress: Progress,
+    *,
+    pace: int = 0,
 ) -> Result:
     """Run the demo against a cluster that is up.
 
     Args:
         nameserver: host:port.
         folder: Where the members write their journals; empty.
+        pace: Messages a member handles in a second, at most; 0 for no limit.
 
     Raises:
         Stalled: messages stopped flowing.
@@ -113,7 +119,12 @@ async def play(
     publish_ms = clock.monotonic_ms() - started_ms
 
     main = Part(
-        nameserver=nameserver, group=GROUP, topic=TOPIC, expression="*", folder=folder / "main"
+        nameserver=nameserver,
+        group=GROUP,
+        topic=TOPIC,
+        expression="*",
+        folder=folder / "main",
+        pace=pace,
     )
     filtered = Part(
         nameserver=nameserver,
@@ -121,6 +132,7 @@ async def play(
         topic=TOPIC,
         expression=" || ".join(CARRIERS),
         folder=folder / "filtered",
+        pace=pace,
     )
     wanted = {f.flight_id: place for place, f in enumerate(flights) if f.carrier in CARRIERS}
     for part in (main, filtered):

@@ -40,5 +40,10 @@ def test_ordering_keys_spread_over_all_queues() -> None:
 
 
 def test_queues_sort_by_topic_then_broker_then_number() -> None:
-    mixed = [QueueId("b", "a", 0), QueueId("a", "b", 0), QueueId("a", "a", 10), QueueId("a", "a", 9)]
+    mixed = [
+        QueueId("b", "a", 0),
+        QueueId("a", "b", 0),
+        QueueId("a", "a", 10),
+        QueueId("a", "a", 9),
+    ]
     assert [str(queue) for queue in sorted(mixed)] == ["a/a/9", "a/a/10", "a/b/0", "b/a/0"]
