@@ -9,7 +9,7 @@ PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e check demo up clean
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e check bench demo up clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -34,7 +34,7 @@ lint: $(SETUP) types layers proto-check ## style of Python and protos, types, la
 	ruff format --check . && ruff check . && buf lint && buf format -d --exit-code
 
 types: $(SETUP) ## mypy, strict, package and tests
-	mypy && mypy tests --explicit-package-bases
+	mypy && mypy tests bench --explicit-package-bases
 
 layers: $(SETUP) ## who may import whom
 	lint-imports
@@ -53,8 +53,8 @@ proto-check: $(SETUP) ## gen/ is what protos/ says
 breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
 
-test: $(SETUP)  ## every test that CI runs
-	pytest -q
+test: $(SETUP)  ## every test that CI runs, on two cores
+	pytest -q -n 2 --dist worksteal
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	pytest -q -m "not sim and not e2e"
@@ -66,6 +66,9 @@ e2e: $(SETUP)   ## real processes only
 	pytest -q -m e2e
 
 check: lint test ## what CI runs
+
+bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and docs/performance.md
+	python -m bench
 
 demo: $(SETUP)  ## the main job: a real data set, moving queues, nothing lost, nothing twice
 	baton demo

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from batonmq.core.records import Message
     from batonmq.core.route import QueueId
     from batonmq.producer import Durability, Pending, Producer, ProducerSettings, Receipt
+    from batonmq.scheduling import PendingSchedule, ScheduleReceipt
 
 __all__ = [
     "Admin",
@@ -38,12 +39,14 @@ __all__ = [
     "Message",
     "OwnershipEvent",
     "Pending",
+    "PendingSchedule",
     "Producer",
     "ProducerSettings",
     "QueueId",
     "Receipt",
     "ReceivedMessage",
     "Retry",
+    "ScheduleReceipt",
     "Strategy",
 ]
 
@@ -58,12 +61,14 @@ _HOMES = {
     "Message": "batonmq.core.records",
     "OwnershipEvent": "batonmq.consuming.session",
     "Pending": "batonmq.producer",
+    "PendingSchedule": "batonmq.scheduling",
     "Producer": "batonmq.producer",
     "ProducerSettings": "batonmq.producer",
     "QueueId": "batonmq.core.route",
     "Receipt": "batonmq.producer",
     "ReceivedMessage": "batonmq.consuming.message",
     "Retry": "batonmq.common.errors",
+    "ScheduleReceipt": "batonmq.scheduling",
     "Strategy": "batonmq.core.rebalance",
 }
 

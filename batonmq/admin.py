@@ -11,7 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from random import Random
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
@@ -76,7 +76,7 @@ class Admin:
     """
 
     def __init__(self, nameserver: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        self._directory = Directory(nameserver, Random())
+        self.directory = Directory(nameserver, Random())
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -87,7 +87,7 @@ class Admin:
 
     async def close(self) -> None:
         """Close the channels."""
-        await self._directory.close()
+        await self.directory.close()
 
     async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
         """Create a topic, or find it with the same settings.
@@ -100,15 +100,15 @@ class Admin:
             InvalidName, LimitExceeded, NoBroker: as they say.
         """
         request = pb.CreateTopicRequest(topic=name, queue_count=queue_count)
-        answer = await self._ask(
-            lambda limit_s: self._directory.nameserver().CreateTopic(request, timeout=limit_s)
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().CreateTopic(request, timeout=limit_s)
         )
         return CreatedTopic(topic_from_pb(answer.topic), answer.created)
 
     async def list_topics(self) -> tuple[Topic, ...]:
         """All topics by name."""
-        answer = await self._ask(
-            lambda limit_s: self._directory.nameserver().ListTopics(
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().ListTopics(
                 pb.ListTopicsRequest(), timeout=limit_s
             )
         )
@@ -121,8 +121,8 @@ class Admin:
             TopicNotFound: there is none.
         """
         request = pb.DescribeTopicRequest(topic=name)
-        answer = await self._ask(
-            lambda limit_s: self._directory.nameserver().DescribeTopic(request, timeout=limit_s)
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().DescribeTopic(request, timeout=limit_s)
         )
         topic, problems = topic_from_pb(answer.topic), list[str]()
         held = await self._extents(topic.queues, problems)
@@ -132,6 +132,32 @@ class Admin:
             tuple(problems),
         )
 
+    async def update_topic(
+        self,
+        name: str,
+        *,
+        queue_count: int = 0,
+        permission: Literal["", "read_write", "read", "write"] = "",
+    ) -> Topic:
+        """Change a topic; what it is now.
+
+        Args:
+            queue_count: On all brokers together; 0 leaves it. More are there at once. Fewer: the
+                last ones take no more messages, and are gone once every group has read them.
+            permission: Empty leaves it.
+
+        Raises:
+            TopicNotFound: there is none.
+            LimitExceeded: more than 1,024 queues, or fewer than brokers that have some.
+        """
+        request = pb.UpdateTopicRequest(topic=name, queue_count=queue_count)
+        if permission:
+            request.permission = pb.TopicPermission.Value(f"TOPIC_PERMISSION_{permission.upper()}")
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().UpdateTopic(request, timeout=limit_s)
+        )
+        return topic_from_pb(answer.topic)
+
     async def delete_topic(self, name: str) -> None:
         """Delete a topic and all its messages. Asked once: see `TopicNotFound` after a failure.
 
@@ -140,14 +166,14 @@ class Admin:
         """
         request = pb.DeleteTopicRequest(topic=name)
         try:
-            await self._directory.nameserver().DeleteTopic(request, timeout=self._timeout_s)
+            await self.directory.nameserver().DeleteTopic(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as failure:
             raise from_rpc_error(failure) from failure
 
     async def cluster(self) -> Cluster:
         """The live processes."""
-        answer = await self._ask(
-            lambda limit_s: self._directory.nameserver().DescribeCluster(
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().DescribeCluster(
                 pb.DescribeClusterRequest(), timeout=limit_s
             )
         )
@@ -155,8 +181,8 @@ class Admin:
 
     async def list_groups(self) -> tuple[Group, ...]:
         """All groups by name, those without members included."""
-        answer = await self._ask(
-            lambda limit_s: self._directory.nameserver().ListGroups(
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().ListGroups(
                 pb.ListGroupsRequest(), timeout=limit_s
             )
         )
@@ -169,8 +195,8 @@ class Admin:
             GroupNotFound: nobody ever joined it.
         """
         request = pb.DescribeGroupRequest(group=name)
-        answer = await self._ask(
-            lambda limit_s: self._directory.nameserver().DescribeGroup(request, timeout=limit_s)
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().DescribeGroup(request, timeout=limit_s)
         )
         return group_from_pb(answer.group)
 
@@ -204,17 +230,17 @@ class Admin:
         request = lockmgr_pb.ListRequest(group=group, topic=topic)
 
         async def ask(limit_s: float) -> lockmgr_pb.ListResponse:
-            return await (await self._directory.lockmgr()).List(request, timeout=limit_s)
+            return await (await self.directory.lockmgr()).List(request, timeout=limit_s)
 
-        return tuple(map(lock_from_pb, (await self._ask(ask)).entries))
+        return tuple(map(lock_from_pb, (await self.ask(ask)).entries))
 
     async def _progress(self, group: str) -> Sequence[offsets_pb.Progress]:
         request = offsets_pb.QueryGroupRequest(group=group)
 
         async def ask(limit_s: float) -> offsets_pb.QueryGroupResponse:
-            return await (await self._directory.offsets()).QueryGroup(request, timeout=limit_s)
+            return await (await self.directory.offsets()).QueryGroup(request, timeout=limit_s)
 
-        return (await self._ask(ask)).queues
+        return (await self.ask(ask)).queues
 
     async def _extents(
         self, queues: Iterable[QueueId], problems: list[str]
@@ -241,17 +267,21 @@ class Admin:
             async def ask(
                 limit_s: float, request: storage_pb.QueryOffsetsRequest = request
             ) -> storage_pb.QueryOffsetsResponse:
-                stub = await self._directory.storage(broker)
+                stub = await self.directory.storage(broker)
                 return await stub.QueryOffsets(request, timeout=limit_s)
 
-            outcomes = (await self._ask(ask)).outcomes
+            outcomes = (await self.ask(ask)).outcomes
             for queue, outcome in zip(part, outcomes, strict=True):
                 if outcome.HasField("offsets"):
                     found[queue] = (outcome.offsets.first_offset, outcome.offsets.next_offset)
         return found
 
-    async def _ask(self, ask: Callable[[float], Awaitable[Value]]) -> Value:
-        """The answer of `ask(limit_s)`, which is called again while that may help."""
+    async def ask(self, ask: Callable[[float], Awaitable[Value]]) -> Value:
+        """The answer of `ask(limit_s)`, which is called again while that may help.
+
+        Raises:
+            BatonError: why there is none.
+        """
         loop = asyncio.get_running_loop()
         deadline, failures = loop.time() + self._timeout_s, 0
         error: BatonError = Unreachable(f"no answer within {self._timeout_s:g} s")
@@ -268,8 +298,8 @@ class Admin:
                     if error.retry not in _AGAIN:
                         raise error
                     if isinstance(error, Unreachable):
-                        self._directory.next_nameserver()
-                    await self._directory.pause(error, failures)
+                        self.directory.next_nameserver()
+                    await self.directory.pause(error, failures)
                     failures += 1
         except TimeoutError:
             raise error from error.__cause__

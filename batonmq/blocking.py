@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from batonmq.common.errors import Unreachable
 from batonmq.consumer import Consumer
@@ -18,6 +18,7 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.route import QueueId
 from batonmq.producer import Producer, ProducerSettings, Receipt
+from batonmq.scheduling import ScheduleReceipt
 
 T = TypeVar("T")
 
@@ -29,7 +30,9 @@ class _LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = threading.Event()
         self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="batonmq", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -121,29 +124,45 @@ class BlockingProducer:
     ) -> None:
         self._life.close()
 
-    def send(  # noqa: PLR0913  keyword-only, each with a default
+    @overload
+    def send(
         self,
         topic: str,
         body: bytes,
         *,
-        tag: str = "",
-        keys: Sequence[str] = (),
-        properties: Mapping[str, str] | None = None,
-        ordering_key: str | None = None,
-        queue: QueueId | None = None,
-    ) -> Receipt:
+        tag: str = ...,
+        keys: Sequence[str] = ...,
+        properties: Mapping[str, str] | None = ...,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+    ) -> Receipt: ...
+
+    @overload
+    def send(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = ...,
+        keys: Sequence[str] = ...,
+        properties: Mapping[str, str] | None = ...,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+        deliver_at_unix_ms: int | None = ...,
+        delay_ms: int | None = ...,
+        delay_level: int | None = ...,
+    ) -> ScheduleReceipt: ...
+
+    def send(self, topic: str, body: bytes, **options: Any) -> Receipt | ScheduleReceipt:
         """See `Producer.send`."""
-        return self._thread.call(
-            self._producer.send(
-                topic,
-                body,
-                tag=tag,
-                keys=keys,
-                properties=properties,
-                ordering_key=ordering_key,
-                queue=queue,
-            )
+        receipt: Receipt | ScheduleReceipt = self._thread.call(
+            self._producer.send(topic, body, **options)
         )
+        return receipt
+
+    def cancel(self, schedule_id: str) -> None:
+        """See `Producer.cancel`."""
+        self._thread.call(self._producer.cancel(schedule_id))
 
     def flush(self) -> None:
         """See `Producer.flush`."""

@@ -6,10 +6,14 @@ import grpc.aio
 
 MESSAGE_BYTES_MAX = 40 * 1024 * 1024
 """Largest request or response: 32 MiB of batches and room around them."""
+METADATA_BYTES_MAX = 1024 * 1024
+"""Largest error detail: 64 topics on which two subscriptions differ are about 400 KiB."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

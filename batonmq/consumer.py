@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from random import Random
 from types import TracebackType
 
 from baton.common.v1 import queue_pb2
@@ -17,7 +15,6 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.common.aio import only_error, unless
 from batonmq.common.backoff import Backoff
-from batonmq.common.clock import Clock
 from batonmq.consuming.leases import Leases
 from batonmq.consuming.membership import Membership
 from batonmq.consuming.message import ReceivedMessage
@@ -31,7 +28,7 @@ from batonmq.consuming.session import (
 from batonmq.core.rebalance import allocate
 from batonmq.core.route import QueueId
 from batonmq.core.subscription import TagFilter
-from batonmq.directory import Directory
+from batonmq.directory import Directory, Surroundings
 from batonmq.routes import follow_route, queues_of, wait_for_route
 
 log = logging.getLogger(__name__)
@@ -62,6 +59,7 @@ class Consumer:
             group need the same.
         client_id: Unique within the group; by default host and a random part.
         on_ownership: Called, in the event loop, when a queue comes or goes.
+        surroundings: Clock, randomness and transport; the real ones by default.
 
     Raises on entering:
         SubscriptionConflict: the group has another subscription; it names both clients.
@@ -69,7 +67,7 @@ class Consumer:
         Unreachable: no nameserver answered within the start timeout.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keyword-only from the settings on, each with a default
         self,
         nameserver: str,
         group: str,
@@ -78,8 +76,10 @@ class Consumer:
         *,
         client_id: str = "",
         on_ownership: Callable[[OwnershipEvent], None] = _ignore,
+        surroundings: Surroundings | None = None,
     ) -> None:
-        random, host = Random(secrets.randbits(64)), socket.gethostname()
+        outside = surroundings or Surroundings()
+        random, host = outside.random, socket.gethostname()
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
         self._session = Session(
@@ -89,8 +89,8 @@ class Consumer:
             ),
             filters={topic: TagFilter.parse(text) for topic, text in subscriptions.items()},
             settings=settings or ConsumerSettings(),
-            directory=Directory(nameserver, random),
-            clock=Clock(),
+            directory=Directory(nameserver, random, outside.connect),
+            clock=outside.clock,
             random=random,
             on_ownership=on_ownership,
         )

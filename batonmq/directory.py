@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
 
 import grpc.aio
@@ -11,10 +14,13 @@ from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.channels import connect
 from batonmq.common.backoff import Backoff
+from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, Retry, Unreachable
 from batonmq.common.rpc import from_rpc_error
 
@@ -25,14 +31,34 @@ CALL_TIMEOUT_S = 5.0
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 
 
+def _fresh_random() -> Random:
+    return Random(secrets.randbits(64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a client takes from outside: time, chance and the wire. A simulation brings its own."""
+
+    clock: Clock = field(default_factory=Clock)
+    random: Random = field(default_factory=_fresh_random)
+    connect: Callable[[str], grpc.aio.Channel] = connect
+
+
 class Directory:
     """Channels to the nodes of a cluster, found through its nameserver.
 
     Args:
         nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
+        connect: Makes a channel to `host:port`.
     """
 
-    def __init__(self, nameserver: str, random: Random) -> None:
+    def __init__(
+        self,
+        nameserver: str,
+        random: Random,
+        connect: Callable[[str], grpc.aio.Channel] = connect,
+    ) -> None:
+        self._connect = connect
         self._addresses = [part.strip() for part in nameserver.split(",") if part.strip()]
         self._random = random
         self._turn = 0
@@ -63,6 +89,24 @@ class Directory:
         """
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return storage_grpc.StorageServiceStub(self._channel(address))
+
+    async def schedule(self, broker: str) -> schedule_grpc.ScheduleServiceAsyncStub:
+        """A stub for messages for later at the storage node of `broker`.
+
+        Raises:
+            Unreachable: it is not registered, or no nameserver answers.
+        """
+        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        return schedule_grpc.ScheduleServiceStub(self._channel(address))
+
+    async def query(self, broker: str) -> query_grpc.QueryServiceAsyncStub:
+        """A stub for looking messages up at the storage node of `broker`.
+
+        Raises:
+            Unreachable: it is not registered, or no nameserver answers.
+        """
+        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        return query_grpc.QueryServiceStub(self._channel(address))
 
     async def offsets(self) -> offsets_grpc.OffsetsServiceAsyncStub:
         """A stub for the offsets master.
@@ -117,7 +161,7 @@ class Directory:
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = connect(address)
+            channel = self._channels[address] = self._connect(address)
         return channel
 
     async def _address(self, service: pb.ServiceKind.ValueType, node_id: str = "") -> str:

@@ -20,12 +20,17 @@ class Topic:
 
     Attributes:
         queue_counts: Queues by broker, ascending by broker.
+        permission: read_write, read or write.
+        writable_counts: Queues that take messages, by broker; the first ones of each. Those
+            beyond are gone once every group has read them.
     """
 
     name: str
     topic_id: int
     create_unix_ms: int
     queue_counts: Mapping[str, int]
+    permission: str
+    writable_counts: Mapping[str, int]
 
     @property
     def queue_count(self) -> int:
@@ -186,8 +191,17 @@ class Lock:
 
 def topic_from_pb(topic: pb.Topic) -> Topic:
     """As the nameserver tells it."""
-    counts = {part.broker: part.queue_count for part in topic.spread}
-    return Topic(topic.name, topic.topic_id, topic.create_unix_ms, counts)
+    permission = topic.permission or pb.TOPIC_PERMISSION_READ_WRITE
+    return Topic(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        create_unix_ms=topic.create_unix_ms,
+        queue_counts={part.broker: part.queue_count for part in topic.spread},
+        permission=_name(pb.TopicPermission.Name, permission, "TOPIC_PERMISSION_").lower(),
+        writable_counts={
+            part.broker: part.write_queue_count or part.queue_count for part in topic.spread
+        },
+    )
 
 
 def node_from_pb(node: pb.Node) -> Node:

@@ -28,6 +28,19 @@ def queues_of(route: pb.Route) -> tuple[QueueId, ...]:
     )
 
 
+def writable_queues_of(route: pb.Route) -> tuple[QueueId, ...]:
+    """The queues of a route that take messages, ascending."""
+    if route.topic.permission == pb.TOPIC_PERMISSION_READ:
+        return ()
+    return tuple(
+        sorted(
+            QueueId(route.topic.name, spread.broker, queue_id)
+            for spread in route.topic.spread
+            for queue_id in range(spread.write_queue_count or spread.queue_count)
+        )
+    )
+
+
 async def query_route(directory: Directory, topic: str) -> pb.Route:
     """The route of `topic` as a nameserver knows it now.
 

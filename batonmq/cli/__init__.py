@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from batonmq.cli import cluster, group, lock, topic
+from batonmq.cli import cluster, group, lock, message, topic
+from batonmq.cli.cancel import cancel
 from batonmq.cli.consume import consume
 from batonmq.cli.demo import demo
+from batonmq.cli.fsck import fsck
 from batonmq.cli.output import Form
 from batonmq.cli.produce import produce
 from batonmq.cli.session import DEFAULT_NAMESERVER, Defaults
@@ -55,7 +57,10 @@ app.command()(up)
 app.command()(produce)
 app.command()(consume)
 app.add_typer(topic.app, name="topic")
+message.app.command()(cancel)
+app.add_typer(message.app, name="message")
 app.add_typer(group.app, name="group")
 app.add_typer(lock.app, name="lock")
 app.add_typer(cluster.app, name="cluster")
 app.command()(demo)
+app.command()(fsck)

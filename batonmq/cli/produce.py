@@ -6,19 +6,30 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 
 from batonmq.cli.lines import read_lines
-from batonmq.cli.output import Form, Output
+from batonmq.cli.output import Form, Output, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, open_session
-from batonmq.common.errors import BatonError
+from batonmq.cli.times import parse_unix_ms
+from batonmq.common.errors import BatonError, InvalidArgument
+from batonmq.core.delays import LEVEL_NAMES, parse_duration_ms
 from batonmq.core.records import BODY_BYTES_MAX, Message
 from batonmq.core.route import QueueId
 from batonmq.producer import Pending, Producer, Receipt
+from batonmq.scheduling import PendingSchedule, ScheduleReceipt
 
 _PENDING_MAX = 10_000
+
+
+class _When(TypedDict, total=False):
+    """Which messages are delivered later: one of these, or none."""
+
+    deliver_at_unix_ms: int
+    delay_ms: int
+    delay_level: int
 
 
 def produce(
@@ -36,16 +47,40 @@ def produce(
     ordering_key: Annotated[
         str | None, typer.Option(help="Send all to the one queue this key belongs to, in order.")
     ] = None,
+    delay: Annotated[
+        str | None, typer.Option(help="Deliver later: 500ms, 10s, 5m, 2h; up to 40d.")
+    ] = None,
+    deliver_at: Annotated[
+        str | None,
+        typer.Option(help="Deliver at a time, such as 2026-01-31T08:00:00Z or Unix milliseconds."),
+    ] = None,
+    delay_level: Annotated[
+        int | None,
+        typer.Option(min=1, max=18, help=f"Deliver later by a level: {' '.join(LEVEL_NAMES)}."),
+    ] = None,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
     """Send each line as a message, and say where they are stored.
 
-    With --format json: one receipt per line, in the order of the input.
+    With --format json: one receipt per line, in the order of the input. What is to be delivered
+    later has a schedule id, for: baton message cancel.
     """
+    if sum(option is not None for option in (delay, deliver_at, delay_level)) > 1:
+        raise typer.BadParameter("give only one of --delay, --deliver-at and --delay-level")
     session = open_session(context, nameserver, form)
     template = Message(b"", tag, tuple(key or ()))
-    sending = _Sending(topic, template, ordering_key, _Summary(session.output))
+    when: _When = {}
+    try:
+        if delay is not None:
+            when = {"delay_ms": parse_duration_ms(delay)}
+        elif deliver_at is not None:
+            when = {"deliver_at_unix_ms": parse_unix_ms(deliver_at)}
+        elif delay_level is not None:
+            when = {"delay_level": delay_level}
+    except InvalidArgument as error:
+        raise typer.BadParameter(f"{error.message}. {error.remedy}") from error
+    sending = _Sending(topic, template, ordering_key, _Summary(session.output), when)
     session.run(_produce(session.nameserver, file, sending))
 
 
@@ -56,10 +91,14 @@ class _Summary:
         self._output = output
         self._offsets: dict[QueueId, list[int]] = {}
         self._durabilities: set[str] = set()
+        self._schedules: list[ScheduleReceipt] = []
         self._failures: list[BatonError] = []
 
-    def add(self, receipt: Receipt) -> None:
+    def add(self, receipt: Receipt | ScheduleReceipt) -> None:
         """Note, and in JSON print, a receipt."""
+        if isinstance(receipt, ScheduleReceipt):
+            self._add_schedule(receipt)
+            return
         self._offsets.setdefault(receipt.queue, []).append(receipt.offset)
         self._durabilities.add(receipt.durability.name)
         if self._output.form is Form.JSON:
@@ -77,12 +116,30 @@ class _Summary:
                 "",
             )
 
+    def _add_schedule(self, receipt: ScheduleReceipt) -> None:
+        self._schedules.append(receipt)
+        self._output.line(
+            {
+                "topic": receipt.queue.topic,
+                "broker": receipt.queue.broker,
+                "queue_id": receipt.queue.queue_id,
+                "schedule_id": receipt.schedule_id,
+                "deliver_unix_ms": receipt.deliver_unix_ms,
+                "duplicate": receipt.duplicate,
+            },
+            f"{receipt.schedule_id} {wall_time(receipt.deliver_unix_ms)}",
+        )
+
     def fail(self, failure: BatonError) -> None:
         """Note a message without a receipt."""
         self._failures.append(failure)
 
     def print(self) -> None:
         """Tell a person what has become of the messages."""
+        if self._schedules:
+            count = len(self._schedules)
+            self._output.note(f"{count} message{'' if count == 1 else 's'} scheduled")
+            return
         count = sum(map(len, self._offsets.values()))
         words = [f"{count} message{'' if count == 1 else 's'} stored", *sorted(self._durabilities)]
         self._output.note(" ".join(words))
@@ -123,7 +180,8 @@ class _Sending:
     template: Message
     ordering_key: str | None
     summary: _Summary
-    pending: asyncio.Queue[Pending | None] = field(default_factory=asyncio.Queue)
+    when: _When
+    pending: asyncio.Queue[Pending | PendingSchedule | None] = field(default_factory=asyncio.Queue)
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PENDING_MAX))
 
     async def submit(self, producer: Producer, lines: AsyncIterator[bytes]) -> None:
@@ -133,7 +191,9 @@ class _Sending:
                 await self.room.acquire()
                 message = replace(self.template, body=line)
                 self.pending.put_nowait(
-                    await producer.submit(self.topic, message, ordering_key=self.ordering_key)
+                    await producer.submit(
+                        self.topic, message, ordering_key=self.ordering_key, **self.when
+                    )
                 )
         except BatonError as error:
             self.summary.fail(error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,12 +14,27 @@ from batonmq.cli.output import Columns, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.reports import Topic
 
-app = typer.Typer(help="Create, list, describe and delete topics.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
 NameArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Name of the topic.")]
 
+
+class Permission(StrEnum):
+    """What may be done with a topic, as people type it."""
+
+    READ_WRITE = "rw"
+    READ = "r"
+    WRITE = "w"
+
+
+_PERMISSIONS: Mapping[Permission, Literal["read_write", "read", "write"]] = {
+    Permission.READ_WRITE: "read_write",
+    Permission.READ: "read",
+    Permission.WRITE: "write",
+}
 _COLUMNS: Columns = {
     "TOPIC": "name",
     "QUEUES": "queue_count",
+    "PERMISSION": "permission",
     "BROKERS": lambda item: ",".join(item["queue_counts"]),
     "CREATED": lambda item: wall_time(item["create_unix_ms"]),
 }
@@ -103,6 +120,44 @@ async def _describe(session: Session, name: str) -> None:
 
 
 @app.command()
+def update(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    queues: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_024,
+            help="Queues in all. More are there at once; fewer once every group has read the last.",
+        ),
+    ] = None,
+    permission: Annotated[
+        Permission | None, typer.Option(help="What may be done: read and write, or one of them.")
+    ] = None,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Change the number of queues of a topic, or what may be done with it."""
+    if queues is None and permission is None:
+        raise typer.BadParameter("nothing to change: give --queues or --permission")
+    session = open_session(context, nameserver, form)
+    session.run(_update(session, name, queues or 0, permission))
+
+
+async def _update(session: Session, name: str, queues: int, permission: Permission | None) -> None:
+    async with Admin(session.nameserver) as admin:
+        topic = await admin.update_topic(
+            name,
+            queue_count=queues,
+            permission=_PERMISSIONS[permission] if permission is not None else "",
+        )
+    if topic.queue_counts != topic.writable_counts:
+        session.output.note("the last queues take no more messages, and go once they are read")
+    session.output.detail(_item(topic), [_item(topic)], _COLUMNS)
+
+
+@app.command()
 def delete(
     context: typer.Context,
     name: NameArgument,
@@ -128,4 +183,6 @@ def _item(topic: Topic) -> dict[str, Any]:
         "create_unix_ms": topic.create_unix_ms,
         "queue_count": topic.queue_count,
         "queue_counts": dict(topic.queue_counts),
+        "writable_counts": dict(topic.writable_counts),
+        "permission": topic.permission,
     }

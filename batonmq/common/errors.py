@@ -262,6 +262,49 @@ class DataLoss(BatonError):
     remedy = "Check the disk; restore the node from a replica."
 
 
+class MessageNotFound(BatonError):
+    """No message has this id, or it is no longer kept."""
+
+    reason = "MESSAGE_NOT_FOUND"
+    kind = "NOT_FOUND"
+    remedy = "Check the id; retention may have removed the message."
+
+
+class NotScheduled(BatonError):
+    """Nothing is scheduled under this id."""
+
+    reason = "NOT_SCHEDULED"
+    kind = "NOT_FOUND"
+    remedy = "It was delivered or cancelled already, or the id is wrong."
+
+
+class NotWritable(BatonError):
+    """The topic, or the queue, takes no messages."""
+
+    reason = "NOT_WRITABLE"
+    kind = "FAILED_PRECONDITION"
+    retry = Retry.REFRESH_ROUTE
+    remedy = "Send to another queue; or change it: baton topic update NAME --permission."
+
+
+class NotReadable(BatonError):
+    """The topic, or the queue, gives no messages."""
+
+    reason = "NOT_READABLE"
+    kind = "FAILED_PRECONDITION"
+    retry = Retry.REFRESH_ROUTE
+    remedy = "Change it: baton topic update NAME --permission."
+
+
+class DiskFull(BatonError):
+    """The disk is too full to write; reading and retention go on."""
+
+    reason = "DISK_FULL"
+    kind = "RESOURCE_EXHAUSTED"
+    retry = Retry.SAME_CALL
+    remedy = "Free space, or keep messages for a shorter time; writing resumes by itself."
+
+
 class Fenced(BatonError):
     """The token is not the queue's current one."""
 

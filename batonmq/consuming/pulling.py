@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from batonmq.directory import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
     from batonmq.consuming.runner import QueueRunner
+
+log = logging.getLogger(__name__)
 
 
 async def pull(runner: QueueRunner) -> None:
@@ -51,6 +54,13 @@ async def pull(runner: QueueRunner) -> None:
         return
     if not session.saw_epoch(answer.offsets_epoch):
         return
+    if answer.lost_count:
+        log.warning(
+            "messages lost to retention before they were read queue=%s first_offset=%d count=%d",
+            runner.queue,
+            progress.next_offset,
+            answer.lost_count,
+        )
     progress.note_maybe_seen(ranges_from_pb(answer.redelivered))
     messages = list(_decode(runner, progress, answer))
     runner.renew(sent_ms, runner.lease_ms)

@@ -16,9 +16,14 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq.common.aio import unless, wait_until
 from batonmq.common.errors import (
     BatonError,
+    Draining,
     Fenced,
+    HandoverPending,
+    Held,
+    NotReadable,
     OldRequest,
     Retry,
+    Unacked,
     UnknownQueue,
     Unreachable,
 )
@@ -42,6 +47,8 @@ log = logging.getLogger(__name__)
 DEADLINE_MARGIN_MS = 3_000
 """The owner stops so long before its lease ends at the lock manager (protocol section 8)."""
 ACQUIRE_HOLD_MS = 15_000
+RESUME_RANGES_MAX = 4_096
+"""More are not claimed: what is left out comes again, flagged."""
 
 
 class QueueRunner:
@@ -195,13 +202,17 @@ class QueueRunner:
         """Ask until the queue is ours; None once it is not assigned any more."""
         seq = self.session.next_acquire_seq()
         while self.assigned:
-            self.asking_seq = seq
+            self.asking_seq, asked_ms = seq, self.session.clock.monotonic_ms()
             try:
                 return await unless(self._unassigned, self._ask(seq))
             except BatonError as error:
                 log.debug("acquire refused queue=%s error=%s", self.queue, error)
                 if not isinstance(error, Unreachable):
                     seq = self.session.next_acquire_seq()
+                if isinstance(error, Held | Unacked | Draining | HandoverPending):
+                    held_ms = self.session.clock.monotonic_ms() - asked_ms
+                    if held_ms >= ACQUIRE_HOLD_MS // 2:
+                        continue  # nothing has failed; a pause would miss the release
                 if error.retry is Retry.NEVER and not isinstance(error, OldRequest):
                     log.warning("queue not granted queue=%s error=%s", self.queue, error)
                 await unless(self._unassigned, self.session.directory.pause(error, failures))
@@ -214,7 +225,7 @@ class QueueRunner:
         session, progress = self.session, self.progress
         item = lockmgr_pb.AcquireItem(
             queue=self.key,
-            resume=ranges_to_pb(progress.in_hand() if progress else ()),
+            resume=ranges_to_pb(progress.in_hand()[:RESUME_RANGES_MAX] if progress else ()),
             reset_epoch=progress.reset_epoch if progress else 0,
             initial_offset=await self._initial_offset(),
         )
@@ -268,20 +279,29 @@ class QueueRunner:
 
     async def _pull_forever(self) -> None:
         """Fill the buffer until stopped; fence on a refused token."""
-        failures = 0
+        failures, unreadable = 0, False
         while self.may_start():
             await self._wait_for_room()
             try:
                 await pull(self)
-                failures = 0
+                failures, unreadable = 0, self._tell_unreadable(None, unreadable)
             except (Fenced, UnknownQueue) as error:
                 log.info("fenced queue=%s error=%s", self.queue, error)
                 self.fence()
             except BatonError as error:
                 if error.retry is Retry.NEVER:
                     log.error("queue can't be read queue=%s error=%s", self.queue, error)
+                unreadable = self._tell_unreadable(error, unreadable)
                 await self.session.directory.pause(error, failures)
                 failures += 1
+
+    def _tell_unreadable(self, error: BatonError | None, unreadable: bool) -> bool:
+        """Log when the topic stops giving messages, and when it begins again; which it is now."""
+        if isinstance(error, NotReadable) and not unreadable:
+            log.warning("queue waits, its topic gives no messages queue=%s", self.queue)
+        if error is None and unreadable:
+            log.info("queue goes on, its topic gives messages again queue=%s", self.queue)
+        return isinstance(error, NotReadable) or (unreadable and error is not None)
 
     async def _wait_for_room(self) -> None:
         settings, progress = self.session.settings, self.progress

@@ -6,12 +6,12 @@ import re
 
 from batonmq.common.errors import InvalidName
 
-_TOPIC = re.compile(r"[A-Za-z0-9_%-]{1,127}")
-_BROKER = re.compile(r"[a-z0-9-]{1,63}")
-_CLIENT = re.compile(r"[!-.0-~]{1,255}")
+_TOPIC = re.compile(r"[A-Za-z0-9_%-]+"), 127
+_BROKER = re.compile(r"[a-z0-9-]+"), 63
+_CLIENT = re.compile(r"[!-.0-~]+"), 255
+_HOST_CHARACTERS_MAX = 255
 
 SYSTEM_TOPIC_PREFIX = "BATON_SYS_"
-HOST_CHARACTERS_MAX = 255
 
 
 def check_topic(name: str) -> str:
@@ -48,18 +48,24 @@ def check_client_id(name: str) -> str:
 
 def check_host(name: str) -> str:
     """`name`, if it may stand as the host of a client: it is only ever shown to people."""
-    if len(name) > HOST_CHARACTERS_MAX or not name.isprintable():
+    rule = f"at most {_HOST_CHARACTERS_MAX} printable characters"
+    return _checked("host", name, name.isprintable(), _HOST_CHARACTERS_MAX, rule)
+
+
+def _check(field: str, name: str, allowed: tuple[re.Pattern[str], int], rule: str) -> str:
+    characters, limit = allowed
+    return _checked(field, name, characters.fullmatch(name) is not None, limit, rule)
+
+
+def _checked(field: str, name: str, good: bool, limit: int, rule: str) -> str:
+    if len(name) > limit:
         raise InvalidName(
-            f"host {name[:140]!r} is not allowed",
-            remedy=f"Use at most {HOST_CHARACTERS_MAX} printable characters.",
-            facts={"field": "host"},
+            f"{field} {name[:140]!r} has {len(name)} characters; the limit is {limit}",
+            remedy=f"Use {rule}.",
+            facts={"field": field, "limit": limit, "actual": len(name)},
         )
-    return name
-
-
-def _check(field: str, name: str, allowed: re.Pattern[str], rule: str) -> str:
-    if not allowed.fullmatch(name):
+    if not good:
         raise InvalidName(
-            f"{field} {name[:140]!r} is not allowed", remedy=f"Use {rule}.", facts={"field": field}
+            f"{field} {name!r} is not allowed", remedy=f"Use {rule}.", facts={"field": field}
         )
     return name

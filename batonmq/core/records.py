@@ -59,20 +59,26 @@ HEADER_BYTES = HEADER.size
 STAMP = struct.Struct(">qqqqI")
 STAMP_FROM, STAMP_TO, BODY_FROM = 16, 52, 56
 RECORD = struct.Struct(">HHI")
+_BARE = RECORD.pack(0, 0, 0)
 
 BATCH_BYTES_MAX = 8 * 1024 * 1024
 BODY_BYTES_MAX = 4 * 1024 * 1024
 PROPERTIES_BYTES_MAX = 32 * 1024
 KEYS_BYTES_MAX = 1024
 TAG_BYTES_MAX = 127
+TOPIC_BYTES_MAX = 127
 RECORDS_MAX = 65_535
+_LIMITED = ("keys", "tag", "properties", "body")
+_LIMITS = (KEYS_BYTES_MAX, TAG_BYTES_MAX, PROPERTIES_BYTES_MAX, BODY_BYTES_MAX)
+_FEW = 40
+"""Up to so many records a loop is faster than numpy."""
 
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Message:
-    """A message as a producer hands it over.
+    """A message as a producer hands it over; what is changed afterwards is not sent.
 
     Attributes:
         body: Payload, at most 4 MiB.
@@ -170,6 +176,9 @@ def encode_record(message: Message) -> bytes:
         LimitExceeded: keys, tag, properties or body are too long.
         BadBatch: a key, the tag or a property holds a separator.
     """
+    _limit("body", len(message.body), BODY_BYTES_MAX)
+    if not (message.keys or message.tag or message.properties):
+        return _BARE + message.body
     keys = " ".join(message.keys).encode()
     tag = message.tag.encode()
     if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
@@ -179,7 +188,6 @@ def encode_record(message: Message) -> bytes:
         raise BadBatch(problem, facts={"field": "tag"})
     properties = encode_properties(message.properties) if message.properties else b""
     _limit("keys", len(keys), KEYS_BYTES_MAX)
-    _limit("body", len(message.body), BODY_BYTES_MAX)
     head = RECORD.pack(len(keys), len(tag), len(properties))
     return b"".join((head, keys, tag, properties, message.body))
 
@@ -201,12 +209,29 @@ class BatchBuilder:
 
     def add(self, message: Message, record: bytes) -> None:
         """Add `message`, already encoded as `record` by `encode_record`."""
-        index = len(self._records)
+        if len(message.keys) > 1:
+            index = len(self._records)
+            self._extra_keys += [(index, key_hash(key)) for key in message.keys[1:]]
         self._records.append(record)
         self._tag_hashes.append(tag_hash(message.tag))
         self._key_hashes.append(key_hash(message.keys[0]) if message.keys else 0)
-        self._extra_keys.extend((index, key_hash(key)) for key in message.keys[1:])
         self.bytes_count += len(record) + 12
+
+    def messages(self) -> Iterator[tuple[Message, bytes]]:
+        """What was added, in order: each message, and the record that it is encoded as."""
+        for record in self._records:
+            keys_bytes, tag_bytes, properties_bytes = RECORD.unpack_from(record)
+            tag_at = RECORD.size + keys_bytes
+            properties_at = tag_at + tag_bytes
+            body_at = properties_at + properties_bytes
+            keys = record[RECORD.size : tag_at].decode()
+            message = Message(
+                record[body_at:],
+                record[tag_at:properties_at].decode(),
+                tuple(keys.split(" ")) if keys else (),
+                decode_properties(record[properties_at:body_at]),
+            )
+            yield message, record
 
     def encode(
         self,
@@ -339,6 +364,21 @@ def tag_hashes(batch: bytes | memoryview, header: Header) -> npt.NDArray[np.int3
     return np.frombuffer(batch, ">i4", header.count, _columns_at(header)[1])
 
 
+def key_hashes(
+    batch: bytes | memoryview, header: Header
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
+    """Every key of a batch: index of its record and its hash, first keys before extra keys."""
+    _, _, keys_at, extra_at, _ = _columns_at(header)
+    column = np.frombuffer(batch, ">u4", header.count, keys_at)
+    indexes = column.nonzero()[0]
+    hashes = column[indexes]
+    if header.extra_key_count:
+        extra = np.frombuffer(batch, ">u4", 2 * header.extra_key_count, extra_at)
+        indexes = np.concatenate((indexes, extra[::2]))
+        hashes = np.concatenate((hashes, extra[1::2]))
+    return indexes.astype(np.uint16), hashes.astype(np.uint32)
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One record of a batch, decoded."""
@@ -392,27 +432,53 @@ def _columns_at(header: Header) -> tuple[int, int, int, int, int]:
 
 
 def _check_columns(batch: bytes | memoryview, header: Header) -> None:
-    """Compare the columns with the heads of the records, all records at once."""
-    lengths_at, _, _, extra_at, records_at = _columns_at(header)
-    lengths = np.frombuffer(batch, ">u4", header.count, lengths_at).astype(np.int64)
-    if int(lengths.min()) < RECORD.size:
-        raise BadBatch("a record is shorter than its head", facts={"field": "lengths"})
-    ends = np.cumsum(lengths)
-    if int(ends[-1]) != header.length - records_at:
-        raise BadBatch("record lengths do not add up to the batch", facts={"field": "lengths"})
-    at_every_byte = np.ndarray((header.length - 7,), ">u8", batch, 0, (1,))
-    heads = at_every_byte[records_at + ends - lengths].astype(np.uint64)
-    keys, tags, properties = heads >> 48, (heads >> 32) & 0xFFFF, heads & 0xFFFFFFFF
-    bodies = lengths - (keys + tags + properties).astype(np.int64) - RECORD.size
-    if int(bodies.min()) < 0:
+    """Compare the columns with the heads of the records."""
+    _, _, _, extra_at, _ = _columns_at(header)
+    extremes = _extremes_of_few if header.count <= _FEW else _extremes_of_many
+    bodies_min, *maxima = extremes(batch, header)
+    if bodies_min < 0:
         raise BadBatch("a record is cut short", facts={"field": "record"})
-    _limit("keys", int(keys.max()), KEYS_BYTES_MAX)
-    _limit("tag", int(tags.max()), TAG_BYTES_MAX)
-    _limit("properties", int(properties.max()), PROPERTIES_BYTES_MAX)
-    _limit("body", int(bodies.max()), BODY_BYTES_MAX)
+    for field_name, actual, limit in zip(_LIMITED, maxima, _LIMITS, strict=True):
+        _limit(field_name, actual, limit)
     extra = np.frombuffer(batch, ">u4", 2 * header.extra_key_count, extra_at)[::2]
     if extra.size and int(extra.max()) >= header.count:
         raise BadBatch("an extra key belongs to no record", facts={"field": "extra_keys"})
+
+
+def _extremes_of_few(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
+    """Smallest body, then the greatest of each of `_LIMITED`, in bytes."""
+    lengths_at, _, _, _, begin = _columns_at(header)
+    lengths = struct.unpack_from(f">{header.count}I", batch, lengths_at)
+    _check_lengths(min(lengths), begin + sum(lengths), header)
+    heads, bodies = [], []
+    for length in lengths:
+        head = RECORD.unpack_from(batch, begin)
+        heads.append(head)
+        bodies.append(length - RECORD.size - sum(head))
+        begin += length
+    return min(bodies), *map(max, *heads, (0, 0, 0)), max(bodies)
+
+
+def _extremes_of_many(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
+    """As `_extremes_of_few`, for all records at once."""
+    lengths_at, _, _, _, records_at = _columns_at(header)
+    lengths = np.frombuffer(batch, ">u4", header.count, lengths_at).astype(np.int64)
+    ends = np.cumsum(lengths)
+    ends += records_at
+    _check_lengths(int(lengths.min()), int(ends[-1]), header)
+    at_every_byte = np.ndarray((header.length - 7,), ">u8", batch, 0, (1,))
+    heads = at_every_byte[ends - lengths].astype(np.int64)
+    keys, tags, properties = heads >> 48 & 0xFFFF, heads >> 32 & 0xFFFF, heads & 0xFFFFFFFF
+    bodies = lengths - keys - tags - properties - RECORD.size
+    columns = (keys, tags, properties, bodies)
+    return int(bodies.min()), *(int(column.max()) for column in columns)
+
+
+def _check_lengths(shortest: int, end: int, header: Header) -> None:
+    if shortest < RECORD.size:
+        raise BadBatch("a record is shorter than its head", facts={"field": "lengths"})
+    if end != header.length:
+        raise BadBatch("record lengths do not add up to the batch", facts={"field": "lengths"})
 
 
 def _check_crc(batch: bytes | memoryview, written_at: int, begin: int, end: int) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+TOPICS_REVISION = "baton-topics-revision"
+"""Trailing metadata of storage's QueryOffsets: the etcd revision of the topic that the answer is
+by, decimal; of several topics the lowest. What a node answers by a revision in which a queue takes
+no more messages is final: it waits for the last message, and no other can come."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class QueueId:

@@ -20,16 +20,18 @@ class Batch(Generic[Token]):
 
     Attributes:
         token: What the shell attaches, to tell the senders of the outcome.
+        begin_ms: Monotonic time of its beginning; the delivery timeout counts from there.
         encoded: The bytes once they are fixed: from the first try on.
-        first_sent_ms: Monotonic time of the first try; the delivery timeout counts from there.
         failures: Tries that failed.
+        unsure: Whether one of them may have stored it.
     """
 
     token: Token
+    begin_ms: int
     builder: BatchBuilder = field(default_factory=BatchBuilder)
     encoded: bytes = b""
-    first_sent_ms: int = -1
     failures: int = 0
+    unsure: bool = False
 
 
 class QueueSender(Generic[Token]):
@@ -38,7 +40,8 @@ class QueueSender(Generic[Token]):
     Because of that a repeated batch can never be overtaken, and sequences have no gaps.
 
     Args:
-        producer_id: Of this producer; not 0.
+        producer_id: Of this producer on this queue; not 0. Not shared by queues, because a new
+            epoch on one queue ends the one before on all queues of the id.
     """
 
     def __init__(self, queue: QueueId, producer_id: int, bytes_max: int, count_max: int) -> None:
@@ -75,9 +78,9 @@ class QueueSender(Generic[Token]):
         )
         return None if full else self._waiting[-1]
 
-    def begin_batch(self, token: Token) -> Batch[Token]:
+    def begin_batch(self, token: Token, monotonic_ms: int) -> Batch[Token]:
         """A new batch behind the others."""
-        batch = Batch(token)
+        batch = Batch(token, monotonic_ms)
         self._waiting.append(batch)
         return batch
 
@@ -86,7 +89,7 @@ class QueueSender(Generic[Token]):
         batch.builder.add(message, record)
         return len(batch.builder) - 1
 
-    def take(self, unix_ms: int, monotonic_ms: int) -> Batch[Token]:
+    def take(self, unix_ms: int) -> Batch[Token]:
         """Put the first waiting batch in flight; its bytes are fixed from then on."""
         assert self.ready
         batch = self.in_flight = self._waiting.popleft()
@@ -98,7 +101,6 @@ class QueueSender(Generic[Token]):
                 sequence=self._sequence,
                 born_unix_ms=unix_ms,
             )
-            batch.first_sent_ms = monotonic_ms
         return batch
 
     def stored(self) -> Batch[Token]:
@@ -118,8 +120,12 @@ class QueueSender(Generic[Token]):
         self._waiting.appendleft(batch)
 
     def refused(self) -> Batch[Token]:
-        """The batch in flight was refused for good; its sequence numbers go to the next."""
-        return self._landed()
+        """The batch in flight was refused for good; its sequence numbers go to the next.
+
+        Not if an earlier try may have stored it: the next batch would pass for a repetition.
+        """
+        batch = self.in_flight
+        return self.unknown() if batch is not None and batch.failures else self._landed()
 
     def unknown(self) -> Batch[Token]:
         """Nobody will ever know whether the batch in flight is stored.
@@ -129,6 +135,16 @@ class QueueSender(Generic[Token]):
         self._epoch += 1
         self._sequence = 0
         return self._landed()
+
+    def expire(self, begin_ms_max: int) -> list[Batch[Token]]:
+        """Forget the batches that were begun so early and never sent; the dropped ones."""
+        kept: deque[Batch[Token]] = deque()
+        dropped: list[Batch[Token]] = []
+        for batch in self._waiting:
+            late = batch.begin_ms <= begin_ms_max and not batch.encoded
+            (dropped if late else kept).append(batch)
+        self._waiting = kept
+        return dropped
 
     def drop(self) -> list[Batch[Token]]:
         """Forget everything that waits or travels; the dropped batches."""

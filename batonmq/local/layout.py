@@ -23,6 +23,13 @@ from batonmq.local.ports import HOST, keep_ports
 SERVICES = ("offsets", "storage", "lockmgr", "nameserver")
 """The services, in the order in which they are started."""
 _WITH_DATA = ("storage", "offsets")
+_WATERMARKS = {
+    "disk_warn_percent": 95,
+    "disk_clean_percent": 96,
+    "disk_clean_forcibly_percent": 97,
+    "disk_full_percent": 98,
+}
+"""A person's disk may well be 90 % full of other things."""
 _NODE_IDS = {"storage": "broker-0"}
 
 
@@ -90,6 +97,8 @@ class Layout:
         }
         if service in _WITH_DATA:
             settings["data_dir"] = self._data_dir / service
+        if service == "storage":
+            settings |= _WATERMARKS
         settings |= self._options.settings.get(service, {})
         return Program(
             name=service,

@@ -24,7 +24,9 @@ SERVICE = "baton.lockmgr.v1.LockmgrService"
 async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The parts of a lock manager, for the runtime to run."""
     groups = Mirror(runtime.etcd, GROUPS)
-    peer: OffsetsPeer = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub)
+    peer: OffsetsPeer = Peer(
+        runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect
+    )
     leader = Leader(settings, runtime, groups, peer)
     servicer = LockmgrServicer(leader, runtime.clock, settings.hold_ms_max)
     try:
@@ -34,6 +36,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
                     servicer, server
                 )
             },
+            leader=False,
             loops=[groups.run, leader.run, leader.keep_registered],
             held=frozenset({"Acquire"}),
             drain=leader.settle,

@@ -7,6 +7,7 @@ the call that asked for it is gone; a call only waits for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 
@@ -56,7 +57,7 @@ class Desk:
         self._term, self._table, self._members = term, term.table, members
         self._leads, self._tasks = leads, tasks
         self._hand_overs = HandOvers(term)
-        self._parked: dict[QueueKey, set[asyncio.Event]] = {}
+        self._parked: dict[QueueKey, dict[asyncio.Event, None]] = {}
         self._anybody_parked = asyncio.Event()
         self._changing: dict[QueueKey, asyncio.Task[object]] = {}
 
@@ -149,9 +150,11 @@ class Desk:
             raise _MOVED
 
     async def settle(self) -> None:
-        """Wait until no change is under way."""
-        while self._changing:
-            await asyncio.wait(self._changing.values())
+        """Wait, but not for long, until no change is under way."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CHANGE_WAIT_S):
+                while self._changing:
+                    await asyncio.wait(self._changing.values())
 
     # Loops
 
@@ -260,7 +263,7 @@ class Desk:
             self._table.wait(wish.key, asker, now_ms)
             return False
         woken = asyncio.Event()
-        self._parked.setdefault(wish.key, set()).add(woken)
+        self._parked.setdefault(wish.key, {})[woken] = None
         self._anybody_parked.set()
         self._table.wait(wish.key, asker, now_ms, parked=1)
         try:
@@ -270,7 +273,7 @@ class Desk:
             return False
         finally:
             self._table.wait(wish.key, asker, self._now_ms(), parked=-1)
-            self._parked[wish.key].discard(woken)
+            del self._parked[wish.key][woken]
             if not self._parked[wish.key]:
                 del self._parked[wish.key]
             if not self._parked:
@@ -317,6 +320,7 @@ class Desk:
         if isinstance(outcome, Conflict):
             return self._not_freed(key, outcome)
         self._table.freed(key, outcome)
+        log.info("queue released key=%s owner=%s token=%d", key, owner.client_id, token)
         self._term.recorder.released(key, owner, token)
         self._wake(key)
         return True

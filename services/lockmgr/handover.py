@@ -275,6 +275,14 @@ class HandOvers:
             stolen=passed.condition is Condition.IDLE
             and before not in (None, wish.asker.incarnation),
         )
+        log.info(
+            "queue granted key=%s owner=%s token=%d condition=%s previous=%s",
+            wish.key,
+            event.client_id,
+            event.token,
+            passed.condition.value,
+            event.previous_client_id,
+        )
         self._term.recorder.granted(wish.key, event, newly_acquired=grant.newly_acquired)
 
     def _next_attempt(self) -> str:

@@ -9,14 +9,7 @@ from typing import TypeVar
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 
-from batonmq.common.errors import (
-    NoQuorum,
-    NotLeader,
-    NotServing,
-    OffsetsUnreachable,
-    OldEpoch,
-    Unreachable,
-)
+from batonmq.common.errors import BatonError, NoQuorum, NotLeader, NotServing, OldEpoch
 from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.core.table import LockTable
 from services.lockmgr.desk import Desk
@@ -96,7 +89,7 @@ class Leader:
                 tries += 1
 
     async def settle(self) -> None:
-        """Wait until no change is under way; for a drain."""
+        """Wait, but not for long, until no change is under way; for a drain."""
         if self._desk is not None:
             await self._desk.settle()
 
@@ -147,7 +140,7 @@ class Leader:
                 return await ask()
             except OldEpoch as error:
                 log.error("offsets knows a newer leader what=%s error=%s", what, error)
-            except (NoQuorum, OffsetsUnreachable, Unreachable, NotServing) as error:
+            except BatonError as error:
                 log.warning("taking over waits what=%s error=%s", what, error)
             await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
             tries += 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import asyncio
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import grpc.aio
 from baton.offsets.v1 import offsets_service_pb2 as pb

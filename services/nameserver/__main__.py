@@ -8,13 +8,16 @@ from functools import partial
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
 from services.nameserver.expiry import Expiry
 from services.nameserver.server import NameserverServicer
+from services.nameserver.shrinking import Shrinking
 from services.nameserver.store import Store
 from services.nameserver.telemetry import Telemetry
+from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime, run
 
 
@@ -27,10 +30,21 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     expiry = Expiry(catalog, store, telemetry, runtime.random, sweep_ms=settings.member_lease_ms)
     servicer = NameserverServicer(settings, catalog, store, telemetry)
     name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name
-    yield App(
-        servicers={name: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer)},
-        loops=(*(mirror.run for mirror in catalog.mirrors), expiry.run),
+    offsets = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect)
+    shrinking = Shrinking(
+        catalog,
+        store,
+        offsets.stub,
+        runtime.connect,
+        interval_ms=settings.shrink_interval_ms,
     )
+    try:
+        yield App(
+            servicers={name: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer)},
+            loops=(*(mirror.run for mirror in catalog.mirrors), expiry.run, shrinking.run),
+        )
+    finally:
+        await offsets.close()
 
 
 if __name__ == "__main__":

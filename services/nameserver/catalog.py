@@ -47,7 +47,7 @@ class Catalog:
         self.watcher_count = 0
         self._addresses: dict[str, str] = {}
         self._route_generation = 0
-        self._waiting: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._waiting: dict[str, dict[asyncio.Event, None]] = defaultdict(dict)
         self._topic_mirror.on_change.append(self._topics_changed)
         self._group_mirror.on_change.append(self._groups_changed)
         nodes.on_change.append(self._nodes_changed)
@@ -123,13 +123,13 @@ class Catalog:
                 facts={"limit": self._watchers_max},
             )
         changed = asyncio.Event()
-        self._waiting[key].add(changed)
+        self._waiting[key][changed] = None
         self.watcher_count += 1
         try:
             yield changed
         finally:
             self.watcher_count -= 1
-            self._waiting[key].discard(changed)
+            del self._waiting[key][changed]
             if not self._waiting[key]:
                 del self._waiting[key]
 

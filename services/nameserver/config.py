@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from services.nameserver.core import QUEUES_DEFAULT, QUEUES_MAX
 from services.runtime.settings import ServiceSettings
 
 
@@ -17,6 +18,12 @@ class NameserverSettings(ServiceSettings):
     rounds up to whole seconds."""
     heartbeat_interval_ms: int = Field(10_000, ge=100)
     """Members are told to send a heartbeat so often, in milliseconds."""
+    auto_create_topics: bool = False
+    """Whether a topic that a producer asks for is created if it does not exist."""
+    auto_create_queue_count: int = Field(QUEUES_DEFAULT, ge=1, le=QUEUES_MAX)
+    """Queues of a topic that is created so."""
+    shrink_interval_ms: int = Field(2_000, ge=50)
+    """How often queues that are being given up are looked at, in milliseconds."""
     watchers_max: int = Field(10_000, ge=1)
     """Open watches of routes and groups; more are refused."""
 

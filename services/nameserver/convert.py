@@ -31,6 +31,12 @@ _STARTS: Mapping[int, str] = {
     pb.CONSUME_FROM_LAST: "LAST",
     pb.CONSUME_FROM_FIRST: "FIRST",
 }
+_PERMISSIONS: Mapping[int, str] = {
+    pb.TOPIC_PERMISSION_UNSPECIFIED: "READ_WRITE",
+    pb.TOPIC_PERMISSION_READ_WRITE: "READ_WRITE",
+    pb.TOPIC_PERMISSION_READ: "READ",
+    pb.TOPIC_PERMISSION_WRITE: "WRITE",
+}
 
 
 def topic_to_pb(topic: Topic) -> pb.Topic:
@@ -38,8 +44,16 @@ def topic_to_pb(topic: Topic) -> pb.Topic:
     return pb.Topic(
         name=topic.name,
         topic_id=topic.topic_id,
-        spread=[pb.QueueSpread(broker=s.broker, queue_count=s.queue_count) for s in topic.spread],
+        spread=[
+            pb.QueueSpread(
+                broker=s.broker,
+                queue_count=s.queue_count,
+                write_queue_count=s.write_queue_count,
+            )
+            for s in topic.spread
+        ],
         create_unix_ms=topic.create_unix_ms,
+        permission=pb.TopicPermission.Value(f"TOPIC_PERMISSION_{topic.permission}"),
     )
 
 
@@ -49,9 +63,23 @@ def topic_from_bytes(value: bytes) -> Topic:
     return Topic(
         name=topic.name,
         topic_id=topic.topic_id,
-        spread=tuple(QueueSpread(s.broker, s.queue_count) for s in topic.spread),
+        spread=tuple(
+            QueueSpread(s.broker, s.queue_count, s.write_queue_count) for s in topic.spread
+        ),
         create_unix_ms=topic.create_unix_ms,
+        permission=_PERMISSIONS[topic.permission],
     )
+
+
+def permission_from_pb(request: pb.UpdateTopicRequest) -> str:
+    """The permission that is asked for; empty if it is to stay as it is.
+
+    Raises:
+        InvalidArgument: it is not known.
+    """
+    if not request.permission:
+        return ""
+    return _choice("permission", request.permission, _PERMISSIONS)
 
 
 def route_to_pb(route: Route) -> pb.Route:

@@ -26,25 +26,45 @@ MEMBERS_MAX = 1_000
 
 @dataclass(frozen=True, slots=True)
 class QueueSpread:
-    """How many queues of a topic one broker has; their indexes are [0, queue_count)."""
+    """How many queues of a topic one broker has; their indexes are [0, queue_count).
+
+    Attributes:
+        write_queue_count: Those with an index below take messages; 0 means all.
+    """
 
     broker: str
     queue_count: int
+    write_queue_count: int = 0
+
+    @property
+    def writable_count(self) -> int:
+        """Queues that take messages."""
+        return self.write_queue_count or self.queue_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
-    """A topic; `spread` ascends by broker and has no broker without queues."""
+    """A topic; `spread` ascends by broker and has no broker without queues.
+
+    Attributes:
+        permission: Name of a `TopicPermission` without its prefix.
+    """
 
     name: str
     topic_id: int
     spread: tuple[QueueSpread, ...]
     create_unix_ms: int
+    permission: str = "READ_WRITE"
 
     @property
     def queue_count(self) -> int:
-        """Queues on all brokers together."""
-        return sum(part.queue_count for part in self.spread)
+        """Queues on all brokers together, as asked for: without those that are being given up."""
+        return sum(part.writable_count for part in self.spread)
+
+    @property
+    def shrinking(self) -> bool:
+        """Whether there are queues that take no more messages and are gone once they are read."""
+        return any(part.writable_count < part.queue_count for part in self.spread)
 
 
 def spread_queues(

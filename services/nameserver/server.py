@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 
-from batonmq.common.errors import BatonError, GroupNotFound, LimitExceeded, SubscriptionConflict
+from batonmq.common.errors import (
+    BatonError,
+    GroupNotFound,
+    LimitExceeded,
+    SubscriptionConflict,
+    TopicExists,
+    TopicNotFound,
+)
 from batonmq.core.names import check_group, check_topic, check_user_topic
 from services.nameserver import core
 from services.nameserver.catalog import Catalog
@@ -19,6 +27,7 @@ from services.nameserver.convert import (
     group_to_pb,
     heartbeat_from_pb,
     incarnation_from_pb,
+    permission_from_pb,
     route_to_pb,
     topic_to_pb,
 )
@@ -30,7 +39,8 @@ from services.nameserver.core import (
     Terms,
     Topic,
 )
-from services.nameserver.store import Store, topic_not_found
+from services.nameserver.spread import resized
+from services.nameserver.store import CreatedTopic, Store, topic_not_found
 from services.nameserver.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -57,24 +67,35 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> pb.CreateTopicResponse:
         """See the proto."""
         name = check_user_topic(request.topic)
-        if request.queue_count > QUEUES_MAX:
-            raise LimitExceeded(
-                f"{request.queue_count} queues; the limit is {QUEUES_MAX}",
-                remedy=f"Use 1 to {QUEUES_MAX} queues.",
-                facts={
-                    "field": "queue_count",
-                    "limit": QUEUES_MAX,
-                    "actual": request.queue_count,
-                },
-            )
+        _check_queue_count(request.queue_count)
         self._catalog.check_ready()
-        done = await self._store.create_topic(
-            name, request.queue_count or QUEUES_DEFAULT, self._catalog.addresses
-        )
-        await self._catalog.caught_up(topics=done.revision)
-        if done.created:
-            log.info("topic created topic=%s topic_id=%d", name, done.topic.topic_id)
+        done = await self._create(name, request.queue_count or QUEUES_DEFAULT)
         return pb.CreateTopicResponse(topic=topic_to_pb(done.topic), created=done.created)
+
+    async def UpdateTopic(
+        self, request: pb.UpdateTopicRequest, context: Context
+    ) -> pb.UpdateTopicResponse:
+        """See the proto."""
+        name = check_user_topic(request.topic)
+        _check_queue_count(request.queue_count)
+        permission = permission_from_pb(request)
+        self._catalog.check_ready()
+
+        def change(topic: Topic) -> Topic:
+            spread = topic.spread
+            if request.queue_count:
+                spread = resized(topic, request.queue_count, self._catalog.addresses)
+            return replace(topic, spread=spread, permission=permission or topic.permission)
+
+        topic, revision = await self._store.update_topic(name, change)
+        await self._catalog.caught_up(topics=revision)
+        log.info(
+            "topic updated topic=%s queues=%d permission=%s",
+            name,
+            topic.queue_count,
+            topic.permission,
+        )
+        return pb.UpdateTopicResponse(topic=topic_to_pb(topic))
 
     async def ListTopics(
         self, request: pb.ListTopicsRequest, context: Context
@@ -105,7 +126,12 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.QueryRouteRequest, context: Context
     ) -> pb.QueryRouteResponse:
         """See the proto."""
-        topic = await self._topic(request.topic)
+        try:
+            topic = await self._topic(request.topic)
+        except TopicNotFound:
+            if not self._settings.auto_create_topics:
+                raise
+            topic = await self._auto_create(request.topic)
         return pb.QueryRouteResponse(route=route_to_pb(self._catalog.route(topic)))
 
     async def WatchRoute(
@@ -195,6 +221,21 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         """See the proto."""
         return pb.DescribeGroupResponse(group=group_to_pb(await self._group(request.group)))
 
+    async def _create(self, name: str, queue_count: int) -> CreatedTopic:
+        done = await self._store.create_topic(name, queue_count, self._catalog.addresses)
+        await self._catalog.caught_up(topics=done.revision)
+        if done.created:
+            log.info("topic created topic=%s topic_id=%d", name, done.topic.topic_id)
+        return done
+
+    async def _auto_create(self, asked: str) -> Topic:
+        """The topic, created because a producer wants to send to it."""
+        name = check_user_topic(asked)
+        try:
+            return (await self._create(name, self._settings.auto_create_queue_count)).topic
+        except TopicExists:  # with another number of queues, by somebody who was faster
+            return await self._topic(name)
+
     async def _topic(self, asked: str) -> Topic:
         """The topic, from etcd if the catalog does not have it.
 
@@ -266,6 +307,15 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     async def _check_topics_exist(self, terms: Terms) -> None:
         for subscription in terms.subscriptions:
             await self._topic(subscription.topic)
+
+
+def _check_queue_count(queue_count: int) -> None:
+    if queue_count > QUEUES_MAX:
+        raise LimitExceeded(
+            f"{queue_count} queues; the limit is {QUEUES_MAX}",
+            remedy=f"Use 1 to {QUEUES_MAX} queues.",
+            facts={"field": "queue_count", "limit": QUEUES_MAX, "actual": queue_count},
+        )
 
 
 def _group_not_found(name: str) -> GroupNotFound:

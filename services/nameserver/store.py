@@ -133,6 +133,42 @@ class Store:
 
         return await self._retried(_TOPIC_ID, attempt)
 
+    async def update_topic(self, name: str, change: Callable[[Topic], Topic]) -> tuple[Topic, int]:
+        """Change the topic; it and its revision. Nothing is written if it stays the same.
+
+        Args:
+            change: Called again, with the newest topic, after each lost race; may raise.
+
+        Raises:
+            TopicNotFound: there is none.
+        """
+        key = self._etcd.key("topics", name)
+
+        async def attempt() -> tuple[Topic, int] | None:
+            stored = await self._etcd.get(key)
+            if stored is None:
+                raise topic_not_found(name)
+            before = topic_from_bytes(stored.value)
+            after = change(before)
+            if after == before:
+                return before, stored.mod_revision
+            revision = await self._etcd.txn(
+                compare=[_as_read(key, stored)],
+                put=[Put(key, topic_to_pb(after).SerializeToString())],
+            )
+            return (after, revision) if revision else None
+
+        return await self._retried(key, attempt)
+
+    async def replace_topic(self, topic: Topic, revision: int) -> bool:
+        """Write `topic` if it has not changed since `revision`; False if it has."""
+        key = self._etcd.key("topics", topic.name)
+        written = await self._etcd.txn(
+            compare=[Compare(key, mod_revision=revision)],
+            put=[Put(key, topic_to_pb(topic).SerializeToString())],
+        )
+        return written is not None
+
     async def delete_topic(self, name: str) -> int:
         """Delete the topic; the revision of the deletion.
 

@@ -21,6 +21,10 @@ class Telemetry:
         self._hub = hub
         gauges = {
             "topics": ("Topics.", lambda: len(catalog.topics)),
+            "shrinking_topics": (
+                "Topics with queues that go once they are read.",
+                lambda: sum(topic.shrinking for topic in catalog.topics.values()),
+            ),
             "groups": (
                 "Consumer groups, those without members included.",
                 lambda: len(catalog.groups),

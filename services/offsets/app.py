@@ -19,7 +19,7 @@ from services.offsets.core.table import ProgressTable
 from services.offsets.disk import Disk, Entry
 from services.offsets.group_commit import GroupCommit
 from services.offsets.metrics import OffsetsMetrics
-from services.offsets.persistence import DurableKey, entry_of, recover
+from services.offsets.persistence import DurableKey, Stored, entry_of, recover
 from services.offsets.server import OffsetsServicer, Parts
 from services.runtime.events import EventHub
 from services.runtime.process import App, Runtime
@@ -31,7 +31,7 @@ SERVICE = "baton.offsets.v1.OffsetsService"
 class Offsets:
     """A service ready to be added to a server; `commits.run` has to run beside it."""
 
-    disk: Disk
+    disk: Stored
     table: ProgressTable
     commits: GroupCommit[DurableKey]
     servicer: OffsetsServicer
@@ -47,16 +47,21 @@ def opened(
 ) -> Iterator[Offsets]:
     """Recover what is in `folder`; the block may use it, and nobody else."""
     with Disk(folder) as disk:
-        table = recover(disk, limits, Instant(clock.monotonic_ms(), clock.unix_ms()))
-        metrics = OffsetsMetrics(registry, table)
-        commits: GroupCommit[DurableKey] = GroupCommit(
-            partial(_write, disk, metrics), entry_of(table)
-        )
-        parts = Parts(table=table, commits=commits, clock=clock, metrics=metrics, hub=hub)
-        yield Offsets(disk, table, commits, OffsetsServicer(parts))
+        yield recovered(disk, limits, clock, registry, hub)
 
 
-async def _write(disk: Disk, metrics: OffsetsMetrics, entries: Sequence[Entry]) -> None:
+def recovered(
+    disk: Stored, limits: Limits, clock: Clock, registry: CollectorRegistry, hub: EventHub
+) -> Offsets:
+    """The service on what `disk` has; nobody else uses it."""
+    table = recover(disk, limits, Instant(clock.monotonic_ms(), clock.unix_ms()))
+    metrics = OffsetsMetrics(registry, table)
+    commits: GroupCommit[DurableKey] = GroupCommit(partial(_write, disk, metrics), entry_of(table))
+    parts = Parts(table=table, commits=commits, clock=clock, metrics=metrics, hub=hub)
+    return Offsets(disk, table, commits, OffsetsServicer(parts))
+
+
+async def _write(disk: Stored, metrics: OffsetsMetrics, entries: Sequence[Entry]) -> None:
     with metrics.write_seconds.time():
         await disk.write(entries)
     metrics.write_entries.inc(len(entries))
@@ -68,8 +73,14 @@ async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[Ap
     with opened(
         settings.data_dir, settings.limits, runtime.clock, runtime.registry, runtime.hub
     ) as offsets:
-        yield App(
-            servicers={SERVICE: offsets.add},
-            loops=[offsets.commits.run],
-            drain=offsets.commits.settled_all,
-        )
+        yield served(offsets)
+
+
+def served(offsets: Offsets) -> App:
+    """The app that serves `offsets`."""
+    return App(
+        servicers={SERVICE: offsets.add},
+        loops=[offsets.commits.run],
+        epoch=offsets.table.epoch,
+        drain=offsets.commits.settled_all,
+    )

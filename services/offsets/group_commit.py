@@ -47,13 +47,13 @@ class GroupCommit(Generic[Key]):
 
     async def settled(self, keys: Iterable[Key]) -> None:
         """Return when every change of `keys` up to this call is durable."""
-        batches = {batch for key in keys if (batch := self._pending.get(key)) is not None}
-        for batch in batches:
+        batches = dict.fromkeys(self._pending.get(key) for key in keys)
+        for batch in filter(None, batches):
             await batch.durable.wait()
 
     async def settled_all(self) -> None:
         """Return when every change up to this call is durable."""
-        for batch in set(self._pending.values()):
+        for batch in dict.fromkeys(self._pending.values()):
             await batch.durable.wait()
 
     async def run(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from batonmq.common.errors import DataLoss
 from services.offsets.codec import META, decode_key, decode_progress, encode_key, encode_progress
 from services.offsets.core.calls import Instant, Limits, QueueKey
 from services.offsets.core.table import ProgressTable
-from services.offsets.disk import Disk, Entry
+from services.offsets.disk import Entry
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,23 @@ TERM = META + b"term"
 _FORMAT_VERSION = b"1"
 
 
-def recover(disk: Disk, limits: Limits, now: Instant) -> ProgressTable:
+class Stored(Protocol):
+    """What the service asks of its disk; see `disk.Disk`."""
+
+    def read(self) -> Iterator[Entry]:
+        """All entries by key, ascending."""
+        ...
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """Write all entries or none, and return when they are durable."""
+        ...
+
+    def write_now(self, entries: Sequence[Entry]) -> None:
+        """`write` for a caller that may be blocked."""
+        ...
+
+
+def recover(disk: Stored, limits: Limits, now: Instant) -> ProgressTable:
     """The table as the last life left it, in an epoch of its own that is durable already.
 
     Raises:

@@ -52,9 +52,10 @@ class Election:
         while True:
             lease: Lease | None = None
             try:
-                lease = await self._session.lease(self._ttl_ms)
                 sent_ms = self._session.clock.monotonic_ms()
-                if await self._campaign(lease):
+                lease = await self._session.lease(self._ttl_ms)
+                sent_ms = await self._campaign(lease, sent_ms)
+                if self.term:
                     self._valid_until_ms = sent_ms + self._ttl_ms
                     await self._lead(lease, lead)
             except NoQuorum as error:
@@ -66,7 +67,12 @@ class Election:
                     with contextlib.suppress(NoQuorum):
                         await lease.revoke()
 
-    async def _campaign(self, lease: Lease) -> bool:
+    async def _campaign(self, lease: Lease, sent_ms: int) -> int:
+        """Until elected, which sets the term, or the lease is gone.
+
+        Returns:
+            When the lease was last known to be asked for: by `sent_ms`, or by a later refresh.
+        """
         while True:
             put = Put(self.key, self._node_id.encode(), lease)
             revision = await self._session.txn(
@@ -75,10 +81,12 @@ class Election:
             if revision is not None:
                 self.term = revision
                 log.info("elected key=%s term=%d", self.key, revision)
-                return True
+                return sent_ms
             await self._wait_for_vacancy(lease)
+            refresh_ms = self._session.clock.monotonic_ms()
             if not await lease.refresh():
-                return False
+                return sent_ms
+            sent_ms = refresh_ms
 
     async def _wait_for_vacancy(self, lease: Lease) -> None:
         """Until the key may be free, or it is time to refresh the lease."""

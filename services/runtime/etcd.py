@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from random import Random
+from typing import Any, Self
 
 import aetcd
 import grpc
@@ -19,6 +20,9 @@ from aetcd import rpc, utils
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import NoQuorum
+
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""Largest answer: a whole prefix is read at once; 100,000 lock entries are about 20 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +85,27 @@ class EtcdSession:
         endpoint: host:port.
         cluster: Cluster name, part of every key.
         timeout_ms: Bound of every call.
+        random: Jitter of those who wait for etcd.
     """
 
     def __init__(
-        self, endpoint: str, cluster: str, clock: Clock, *, timeout_ms: int = 3_000
+        self,
+        endpoint: str,
+        cluster: str,
+        clock: Clock,
+        *,
+        timeout_ms: int = 3_000,
+        random: Random | None = None,
     ) -> None:
         host, _, port = endpoint.rpartition(":")
         self.clock = clock
+        self.random = random or Random()
         self.prefix = f"/baton/{cluster}/"
         self._client = aetcd.Client(
             host=host,
             port=int(port),
             options={
+                "grpc.max_receive_message_length": ANSWER_BYTES_MAX,
                 "grpc.initial_reconnect_backoff_ms": 100,
                 "grpc.max_reconnect_backoff_ms": 1_000,
                 "grpc.keepalive_time_ms": 10_000,
@@ -101,7 +114,7 @@ class EtcdSession:
         )
         self._timeout_s = timeout_ms / 1000
 
-    async def __aenter__(self) -> EtcdSession:
+    async def __aenter__(self) -> Self:
         await self._client.connect()
         return self
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -92,19 +93,29 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         if not method.startswith("Watch") and context.time_remaining() is None:
             raise NoDeadline(f"{method} was called without a deadline")
 
-    def count(self, service: str, method: str, reason: str, start_ms: int) -> None:
-        """Note the end of a call."""
-        self._waiting.discard(_this_task())
-        self._open.labels(service, method).dec()
-        self._calls.labels(service, method, reason).inc()
-        self._seconds.labels(service, method).observe((self._clock.monotonic_ms() - start_ms) / 1e3)
-
-    def begin(self, service: str, method: str) -> int:
-        """Note the start of a call; its time, for `count`."""
+    @contextmanager
+    def counted(self, service: str, method: str) -> Iterator[_Outcome]:
+        """Note the start and the end of a call, and as what it ends."""
+        outcome, start_ms = _Outcome(), self._clock.monotonic_ms()
+        # A stream that is abandoned ends in another task than the one that runs it now.
+        task = _this_task()
         if method.startswith("Watch") or method in self._held:
-            self._waiting.add(_this_task())
+            self._waiting.add(task)
         self._open.labels(service, method).inc()
-        return self._clock.monotonic_ms()
+        try:
+            yield outcome
+        finally:
+            self._waiting.discard(task)
+            self._open.labels(service, method).dec()
+            self._calls.labels(service, method, outcome.reason).inc()
+            spent_ms = self._clock.monotonic_ms() - start_ms
+            self._seconds.labels(service, method).observe(spent_ms / 1e3)
+
+
+class _Outcome:
+    """How a call ended: OK, the reason of its error, or CANCELLED while nothing else is known."""
+
+    reason = "CANCELLED"
 
 
 class _Edge:
@@ -113,53 +124,43 @@ class _Edge:
 
     def unary(self, call: Any) -> Any:
         async def wrapped(request: Any, context: Context) -> Any:
-            start_ms, reason = self._owner.begin(self._service, self._method), "CANCELLED"
-            try:
-                self._owner.admit(self._method, context)
-                answer = await call(request, context)
-                reason = "OK"
-                return answer
-            except asyncio.CancelledError:
-                if self._owner.draining:
-                    _this_task().uncancel()
-                    await abort(context, STOPPING)
-                raise
-            except Exception as error:  # noqa: BLE001  the edge is where the unexpected stops
-                reason = error.reason if isinstance(error, BatonError) else "INTERNAL"
-                await self._fail(context, error)
-            finally:
-                self._owner.count(self._service, self._method, reason, start_ms)
+            with self._owner.counted(self._service, self._method) as outcome:
+                try:
+                    self._owner.admit(self._method, context)
+                    answer = await call(request, context)
+                    outcome.reason = "OK"
+                    return answer
+                except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it stops here
+                    await self._fail(context, error, outcome)
 
         return wrapped
 
     def stream(self, call: Any) -> Any:
         async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
-            start_ms, reason = self._owner.begin(self._service, self._method), "CANCELLED"
-            try:
-                self._owner.admit(self._method, context)
-                async for item in call(request, context):
-                    yield item
-                reason = "OK"
-            except asyncio.CancelledError:
-                if self._owner.draining:
-                    _this_task().uncancel()
-                    await abort(context, STOPPING)
-                raise
-            except Exception as error:  # noqa: BLE001  the edge is where the unexpected stops
-                reason = error.reason if isinstance(error, BatonError) else "INTERNAL"
-                await self._fail(context, error)
-            finally:
-                self._owner.count(self._service, self._method, reason, start_ms)
+            with self._owner.counted(self._service, self._method) as outcome:
+                try:
+                    self._owner.admit(self._method, context)
+                    async for item in call(request, context):
+                        yield item
+                    outcome.reason = "OK"
+                except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it stops here
+                    await self._fail(context, error, outcome)
 
         return wrapped
 
-    async def _fail(self, context: Context, error: Exception) -> NoReturn:
-        if isinstance(error, grpc.aio.AbortError):
-            raise error
-        if isinstance(error, BatonError):
-            await abort(context, error)
-        log.error("unexpected error method=%s", self._method, exc_info=error)
-        await abort(context, Internal("internal error; see the server's log"))
+    async def _fail(
+        self, context: Context, error: Exception | asyncio.CancelledError, outcome: _Outcome
+    ) -> NoReturn:
+        if isinstance(error, asyncio.CancelledError):
+            if not self._owner.draining:
+                raise error
+            _this_task().uncancel()
+            error = STOPPING
+        if not isinstance(error, BatonError):
+            log.error("unexpected error method=%s", self._method, exc_info=error)
+            error = Internal("internal error; see the server's log")
+        outcome.reason = error.reason
+        await abort(context, error)
 
 
 def _this_task() -> asyncio.Task[Any]:

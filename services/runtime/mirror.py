@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from random import Random
 
 from batonmq.common.backoff import Backoff
 from batonmq.common.errors import NoQuorum
@@ -62,7 +61,7 @@ class Mirror:
 
     async def run(self) -> None:
         """Follow etcd for ever; to be run as one task."""
-        random, failures = Random(id(self)), 0
+        random, failures = self._session.random, 0
         while True:
             try:
                 await self._read_all()

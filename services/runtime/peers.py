@@ -21,12 +21,18 @@ class Peer(Generic[Stub]):
     Args:
         service: Folder name of the service, such as "offsets".
         stub: Makes the stub from a channel.
+        connect: Makes a channel to `host:port`.
     """
 
     def __init__(
-        self, nodes: Mirror, service: str, stub: Callable[[grpc.aio.Channel], Stub]
+        self,
+        nodes: Mirror,
+        service: str,
+        stub: Callable[[grpc.aio.Channel], Stub],
+        connect: Callable[[str], grpc.aio.Channel] = connect,
     ) -> None:
         self._nodes, self._service, self._make_stub = nodes, service, stub
+        self._connect = connect
         self._current: tuple[str, grpc.aio.Channel, Stub] | None = None
         self._retired: list[grpc.aio.Channel] = []
         self._seen = -1
@@ -63,7 +69,7 @@ class Peer(Generic[Stub]):
         if self._current is None or self._current[0] != address:
             if self._current is not None:
                 self._retired.append(self._current[1])
-            channel = connect(address)
+            channel = self._connect(address)
             self._current = (address, channel, self._make_stub(channel))
         self._seen = self._nodes.revision
         return self._current[2]

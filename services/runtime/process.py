@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
-from batonmq.channels import OPTIONS
+from batonmq.channels import OPTIONS, connect
 from batonmq.common import logs
 from batonmq.common.clock import Clock
 from batonmq.common.config import ConfigError, load
@@ -53,22 +53,40 @@ class App:
             process with status 1: no service runs on with a dead flusher.
         held: Names of methods whose calls may be held with nothing to do; on SIGTERM they are
             ended with NOT_SERVING.
+        epoch: Registered with the node: among nodes of one name, the highest is the present one.
+        leader: Registered with the node: False for a service that tells by itself when it leads.
         drain: Called after the server has stopped taking calls: finish, flush, release.
     """
 
     servicers: Mapping[str, Callable[[grpc.aio.Server], None]]
     loops: Sequence[Loop] = ()
     held: frozenset[str] = frozenset()
+    epoch: int = 0
+    leader: bool = True
     drain: Callable[[], Awaitable[None]] = _nothing
 
 
 class Runtime:
-    """What the runtime hands to a service."""
+    """What the runtime hands to a service.
 
-    def __init__(self, service: str, settings: ServiceSettings, etcd: EtcdSession) -> None:
+    Args:
+        random: Everything by chance in the process; freshly seeded by default.
+        connect: Makes a channel to another service.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        settings: ServiceSettings,
+        etcd: EtcdSession,
+        *,
+        random: Random | None = None,
+        connect: Callable[[str], grpc.aio.Channel] = connect,
+    ) -> None:
         self.service, self.settings, self.etcd = service, settings, etcd
         self.clock = etcd.clock
-        self.random = Random(secrets.randbits(64))
+        self.random = random or Random(secrets.randbits(64))
+        self.connect = connect
         self.registry = CollectorRegistry()
         self.nodes = Mirror(etcd, "nodes/")
         self.hub = EventHub(
@@ -108,13 +126,20 @@ class Runtime:
         return self._node is not None
 
     async def keep_registered(self) -> None:
-        """Refresh the lease until `unregister`; if it was lost, register under a new one."""
+        """Refresh the lease until `unregister`; if it was lost, register under a new one.
+
+        An entry that is gone although the lease lives is written again: a try that was given up
+        may land late, over the entry, under a lease that nobody refreshes.
+        """
         while not self._left:
             await asyncio.sleep(self.settings.node_lease_ms / 4000)
             try:
                 if self._lease is None or not await self._lease.refresh():
                     log.warning("node entry lost, registering again")
                     self._lease = None
+                    await self._write_node()
+                elif self._overwritten():
+                    log.warning("node entry is not as it was written, writing it again")
                     await self._write_node()
             except NoQuorum as error:
                 log.warning("node lease not refreshed error=%s", error)
@@ -127,6 +152,17 @@ class Runtime:
                 with contextlib.suppress(NoQuorum):
                     await self._lease.revoke()
                 self._lease = None
+
+    def _overwritten(self) -> bool:
+        """Whether the entry is gone, or is an earlier one of this process."""
+        if self._node is None or self._lease is None:
+            return False  # about to be written
+        stored = self.nodes.values.get(f"{self.service}/{self.settings.node_id}")
+        if stored is None:
+            return True
+        found = nameserver_pb.Node.FromString(stored.value)
+        mine = found.start_unix_ms == self._start_unix_ms and found.address == self._address
+        return mine and (stored.lease_id != self._lease.lease_id or found != self._node)
 
     async def _write_node(self) -> None:
         async with self._writing:  # else two writers could each take a lease, and one is lost
@@ -219,7 +255,7 @@ async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(loop()) for loop in app.loops]
-            await _register(runtime)
+            await _register(runtime, app)
             running.append(tasks.create_task(runtime.keep_registered()))
             for name in ("", *names):
                 await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -239,11 +275,11 @@ async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
         http.server_close()
 
 
-async def _register(runtime: Runtime) -> None:
+async def _register(runtime: Runtime, app: App) -> None:
     """Register unless the service did; wait for etcd as long as it takes."""
     while not runtime.registered:
         try:
-            await runtime.register()
+            await runtime.register(epoch=app.epoch, leader=app.leader)
         except NoQuorum as error:
             log.warning("not registered yet error=%s", error)
             await asyncio.sleep(0.5)

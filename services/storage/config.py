@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from services.runtime.settings import ServiceSettings
+from services.storage.core.retention import Policy
 
 
 class StorageSettings(ServiceSettings):
@@ -29,5 +30,62 @@ class StorageSettings(ServiceSettings):
     """How often offsets is told that the holders of parked pulls are alive."""
     verdict_age_ms_max: int = Field(2_000, ge=100)
     """A verdict of offsets that was asked for longer ago is not acted upon."""
+    retention_ms: int = Field(172_800_000, ge=0)
+    """Older messages are removed, in milliseconds; 48 h by default, 0 keeps them for ever."""
+    retention_hours: str = Field("4", pattern=r"^(any|\d{1,2}(,\d{1,2})*)$")
+    """Hours of the day, local time, at which they are: such as `4`, `4,16` or `any`."""
+    retention_bytes: int = Field(0, ge=0)
+    """The log is cut to this size, in bytes, at any hour; 0 for no bound."""
+    disk_warn_percent: int = Field(70, ge=1, le=100)
+    """Disk in use, in percent, that is worth a warning."""
+    disk_clean_percent: int = Field(75, ge=1, le=100)
+    """Disk in use, in percent, from which on old messages are removed at any hour."""
+    disk_clean_forcibly_percent: int = Field(85, ge=1, le=100)
+    """Disk in use, in percent, from which on the oldest messages are removed, however young."""
+    disk_full_percent: int = Field(90, ge=1, le=100)
+    """Disk in use, in percent, from which on writes are refused; below
+    `disk_clean_forcibly_percent` they are taken again."""
+    disk_interval_ms: int = Field(1_000, ge=10, le=60_000)
+    """How often the disk is looked at, in milliseconds."""
+    scrub_bytes_per_s: int = Field(4 * 1024 * 1024, ge=0)
+    """How fast the log is read again in the background to find damage; 0 for not at all."""
     accept_loss: bool = False
     """Start even if acknowledged messages are damaged: cut the log there."""
+
+    @field_validator("retention_hours")
+    @classmethod
+    def _hours_of_a_day(cls, value: str) -> str:
+        if any(hour > 23 for hour in _hours(value)):
+            raise ValueError("an hour is 0 to 23")
+        return value
+
+    @model_validator(mode="after")
+    def _watermarks_rise(self) -> StorageSettings:
+        percents = (
+            self.disk_warn_percent,
+            self.disk_clean_percent,
+            self.disk_clean_forcibly_percent,
+            self.disk_full_percent,
+        )
+        if sorted(set(percents)) != list(percents):
+            raise ValueError(
+                "disk_warn_percent, disk_clean_percent, disk_clean_forcibly_percent and "
+                "disk_full_percent must rise in this order"
+            )
+        return self
+
+    def retention_policy(self) -> Policy:
+        """What is kept, and when the disk is full."""
+        return Policy(
+            age_ms_max=self.retention_ms,
+            hours=_hours(self.retention_hours),
+            log_bytes_max=self.retention_bytes,
+            warn_percent=self.disk_warn_percent,
+            clean_percent=self.disk_clean_percent,
+            clean_forcibly_percent=self.disk_clean_forcibly_percent,
+            full_percent=self.disk_full_percent,
+        )
+
+
+def _hours(text: str) -> frozenset[int]:
+    return frozenset(range(24)) if text == "any" else frozenset(map(int, text.split(",")))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from batonmq.common.errors import Overloaded
+from batonmq.common.errors import DiskFull
+from services.storage.core.commitlog import NO_SPACE
 from services.storage.core.files import Disk, File
 
 PARTS_MAX = 1_024
 """What one pwritev takes (IOV_MAX)."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+SYNCED_ALONE_MAX = 64
+"""More files than this are synced with the rest of their file system, which is cheaper."""
 _ZEROS = bytes(1024 * 1024)
 
 
@@ -145,14 +148,9 @@ class RealDisk(Disk):
             raise
         except OSError as error:
             full.unlink(missing_ok=True)
-            if error.errno not in _NO_SPACE:
+            if error.errno not in NO_SPACE:
                 raise
-            raise Overloaded(
-                f"no space on disk for a segment of {size} bytes",
-                remedy="Free space on the disk of the storage node.",
-                retry_after_ms=5_000,
-                facts={"limit": shutil.disk_usage(self._folder).free},
-            ) from error
+            raise DiskFull(f"no space on disk for a segment of {size} bytes") from error
 
     def open(self, path: str, *, create: bool = False) -> File:
         """See Disk."""
@@ -174,6 +172,12 @@ class RealDisk(Disk):
             full.unlink(missing_ok=True)
         _sync_folder(full.parent)
 
+    def space(self) -> tuple[int, int]:
+        """See Disk. As `df` counts: what is kept for root is neither used nor free."""
+        found = os.statvfs(self._folder)
+        used = found.f_blocks - found.f_bfree
+        return used * found.f_frsize, found.f_bavail * found.f_frsize
+
     def load(self, path: str) -> bytes:
         """See Disk."""
         full = self._folder / path
@@ -183,6 +187,7 @@ class RealDisk(Disk):
         """See Disk."""
         full = self._folder / path
         fresh = full.with_name(f"{full.name}.new")
+        self._add_folder(full.parent)
         with fresh.open("wb") as file:
             file.write(content)
             file.flush()
@@ -190,10 +195,29 @@ class RealDisk(Disk):
         fresh.replace(full)
         _sync_folder(full.parent)
 
+    def sync(self, paths: Sequence[str]) -> None:
+        """See Disk. Many files are synced by one call for the whole file system."""
+        if len(paths) > SYNCED_ALONE_MAX:
+            _sync_file_system(self._folder)
+            return
+        folders: set[Path] = set()
+        for path in paths:
+            full = self._folder / path
+            with suppress(FileNotFoundError), full.open("rb") as file:
+                os.fsync(file.fileno())
+                folders.update(p for p in full.parents if p.is_relative_to(self._folder))
+        for folder in folders:
+            with suppress(FileNotFoundError):
+                _sync_folder(folder)
+
+    def _add_folder(self, folder: Path) -> None:
+        if not folder.is_dir():
+            self._add_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            _sync_folder(folder.parent)
+
     def _created(self, full: Path, size: int) -> File:
-        if not full.parent.is_dir():
-            full.parent.mkdir(parents=True)
-            _sync_folder(full.parent.parent)
+        self._add_folder(full.parent)
         file = RealFile(full, os.O_CREAT | os.O_EXCL)
         try:
             file.allocate(size)
@@ -202,6 +226,15 @@ class RealDisk(Disk):
             file.close()
             raise
         return file
+
+
+def _sync_file_system(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            raise OSError(ctypes.get_errno(), f"file system of {folder} not synced")
+    finally:
+        os.close(fd)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from prometheus_client import Histogram
 
@@ -18,6 +19,8 @@ from services.storage.node import Node
 
 log = logging.getLogger(__name__)
 
+InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
+
 
 class Flusher:
     """Syncs the log and wakes those who wait for it.
@@ -25,6 +28,7 @@ class Flusher:
     Args:
         grown: Called with the queues in which readers see more than before.
         interval_ms: Time between syncs nobody waits for; 0 syncs at once.
+        in_thread: Makes the blocking call that syncs.
     """
 
     def __init__(
@@ -33,7 +37,9 @@ class Flusher:
         grown: Callable[[frozenset[QueueKey]], None],
         seconds: Histogram,
         interval_ms: int = 0,
+        in_thread: InThread = asyncio.to_thread,
     ) -> None:
+        self._in_thread = in_thread
         self._store, self._sync, self._grown = node.store, node.sync, grown
         self._seconds, self._interval_ms = seconds, interval_ms
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -110,7 +116,7 @@ class Flusher:
             now = asyncio.get_running_loop().time
             begin = now()
             try:
-                await asyncio.to_thread(self._sync, unsynced)
+                await self._in_thread(self._sync, unsynced)
             except OSError as error:
                 self.fail(error)
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+_LATENESS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 60, 3_600)
 _FSYNC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
@@ -53,8 +54,57 @@ class StorageMetrics:
             ("reason",),
             registry=registry,
         )
+        self.lost_messages = Counter(
+            "baton_storage_lost_messages",
+            "Messages that retention removed before a group had read them.",
+            ("group", "topic"),
+            registry=registry,
+        )
+        self.removed_segments = Counter(
+            "baton_storage_removed_segments",
+            "Segments of the log that retention removed.",
+            registry=registry,
+        )
+        self.disk_used_ratio = Gauge(
+            "baton_storage_disk_used_ratio",
+            "Space in use on the file system of the log, 0 to 1.",
+            registry=registry,
+        )
+        self.disk_free_bytes = Gauge(
+            "baton_storage_disk_free_bytes",
+            "Space free on the file system of the log.",
+            registry=registry,
+        )
+        self.disk_seconds_until_full = Gauge(
+            "baton_storage_disk_seconds_until_full",
+            "Time until writes are refused, at the rate of the last minutes; infinite if that is "
+            "not in sight.",
+            registry=registry,
+        )
+        self.disk_state = Gauge(
+            "baton_storage_disk_state",
+            "1 ok, 2 warn, 3 clean, 4 clean forcibly, 5 full: writes are refused.",
+            registry=registry,
+        )
+        self.scheduled_batches = Gauge(
+            "baton_storage_scheduled_batches",
+            "Batches that wait for their time.",
+            registry=registry,
+        )
+        self.scheduled_lateness_seconds = Histogram(
+            "baton_storage_scheduled_lateness_seconds",
+            "Time from when a scheduled batch was due until consumers could see it.",
+            buckets=_LATENESS_BUCKETS,
+            registry=registry,
+        )
+        self.undeliverable_batches = Counter(
+            "baton_storage_undeliverable_batches",
+            "Scheduled batches that went nowhere when they were due, by reason.",
+            ("reason",),
+            registry=registry,
+        )
         self.damaged_batches = Counter(
             "baton_storage_damaged_batches",
-            "Reads that met a batch with a wrong checksum.",
+            "Batches that failed their checksum, each counted once.",
             registry=registry,
         )

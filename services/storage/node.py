@@ -2,10 +2,13 @@
 
 data_dir/lock            flock of the process that owns the folder
 data_dir/epoch           how often the node has started, decimal
-data_dir/checkpoint      up to where the log is synced
+data_dir/synced          up to where the log is synced
+data_dir/floors          where queues go on that have lost messages to retention
+data_dir/checkpoint      up to where the indexes are good, and what was known then
 data_dir/recovery.json   report of the last start
 data_dir/log/            segments
-data_dir/consumequeue/   index, made anew at start
+data_dir/consumequeue/   index by queue and offset
+data_dir/keyindex/       index by topic and key
 """
 
 from __future__ import annotations
@@ -16,21 +19,23 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from services.storage.core.checkpointing import Checkpointing
 from services.storage.core.commitlog import CommitLog, Unsynced
-from services.storage.core.files import FileCache
+from services.storage.core.files import Disk, FileCache
+from services.storage.core.keyindex import KeyIndex
 from services.storage.core.producers import ProducerTable
 from services.storage.core.recovery import (
     Recovery,
     RecoveryReport,
-    decode_checkpoint,
-    encode_checkpoint,
+    decode_synced,
+    encode_synced,
 )
 from services.storage.core.store import Store
 from services.storage.disk import RealDisk, locked
 
-CHECKPOINT = "checkpoint"
 EPOCH = "epoch"
 REPORT = "recovery.json"
+SYNCED = "synced"
 
 
 class Node:
@@ -39,11 +44,13 @@ class Node:
     Attributes:
         store: What is in it.
         report: What recovery did.
+        checkpointing: Takes checkpoints; the start takes none.
     """
 
-    def __init__(self, disk: RealDisk, store: Store, report: RecoveryReport) -> None:
-        self.store, self.report = store, report
-        self._checkpoint = disk.open(CHECKPOINT, create=True)
+    def __init__(self, disk: Disk, store: Store, report: RecoveryReport) -> None:
+        self.disk, self.store, self.report = disk, store, report
+        self.checkpointing = Checkpointing(disk, store, report.checkpoint_position)
+        self._synced = disk.open(SYNCED, create=True)
 
     def sync(self, unsynced: Unsynced) -> None:
         """Make the log safe up to `unsynced.position`, and note that it is.
@@ -53,12 +60,12 @@ class Node:
         """
         for file in unsynced.files:
             file.sync()
-        self._checkpoint.write(0, [encode_checkpoint(unsynced.position)])
+        self._synced.write(0, [encode_synced(unsynced.position)])
 
     def close(self) -> None:
         """Give the files back. What is not synced stays to the operating system."""
         self.store.log.close()
-        self._checkpoint.close()
+        self._synced.close()
 
 
 @contextmanager
@@ -76,31 +83,49 @@ def opened(
         DataLoss: acknowledged messages are damaged, and `accept_loss` is not set.
     """
     with locked(folder):
-        begin_ms = monotonic_ms()
         disk = RealDisk(folder)
-        cache = FileCache(disk)
-        epoch = int(disk.load(EPOCH) or b"0") + 1
-        disk.replace(EPOCH, str(epoch).encode())
-        log = CommitLog(disk, cache, segment_bytes)
-        store = Store(log, cache, ProducerTable(), epoch)
-        recovery = Recovery(
-            disk,
-            store,
-            checkpoint_position=decode_checkpoint(disk.load(CHECKPOINT)),
-            accept_loss=accept_loss,
+        recovering = recovered(
+            disk, segment_bytes=segment_bytes, monotonic_ms=monotonic_ms, accept_loss=accept_loss
         )
+        with recovering as node:
+            yield node
+
+
+@contextmanager
+def recovered(
+    disk: Disk, *, segment_bytes: int, monotonic_ms: Callable[[], int], accept_loss: bool = False
+) -> Iterator[Node]:
+    """Recover what is on `disk`, which nobody else uses, and close it in the end.
+
+    Raises:
+        DataLoss: acknowledged messages are damaged, and `accept_loss` is not set.
+    """
+    begin_ms = monotonic_ms()
+    cache = FileCache(disk)
+    epoch = int(disk.load(EPOCH) or b"0") + 1
+    disk.replace(EPOCH, str(epoch).encode())
+    log = CommitLog(disk, cache, segment_bytes)
+    keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
+    store = Store(log, cache, ProducerTable(), epoch, keys)
+    recovery = Recovery(
+        disk,
+        store,
+        synced_position=decode_synced(disk.load(SYNCED)),
+        accept_loss=accept_loss,
+    )
+    try:
+        report = recovery.run()
+        node = Node(disk, store, report)
+        node.checkpointing.remove_later(recovery.doomed)
+        unsynced = log.unsynced()
+        node.sync(unsynced)
+        store.synced(unsynced.position)
+        node.report = replace(report, elapsed_ms=monotonic_ms() - begin_ms)
+        disk.replace(REPORT, json.dumps(asdict(node.report), indent=2).encode())
         try:
-            report = recovery.run()
-            node = Node(disk, store, report)
-            unsynced = log.unsynced()
-            node.sync(unsynced)
-            store.synced(unsynced.position)
-            node.report = replace(report, elapsed_ms=monotonic_ms() - begin_ms)
-            disk.replace(REPORT, json.dumps(asdict(node.report), indent=2).encode())
-            try:
-                yield node
-            finally:
-                node.close()
+            yield node
         finally:
-            cache.close()
-            log.close()
+            node.close()
+    finally:
+        cache.close()
+        log.close()

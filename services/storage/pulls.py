@@ -61,7 +61,7 @@ class ParkedPulls:
 
     def __init__(self, touch: Touch, parked: Gauge, *, parked_max: int, interval_ms: int) -> None:
         self._touch, self._parked_max, self._interval_ms = touch, parked_max, interval_ms
-        self._by_queue: dict[QueueKey, set[_Parked]] = {}
+        self._by_queue: dict[QueueKey, dict[_Parked, None]] = {}
         self._count = 0
         parked.set_function(lambda: self._count)
 
@@ -82,8 +82,8 @@ class ParkedPulls:
                 facts={"limit": self._parked_max},
             )
         parked = _Parked(holder)
-        others = self._by_queue.setdefault(key, set())
-        others.add(parked)
+        others = self._by_queue.setdefault(key, {})
+        others[parked] = None
         self._count += 1
         try:
             async with asyncio.timeout(hold_ms / 1000):
@@ -92,7 +92,7 @@ class ParkedPulls:
             return
         finally:
             self._count -= 1
-            others.discard(parked)
+            del others[parked]
             if not others and self._by_queue.get(key) is others:
                 del self._by_queue[key]
         if refusal is not None:
@@ -118,7 +118,7 @@ class ParkedPulls:
 
     async def touch(self) -> None:
         """Tell offsets of all holders; pulls whose token is refused are answered so."""
-        holders = list({parked.holder for parked in self._all()})
+        holders = list(dict.fromkeys(parked.holder for parked in self._all()))
         if not holders:
             return
         try:

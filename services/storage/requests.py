@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from baton.common.v1 import queue_pb2
+from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.errors import InvalidArgument, LimitExceeded, WrongBroker
@@ -44,10 +46,7 @@ def append_batches(request: pb.AppendRequest) -> list[bytes]:
         LimitExceeded: too many, or too many bytes.
     """
     batches = list(request.batches)
-    if not batches:
-        raise InvalidArgument("a request needs a batch", facts={"field": "batches"})
-    _limit("batches", len(batches), APPEND_BATCHES_MAX)
-    _limit("bytes", sum(map(len, batches)), APPEND_BYTES_MAX)
+    check_batches(batches)
     if request.durability not in (
         pb.DURABILITY_UNSPECIFIED,
         pb.DURABILITY_MEMORY,
@@ -60,6 +59,19 @@ def append_batches(request: pb.AppendRequest) -> list[bytes]:
     return batches
 
 
+def check_batches(batches: Sequence[bytes]) -> None:
+    """Check how many batches a request has, and how long they are together.
+
+    Raises:
+        InvalidArgument: there are none.
+        LimitExceeded: too many, or too many bytes.
+    """
+    if not batches:
+        raise InvalidArgument("a request needs a batch", facts={"field": "batches"})
+    limit("batches", len(batches), APPEND_BATCHES_MAX)
+    limit("bytes", sum(map(len, batches)), APPEND_BYTES_MAX)
+
+
 def pull(request: pb.PullRequest, broker: str) -> Pull:
     """A pull, checked against everything but the state of topic and queue.
 
@@ -70,26 +82,31 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
         raise InvalidArgument("a pull names a queue", facts={"field": "queue"})
     check_group(request.queue.group)
     queue = check_queue_name(request.queue.queue, broker)
-    for field, number, least in (
-        ("token", request.token, 1),
-        ("offset", request.offset, 0),
-        ("offsets_epoch", request.offsets_epoch, 0),
-    ):
-        if number < least:
-            raise InvalidArgument(f"{field} {number} is below {least}", facts={"field": field})
-    _limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
-    _limit("messages_max", request.messages_max, PULL_MESSAGES_MAX)
-    _limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
+    _least("token", request.token, 1)
+    _least("offsets_epoch", request.offsets_epoch, 0)
+    limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
     return Pull(
         Holder(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
-        Wanted(
-            request.offset,
-            request.bytes_max or PULL_BYTES_DEFAULT,
-            request.messages_max or PULL_MESSAGES_DEFAULT,
-            hash_filter(request.expression),
-        ),
+        wanted(request),
         request.hold_ms,
         request.offsets_epoch,
+    )
+
+
+def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> Wanted:
+    """What a request wants to read, defaults filled in.
+
+    Raises:
+        InvalidArgument, LimitExceeded, BadExpression: a field is out of range.
+    """
+    _least("offset", request.offset, 0)
+    limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
+    limit("messages_max", request.messages_max, PULL_MESSAGES_MAX)
+    return Wanted(
+        request.offset,
+        request.bytes_max or PULL_BYTES_DEFAULT,
+        request.messages_max or PULL_MESSAGES_DEFAULT,
+        hash_filter(request.expression),
     )
 
 
@@ -103,7 +120,7 @@ def queried_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.Queue]:
     queues = list(request.queues)
     if not queues:
         raise InvalidArgument("a request needs a queue", facts={"field": "queues"})
-    _limit("queues", len(queues), QUERY_QUEUES_MAX)
+    limit("queues", len(queues), QUERY_QUEUES_MAX)
     return queues
 
 
@@ -116,7 +133,7 @@ def check_queue_name(queue: queue_pb2.Queue, broker: str) -> queue_pb2.Queue:
     """
     check_topic(queue.topic)
     check_broker(queue.broker)
-    _limit("queue_id", queue.queue_id, QUEUE_ID_MAX)
+    limit("queue_id", queue.queue_id, QUEUE_ID_MAX)
     if queue.broker != broker:
         raise WrongBroker(
             f"this is broker {broker}, not {queue.broker}",
@@ -135,9 +152,19 @@ def hash_filter(expression: str) -> HashFilter:
     return HashFilter(TagFilter.parse(expression).hashes)
 
 
-def _limit(field: str, actual: int, limit: int) -> None:
-    if actual > limit:
+def limit(field: str, actual: int, most: int) -> None:
+    """Refuse a field that is larger than `most`.
+
+    Raises:
+        LimitExceeded: it is.
+    """
+    if actual > most:
         raise LimitExceeded(
-            f"{field} is {actual}; the limit is {limit}",
-            facts={"field": field, "limit": limit, "actual": actual},
+            f"{field} is {actual}; the limit is {most}",
+            facts={"field": field, "limit": most, "actual": actual},
         )
+
+
+def _least(field: str, actual: int, least: int) -> None:
+    if actual < least:
+        raise InvalidArgument(f"{field} {actual} is below {least}", facts={"field": field})

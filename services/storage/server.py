@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,12 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, DataLoss
 from batonmq.common.rpc import error_to_pb
+from batonmq.core.route import TOPICS_REVISION
 from services.runtime.events import EventHub
 from services.storage import requests
+from services.storage.appending import Appender
 from services.storage.core.producers import QueueKey, Receipt
+from services.storage.core.retention import Retention
 from services.storage.core.store import (
     Checked,
     Reading,
@@ -26,14 +28,18 @@ from services.storage.core.store import (
     TopicQueues,
     check,
     check_queue,
+    check_readable,
 )
+from services.storage.damage import Damage
 from services.storage.deliveries import Deliveries, Delivery, Verdict
 from services.storage.flush import Flusher
+from services.storage.losses import Losses
 from services.storage.metrics import StorageMetrics
 from services.storage.pulls import ParkedPulls
 from services.storage.topics import Topics
 
-log = logging.getLogger(__name__)
+SECONDS_MAX = 10 * 365 * 24 * 3_600
+"""A disk that is full later than in ten years is not in sight of being full."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,15 +52,21 @@ class Parts:
         broker: Name of this node.
         syncs_at_once: Whether a request that asks for no durability gets DURABILITY_FSYNCED;
             otherwise it gets DURABILITY_MEMORY.
+        scrubbed: How far the background scrub has come in its present round.
     """
 
     broker: str
     syncs_at_once: bool
     store: Store
+    appender: Appender
     topics: Topics
     flusher: Flusher
     pulls: ParkedPulls
     deliveries: Deliveries
+    retention: Retention
+    losses: Losses
+    damage: Damage
+    scrubbed: Callable[[], int]
     metrics: StorageMetrics
     hub: EventHub
     clock: Clock
@@ -64,7 +76,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
     """See the proto."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._store = parts, parts.store
+        self._parts, self._store, self._appender = parts, parts.store, parts.appender
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         """See the proto."""
@@ -72,7 +84,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._parts.flusher.check()
         checked = [_checked(batch) for batch in batches]
         good = [one for one in checked if isinstance(one, Checked)]
-        topics = await self._find_all({one.header.topic for one in good})
+        topics = await self._parts.topics.find_all({one.header.topic for one in good})
         results = iter(self._append(good, topics))
         outcomes = [next(results) if isinstance(one, Checked) else one for one in checked]
         stored = [one for one in outcomes if isinstance(one, Receipt)]
@@ -89,7 +101,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         clock = self._parts.clock
         end_ms = clock.monotonic_ms() + pull.hold_ms
         while True:
-            key = await self._find(pull.holder.topic, pull.holder.queue_id)
+            key = await self._find_readable(pull.holder.topic, pull.holder.queue_id)
             reading = self._read(key, pull)
             if reading is not None:
                 break
@@ -105,7 +117,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         except BatonError as error:
             self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
             raise
-        self._tell_delivered(pull, reading)
+        self._tell_delivered(pull, key, reading)
         return self._answer(request.pull_id, key, pull, reading, verdict)
 
     async def QueryOffsets(
@@ -113,11 +125,14 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
     ) -> pb.QueryOffsetsResponse:
         """See the proto."""
         queues = requests.queried_queues(request)
-        return pb.QueryOffsetsResponse(outcomes=[await self._offsets(queue) for queue in queues])
+        revision = min(self._parts.topics.revision(name) for name in {q.topic for q in queues})
+        outcomes = [await self._offsets(queue) for queue in queues]
+        context.set_trailing_metadata(((TOPICS_REVISION, str(revision)),))
+        return pb.QueryOffsetsResponse(outcomes=outcomes)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """See the proto."""
-        store = self._store
+        store, retention = self._store, self._parts.retention
         return pb.DescribeResponse(
             broker=self._parts.broker,
             first_position=store.log.first_position,
@@ -126,47 +141,45 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             queue_count=store.queue_count,
             parked_pull_count=len(self._parts.pulls),
             appended_count=store.appended_count,
+            scheduled_count=len(store.schedule.waiting),
+            disk_state=pb.DiskState.Value(f"DISK_STATE_{retention.state.name}"),
+            disk_used_percent=retention.usage.used_percent,
+            scrubbed_position=self._parts.scrubbed(),
+            damaged_batch_count=len(self._parts.damage),
+            disk_seconds_until_full=_in_sight(retention.seconds_until_full),
         )
-
-    async def _find_all(self, names: set[str]) -> dict[str, TopicQueues | BatonError]:
-        found: dict[str, TopicQueues | BatonError] = {}
-        for name in names:
-            try:
-                found[name] = await self._parts.topics.find(name)
-            except BatonError as error:
-                found[name] = error
-        return found
 
     async def _find(self, topic: str, queue_id: int) -> QueueKey:
         return check_queue(topic, await self._parts.topics.find(topic), queue_id)
 
+    async def _find_readable(self, topic: str, queue_id: int) -> QueueKey:
+        queues = await self._parts.topics.find(topic)
+        check_readable(topic, queues)
+        return check_queue(topic, queues, queue_id)
+
     def _append(
         self, batches: Sequence[Checked], topics: dict[str, TopicQueues | BatonError]
     ) -> list[Receipt | BatonError]:
-        if not batches:
-            return []
-        self._parts.flusher.check()
-        try:
-            outcomes = self._store.append(batches, topics, self._parts.clock.unix_ms())
-        except Exception as error:
-            self._parts.flusher.fail(error)  # log and indexes may disagree: recovery has to look
-            raise
-        self._parts.flusher.wrote()
-        self._tell_appended(batches, outcomes)
+        # As of now: between finding one topic and another, the first may have changed.
+        outcomes = self._appender.append(batches, self._parts.topics.as_of_now(topics))
+        self._appender.tell(batches, outcomes)
         return outcomes
 
     def _read(self, key: QueueKey, pull: requests.Pull) -> Reading | None:
         try:
-            return self._store.read(key, pull.wanted)
+            return self._store.pull(key, pull.wanted)
         except DataLoss as error:
-            self._parts.metrics.damaged_batches.inc()
-            log.error("damaged batch not served topic=%s error=%s", pull.holder.topic, error)
+            self._parts.damage.met(error)
             raise
 
     async def _offsets(self, queue: queue_pb2.Queue) -> pb.QueryOffsetsOutcome:
         try:
             requests.check_queue_name(queue, self._parts.broker)
-            held = self._store.offsets(await self._find(queue.topic, queue.queue_id))
+            topic = await self._parts.topics.find(queue.topic)
+            key = check_queue(queue.topic, topic, queue.queue_id)
+            if not topic.takes(queue.queue_id):  # then the answer is final: see TOPICS_REVISION
+                await self._parts.flusher.reached(self._store.log.next_position)
+            held = self._store.offsets(key)
         except BatonError as error:
             return pb.QueryOffsetsOutcome(error=error_to_pb(error))
         return pb.QueryOffsetsOutcome(
@@ -206,34 +219,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             redelivered=verdict.redelivered if verdict else (),
             offsets_epoch=verdict.offsets_epoch if verdict else 0,
             filtered_count=reading.filtered_count if reading else 0,
+            lost_count=reading.lost_count if reading else 0,
         )
 
-    def _tell_appended(
-        self, batches: Sequence[Checked], outcomes: Sequence[Receipt | BatonError]
-    ) -> None:
-        messages: dict[tuple[str, int], tuple[int, int]] = {}
-        for checked, outcome in zip(batches, outcomes, strict=True):
-            if not isinstance(outcome, Receipt):
-                continue
-            if outcome.duplicate:
-                self._parts.metrics.duplicate_batches.inc()
-                continue
-            header = checked.header
-            count, size = messages.get((header.topic, header.queue_id), (0, 0))
-            messages[header.topic, header.queue_id] = count + header.count, size + header.length
-        for (topic, queue_id), (count, size) in messages.items():
-            self._parts.metrics.appended_messages.inc(count)
-            self._parts.metrics.appended_bytes.inc(size)
-            if self._parts.hub.watched:
-                queue = queue_pb2.Queue(topic=topic, broker=self._parts.broker, queue_id=queue_id)
-                self._parts.hub.publish(
-                    metrics_pb.MetricEvent(
-                        queue=queue_pb2.GroupQueue(queue=queue),
-                        appended=metrics_pb.Appended(message_count=count, byte_count=size),
-                    )
-                )
-
-    def _tell_delivered(self, pull: requests.Pull, reading: Reading) -> None:
+    def _tell_delivered(self, pull: requests.Pull, key: QueueKey, reading: Reading) -> None:
+        offset = pull.wanted.offset
+        self._parts.losses.note(pull.holder, key, offset, offset + reading.lost_count)
         self._parts.metrics.delivered_messages.inc(reading.message_count)
         self._parts.metrics.filtered_messages.inc(reading.filtered_count)
         if self._parts.hub.watched:
@@ -250,6 +241,11 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
                     ),
                 )
             )
+
+
+def _in_sight(seconds: float) -> int:
+    """`seconds`; 0 if they are very many."""
+    return int(seconds) if seconds < SECONDS_MAX else 0
 
 
 def _checked(batch: bytes) -> Checked | BatonError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import TopicNotFound
+from batonmq.common.errors import BatonError, TopicNotFound
 from services.runtime.etcd import EtcdSession, Stored
 from services.runtime.mirror import Mirror
 from services.storage.core.store import TopicQueues
@@ -40,6 +41,15 @@ class Topics:
             return found[1]
         return self._parsed(name, stored) if stored is not None else None
 
+    def revision(self, name: str) -> int:
+        """Revision of the topic that `known` tells of; 0 if it is not known."""
+        return self._known[name][0] if self.known(name) is not None else 0
+
+    def is_gone(self, name: str, topic_id: int) -> bool:
+        """Whether the topic is known to exist no more, perhaps with another of its name."""
+        topic = self.known(name)
+        return self._mirror.revision > 0 and (topic is None or topic.topic_id > topic_id)
+
     async def find(self, name: str) -> TopicQueues:
         """The topic; etcd is asked once if it is not known, by one caller at a time.
 
@@ -57,6 +67,22 @@ class Topics:
             raise TopicNotFound(f"topic {name} does not exist", facts={"topic": name})
         return topic
 
+    async def find_all(self, names: Iterable[str]) -> dict[str, TopicQueues | BatonError]:
+        """As `find`, for each of `names`: the topic, or why it can't be used."""
+        found: dict[str, TopicQueues | BatonError] = {}
+        for name in names:
+            try:
+                found[name] = await self.find(name)
+            except BatonError as error:
+                found[name] = error
+        return found
+
+    def as_of_now(
+        self, found: Mapping[str, TopicQueues | BatonError]
+    ) -> dict[str, TopicQueues | BatonError]:
+        """What `find_all` gave, with what has changed since."""
+        return {name: self.known(name) or old for name, old in found.items()}
+
     async def _ask(self, name: str) -> TopicQueues | None:
         stored = await self._session.get(self._session.key("topics", name))
         if stored is not None and stored.mod_revision > self._mirror.revision:
@@ -69,8 +95,14 @@ class Topics:
 
     def _parsed(self, name: str, stored: Stored) -> TopicQueues:
         topic = pb.Topic.FromString(stored.value)
-        counts = {spread.broker: spread.queue_count for spread in topic.spread}
-        queues = TopicQueues(topic.topic_id, counts.get(self._broker, 0))
+        here = [spread for spread in topic.spread if spread.broker == self._broker]
+        queues = TopicQueues(
+            topic.topic_id,
+            here[0].queue_count if here else 0,
+            here[0].write_queue_count or None if here else None,
+            readable=topic.permission != pb.TOPIC_PERMISSION_WRITE,
+            writable=topic.permission != pb.TOPIC_PERMISSION_READ,
+        )
         self._known[name] = (stored.mod_revision, queues)
         return queues
 

@@ -34,6 +34,13 @@ NOWHERE = "127.0.0.1:1"
         ["consume", "t", "--group", "g", "--count", "0"],
         ["group", "describe"],
         ["lock", "steal"],
+        ["message", "get"],
+        ["message", "get", "b-0-0", "--topic", "t", "--key", "k"],
+        ["message", "get", "--key", "k"],
+        ["message", "get", "--topic", "t", "--offset", "0"],
+        ["message", "get", "--topic", "t", "--queue", "-1", "--offset", "0"],
+        ["fsck"],
+        ["fsck", "/does/not/exist"],
     ],
 )
 def test_wrong_command_line_is_2(arguments: list[str]) -> None:
@@ -45,7 +52,18 @@ def test_wrong_command_line_is_2(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["topic"], ["group"], ["lock"], ["cluster"], ["up"], ["produce"], ["consume"]],
+    [
+        [],
+        ["topic"],
+        ["group"],
+        ["lock"],
+        ["cluster"],
+        ["up"],
+        ["produce"],
+        ["consume"],
+        ["message"],
+        ["fsck"],
+    ],
 )
 def test_every_command_has_help(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, [*arguments, "--help"])

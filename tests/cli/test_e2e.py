@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.running import Finished, Up, baton, up
+from tests.cli.running import BATON, Finished, Up, baton, up
 from tests.support.waiting import lives, until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -98,6 +99,73 @@ def test_topic_comes_and_goes(cluster: Up) -> None:
     gone = cluster("topic", "describe", "come", "--format", "json")
     assert gone.code == 1
     assert json.loads(gone.err)["error"]["reason"] == "TOPIC_NOT_FOUND"
+
+
+def test_topic_changes_its_size_and_what_may_be_done_with_it(cluster: Up, lines: Path) -> None:
+    lines.write_bytes(b"a\n")
+    cluster("topic", "create", "change", "--queues", "2")
+    grown = cluster("topic", "update", "change", "--queues", "4", "--format", "json")
+    assert (grown.code, grown.json["queue_count"], grown.json["permission"]) == (0, 4, "read_write")
+    shrunk = cluster("topic", "update", "change", "--queues", "1", "--permission", "r")
+    assert shrunk.code == 0
+    assert "go once they are read" in shrunk.out
+    until_now(lambda: len(cluster("topic", "describe", "change").rows) == 1)
+    (row,) = [row for row in cluster("topic", "list").rows if row["TOPIC"] == "change"]
+    assert (row["QUEUES"], row["PERMISSION"]) == ("1", "read")
+    refused = cluster("produce", "change", "--file", str(lines))
+    assert (refused.code, refused.err.split()[1]) == (1, "NOT_WRITABLE:")
+    assert cluster("topic", "update", "change", "--permission", "rw").code == 0
+    assert cluster("topic", "update", "change").code == 2
+    missing = cluster("topic", "update", "nobody", "--queues", "3")
+    assert (missing.code, missing.err.split()[1]) == (1, "TOPIC_NOT_FOUND:")
+    assert cluster("topic", "update", "change", "--permission", "x").code == 2
+
+
+def test_messages_are_looked_up_by_id_key_place_and_time(cluster: Up, lines: Path) -> None:
+    cluster("topic", "create", "look-up", "--queues", "1")
+    sent = cluster(
+        "produce", "look-up", "--file", str(lines), "--key", "k", "--key", "other",
+        "--tag", "t", "--format", "json",
+    ).json_lines  # fmt: skip
+    by_id = cluster("message", "get", sent[1]["message_id"], "--format", "json").json
+    assert (by_id["body"], by_id["offset"], by_id["keys"]) == ("2", 1, ["k", "other"])
+    by_key = cluster("message", "get", "--topic", "look-up", "--key", "other", "--format", "json")
+    assert [message["body"] for message in by_key.json_lines] == ["3", "2", "1"]
+    place = ["message", "get", "--topic", "look-up", "--queue", "0", "--format", "json"]
+    assert cluster(*place, "--offset", "2").json["body"] == "3"
+    for time in ("0", "2001-01-01T00:00:00Z", str(by_id["store_unix_ms"] - 60_000)):
+        assert cluster(*place, "--time", time).json["body"] == "1"
+    told = cluster("message", "get", sent[0]["message_id"])
+    assert told.out.split()[1:] == [
+        sent[0]["message_id"], "look-up/broker-0/0@0", "tag=t", "keys=k,other", "1",
+    ]  # fmt: skip
+    for arguments, reason in (
+        ((*place, "--offset", "3"), "MESSAGE_NOT_FOUND"),
+        ((*place, "--offset", "4"), "OFFSET_OUT_OF_RANGE"),
+        ((*place, "--time", "2999-01-01T00:00:00Z"), "MESSAGE_NOT_FOUND"),
+        ((*place, "--time", "tomorrow"), "INVALID_ARGUMENT"),
+        (("message", "get", "--topic", "look-up", "--key", "nobody"), "MESSAGE_NOT_FOUND"),
+        (("message", "get", "rubbish"), "INVALID_ARGUMENT"),
+        (("message", "get", "broker-0-1-0"), "MESSAGE_NOT_FOUND"),
+    ):
+        refused = cluster(*arguments)
+        assert (refused.code, refused.out) == (1, "")
+        assert reason in refused.err
+
+
+def test_the_files_of_a_stopped_node_are_examined(tmp_path: Path) -> None:
+    with up(tmp_path / "data") as running:
+        running("topic", "create", "t")
+        with running.started("produce", "t") as producing:
+            producing.communicate(b"1\n2\n3")
+        folder = str(tmp_path / "data" / "storage")
+        in_use = running("fsck", folder, "--format", "json")
+        assert running.interrupt() == 0
+    command = [*BATON, "fsck", folder, "--format", "json"]
+    clean = subprocess.run(command, capture_output=True, check=True)
+    found = json.loads(clean.stdout)
+    assert (found["clean"], found["messages"], found["indexes_compared"]) == (True, 3, True)
+    assert in_use.code == 1
 
 
 def test_receipts_say_where_the_lines_are(cluster: Up, lines: Path) -> None:

@@ -8,6 +8,7 @@ Method: Hypothesis over small offsets, so that runs meet, overlap and repeat all
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def members(ranges: Iterable[Range]) -> set[int]:
 
 def assert_normal(ranges: Sequence[Range]) -> None:
     assert all(first < end for first, end in ranges), "empty run"
-    assert all(a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "runs touch"
+    assert all(a[1] < b[0] for a, b in pairwise(ranges)), "runs touch"
 
 
 @given(ANY_RUNS)

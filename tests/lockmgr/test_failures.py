@@ -293,8 +293,9 @@ async def test_held_locks_outlast_the_leader_and_nothing_is_granted_twice(
         assert [r.state for r in reports][1:] == [pb.HOLD_STATE_OK] * 19
         assert reports[0].state == pb.HOLD_STATE_WANTED
         await s.commit(1, 10)
-        fences = len(s.rules.fences())
-        assert fences == 20, "no token has moved"
+        assert len(s.rules.fences()) == 20, "no token has moved"
+        terms = [request.term for method, request in s.rules.seen if method == "Announce"]
+        assert len(terms) == 2, "the new leader led at once and did not lose the lead again"
 
 
 async def test_story_18_lease_counts_from_the_start_of_the_new_leader(
@@ -345,6 +346,23 @@ async def test_leader_is_registered_as_such_and_a_standby_is_not(
         await until(settled)
         listing = await first.stub.List(pb.ListRequest(), timeout=5)
         assert listing.term == (await s.registered("lockmgr"))[0].epoch
+
+
+async def test_deposed_leader_comes_back_as_a_standby(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, _, _ = await held_by_a(s)
+        new = await s.lockmgr(**SHORT)
+        old.session.cut = True
+        await until(new.leads)
+        old.session.cut = False
+
+        async def standby() -> bool:
+            nodes = await s.registered("lockmgr")
+            return [(n.leader, n.epoch > 0) for n in nodes] == [(False, False), (True, True)]
+
+        await until(standby)
+        assert not await old.leads()
+        assert await a.state(new, 1) == "OK"
 
 
 async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(

@@ -244,13 +244,11 @@ async def test_well_formed_request_at_every_limit_is_accepted(
         assert sum(answer.HasField("grant") for answer in answers) == 1_024
 
 
-@pytest.mark.parametrize("name", BAD_NAMES[1:])
-async def test_bad_filter_of_a_listing_is_refused(
-    name: str, etcd_endpoint: str, tmp_path: Path
-) -> None:
+async def test_bad_filter_of_a_listing_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node = await s.leader()
-        for request in (pb.ListRequest(group=name), pb.ListRequest(topic=name)):
+        requests = [pb.ListRequest(group=name) for name in BAD_NAMES[1:]]
+        for request in [*requests, *(pb.ListRequest(topic=name) for name in BAD_NAMES[1:])]:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await node.stub.List(request, timeout=5)
             assert from_rpc_error(refused.value).reason == "INVALID_NAME"

@@ -238,6 +238,27 @@ async def test_outcomes_come_one_by_one_while_others_wait(
         assert (await anext(aiter(call))).queue.queue.queue_id == 0
 
 
+async def test_fifty_waiting_requests_cost_one_observation_per_slot(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(slot_ms=100), Member("a")
+        await a.acquire(node, await s.set_group(a))
+        await s.deliver(1, 0, 5)
+        others = [Member(f"m{number}") for number in range(50)]
+        generation = await s.set_group(a, *others)
+        async with asyncio.TaskGroup() as tasks:
+            asking = [
+                tasks.create_task(other.ask(node, generation, hold_ms=2_000)) for other in others
+            ]
+            await until(lambda: _all_wait(node, len(others)))
+            before, start_ms = _looks(s), node.clock.monotonic_ms()
+            await until(lambda: _looks(s) >= before + 8)
+            assert node.clock.monotonic_ms() - start_ms >= 700
+        assert [type(task.result()[0]) for task in asking] == [Unacked] * 50
+        assert await fence_count(s) == 1
+
+
 async def test_abandoned_request_is_given_nothing_later(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
@@ -496,6 +517,7 @@ async def test_token_that_moved_meanwhile_is_looked_at_again(
         generation = await s.set_group(a)
         await a.acquire(node, generation)
         await s.close(1)
+        await a.release(node, 1)
 
         async def stale_once(request: Any, proceed: Any) -> Any:
             answer = await proceed()
@@ -506,6 +528,16 @@ async def test_token_that_moved_meanwhile_is_looked_at_again(
         s.rules.rules["Query"] = stale_once
         assert (await a.acquire(node, generation)).token == 2
         assert [item.expected_token for item in s.rules.fences()][-1] == 1
+
+
+def _looks(s: Scene) -> int:
+    """How often offsets has been asked about a queue."""
+    return sum(len(r.queues) for method, r in s.rules.seen if method == "Query")
+
+
+async def _all_wait(node: Node, count: int) -> bool:
+    (entry,) = await entries(node)
+    return len(entry.waiters) == count
 
 
 def _open_acquires(node: Node) -> bool:

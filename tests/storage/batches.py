@@ -15,6 +15,7 @@ from batonmq.core.records import (
 from services.storage.core.commitlog import CommitLog
 from services.storage.core.files import FileCache
 from services.storage.core.filter import HashFilter
+from services.storage.core.keyindex import KeyIndex
 from services.storage.core.producers import ProducerTable, QueueKey, Receipt
 from services.storage.core.recovery import Recovery, RecoveryReport
 from services.storage.core.store import Store, TopicQueues, Wanted, check
@@ -60,15 +61,16 @@ def open_store(
     disk: MemoryDisk,
     *,
     segment_bytes: int = 4_096,
-    checkpoint_position: int = 0,
+    synced_position: int = 0,
     accept_loss: bool = False,
+    run_entries: int = 100,
 ) -> Opened:
     """What a node does at start, but for the lock and the checkpoint file."""
     cache = FileCache(disk)
-    store = Store(CommitLog(disk, cache, segment_bytes), cache, ProducerTable(), epoch=1)
-    report = Recovery(
-        disk, store, checkpoint_position=checkpoint_position, accept_loss=accept_loss
-    ).run()
+    log = CommitLog(disk, cache, segment_bytes)
+    keys = KeyIndex(disk, cache, log.segment_end, log.first_position, run_entries=run_entries)
+    store = Store(log, cache, ProducerTable(), 1, keys)
+    report = Recovery(disk, store, synced_position=synced_position, accept_loss=accept_loss).run()
     sync(store)
     return Opened(disk, store, report)
 
@@ -108,7 +110,7 @@ def wanted(
 def bodies(store: Store, queue_id: int = 0) -> list[bytes]:
     """Bodies of everything visible in a queue, read in several pulls."""
     found: list[bytes] = []
-    offset = 0
+    offset = store.offsets((TOPIC_ID, queue_id)).first_offset
     while (reading := store.read((TOPIC_ID, queue_id), wanted(offset, messages_max=7))) is not None:
         for raw in reading.batches:
             header = read_header(raw)

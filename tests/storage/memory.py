@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from batonmq.common.errors import Overloaded
+from batonmq.common.errors import DiskFull
 from services.storage.core.files import Disk, File
 
 
@@ -66,7 +66,7 @@ class MemoryDisk(Disk):
     def create(self, path: str, size: int) -> File:
         assert path not in self.files
         if size > self.room:
-            raise Overloaded("no space")
+            raise DiskFull("no space")
         self.room -= size
         self.files[path] = MemoryFile(size)
         return self.files[path]
@@ -74,11 +74,16 @@ class MemoryDisk(Disk):
     def open(self, path: str, *, create: bool = False) -> File:
         if create:
             self.files.setdefault(path, MemoryFile())
+        if path not in self.files:
+            raise FileNotFoundError(path)
         return self.files[path]
 
     def remove(self, path: str) -> None:
         for name in [n for n in self.files if n == path or n.startswith(f"{path}/")]:
             del self.files[name]
+
+    def space(self) -> tuple[int, int]:
+        return sum(len(file.content) for file in self.files.values()), self.room
 
     def load(self, path: str) -> bytes:
         return bytes(self.files[path].content) if path in self.files else b""
@@ -87,6 +92,11 @@ class MemoryDisk(Disk):
         file = self.files[path] = MemoryFile()
         file.write(0, [content])
         file.sync()
+
+    def sync(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            if path in self.files:
+                self.files[path].sync()
 
     def killed(self) -> MemoryDisk:
         """The disk after `kill -9`: the page cache survives."""

@@ -13,6 +13,7 @@ import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 
@@ -31,6 +32,13 @@ from tests.support.waiting import until
 BROKER = "broker-a"
 GROUP = "billing"
 TIMEOUT_S = 10
+WATERMARKS: dict[str, object] = {
+    "disk_warn_percent": 97,
+    "disk_clean_percent": 98,
+    "disk_clean_forcibly_percent": 99,
+    "disk_full_percent": 100,
+}
+"""How full the machine's disk is must not decide a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class Running:
     etcd: EtcdSession
     runtime: Runtime
     settings: StorageSettings
+    queries: query_grpc.QueryServiceAsyncStub
 
     async def append(
         self, *batches: bytes, durability: pb.Durability.ValueType = pb.DURABILITY_UNSPECIFIED
@@ -82,7 +91,11 @@ class Running:
             for broker, count in (queue_counts or {"broker_a": 8}).items()
         ]
         value = nameserver_pb.Topic(name=topic, topic_id=topic_id, spread=spread)
-        return await self.etcd.put(self.etcd.key("topics", topic), value.SerializeToString())
+        return await self.write_topic(value)
+
+    async def write_topic(self, topic: nameserver_pb.Topic) -> int:
+        """Write a topic whatever it is; the revision."""
+        return await self.etcd.put(self.etcd.key("topics", topic.name), topic.SerializeToString())
 
     async def parked(self, count: int) -> None:
         """Until `count` pulls are held."""
@@ -113,6 +126,7 @@ async def running(
     """A node on `folder` in a cluster of its own, with topic `orders` of 8 queues."""
     offsets = OffsetsTwin()  # type: ignore[abstract]
     cluster = cluster or secrets.token_hex(8)
+    settings = WATERMARKS | settings
     chosen = StorageSettings(cluster=cluster, etcd=etcd_endpoint, data_dir=folder, **settings)  # type: ignore[arg-type]
     async with (
         EtcdSession(etcd_endpoint, cluster, Clock()) as etcd,
@@ -122,7 +136,14 @@ async def running(
         _app(chosen, Runtime("storage", chosen, etcd)) as (runtime, address),
         connect(address) as channel,
     ):
-        node = Running(pb_grpc.StorageServiceStub(channel), offsets, etcd, runtime, chosen)
+        node = Running(
+            pb_grpc.StorageServiceStub(channel),
+            offsets,
+            etcd,
+            runtime,
+            chosen,
+            query_grpc.QueryServiceStub(channel),
+        )
         peer = nameserver_pb.Node(node_id="a", address=offsets_address, leader=True)
         revision = await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())
         await node.put_topic()

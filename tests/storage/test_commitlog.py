@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss, LimitExceeded, Overloaded
+from batonmq.common.errors import DataLoss, DiskFull, LimitExceeded
 from services.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
 from services.storage.core.files import FileCache
 from tests.storage.memory import MemoryDisk
@@ -86,7 +86,7 @@ def test_without_space_for_a_segment_nothing_is_written() -> None:
     write(log, b"x" * 60)
     before = disk.killed()
     positions = log.place([60, 60, 60])
-    with pytest.raises(Overloaded):
+    with pytest.raises(DiskFull):
         log.append([Stamped(p, b"yy", memoryview(b"y" * 58)) for p in positions])
     assert log.next_position == 60
     first = f"log/{0:020d}"

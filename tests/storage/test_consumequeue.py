@@ -9,7 +9,7 @@ import errno
 import struct
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.storage.core.consumequeue import ConsumeQueue, folder_of
@@ -84,3 +84,39 @@ def test_a_full_disk_loses_no_entry() -> None:
     assert file.size > 0
     queue.show(queue.next_offset)
     assert queue.read(0, 18_000).positions.tolist() == [n for n in range(6) for _ in range(3_000)]
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["append", "flush", "trim"]), st.integers(1, 300)),
+        min_size=1,
+        max_size=12,
+    )
+)
+@example([("append", 150), ("append", 150), ("trim", 10), ("flush", 1)])
+def test_what_is_trimmed_is_gone_from_disk_too_and_the_rest_stays(
+    steps: list[tuple[str, int]],
+) -> None:
+    disk = MemoryDisk()
+    queue = open_queue(disk, entries_per_file=100)
+    model: list[int] = []  # the position of every message ever, one batch per append
+    position = first = 0
+    for step, number in steps:
+        if step == "append":
+            queue.append(position, 10, tags(*range(number)))
+            queue.show(queue.next_offset)
+            model += [position] * number
+            position += 10
+        elif step == "flush":
+            queue.flush()
+        else:
+            cut = number % (position + 11)
+            for path in queue.trim_before(cut):
+                queue._files.forget(path)
+                disk.remove(path)
+            first = max(first, sum(at < cut for at in model))
+        assert (queue.first_offset, queue.next_offset) == (first, len(model))
+        assert queue.read(first, len(model)).positions.tolist() == model[first:]
+        files = [int(name) // 2_000 for name in disk.names(FOLDER)]
+        assert all(number >= first // 100 for number in files), (files, first)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batonmq.common.errors import DataLoss
-from services.storage.core.recovery import decode_checkpoint
+from services.storage.core.recovery import decode_synced
 from services.storage.disk import InUse
 from services.storage.node import Node, opened
 from tests.storage.batches import append, batch, bodies
@@ -82,7 +82,9 @@ def test_the_report_of_the_start_is_written(tmp_path: Path) -> None:
         "epoch": 2,
         "first_position": 0,
         "next_position": end,
-        "checkpoint_position": end,
+        "synced_position": end,
+        "checkpoint_position": 0,
+        "rebuilt": "there is no checkpoint",
         "scanned_bytes": end,
         "batches": 1,
         "messages": 2,
@@ -95,12 +97,12 @@ def test_the_report_of_the_start_is_written(tmp_path: Path) -> None:
     assert report.end_reason.startswith("magic")
 
 
-def test_the_checkpoint_follows_the_sync(tmp_path: Path) -> None:
+def test_the_synced_position_follows_the_sync(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
         end = node.store.log.next_position
         append(node.store, batch(b"b"))
-        assert decode_checkpoint((tmp_path / "checkpoint").read_bytes()) == end
+        assert decode_synced((tmp_path / "synced").read_bytes()) == end
 
 
 def test_damage_of_acknowledged_batches_stops_the_start(tmp_path: Path) -> None:
@@ -117,9 +119,9 @@ def test_damage_of_acknowledged_batches_stops_the_start(tmp_path: Path) -> None:
         assert bodies(node.store) == [b"a"]
 
 
-def test_a_lost_checkpoint_is_only_less_careful(tmp_path: Path) -> None:
+def test_a_lost_synced_position_is_only_less_careful(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
-    (tmp_path / "checkpoint").unlink()
+    (tmp_path / "synced").unlink()
     with open_node(tmp_path) as node:
         assert bodies(node.store) == [b"a"]

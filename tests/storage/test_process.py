@@ -160,6 +160,7 @@ async def test_kill_9_under_load_loses_nothing_and_doubles_nothing(
             process = await here.start()
             node = await here.serving(started_ms)
             started_ms = node.start_unix_ms
+            assert node.epoch == number + 1
             async with connect(node.address) as channel, asyncio.TaskGroup() as tasks:
                 stub = pb_grpc.StorageServiceStub(channel)
                 for queue_id, bodies in sent.items():
@@ -230,7 +231,7 @@ async def test_a_second_process_does_not_take_the_folder(
         assert first.returncode is None
 
 
-async def test_damage_below_the_checkpoint_ends_the_start_with_a_remedy(
+async def test_damage_of_acknowledged_batches_ends_the_start_with_a_remedy(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with site(etcd_endpoint, tmp_path) as here:

@@ -16,6 +16,7 @@ from batonmq.common.errors import BatonError, InvalidArgument, LimitExceeded
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running import BROKER, TIMEOUT_S, Running, running
+from tests.support.waiting import until
 
 
 def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.Queue:
@@ -86,4 +87,14 @@ async def test_empty_and_oversized_requests_are_refused(etcd_endpoint: str, tmp_
 
 async def test_a_fresh_node_describes_itself(etcd_endpoint: str, tmp_path: Path) -> None:
     async with running(etcd_endpoint, tmp_path, node_id="broker-x") as node:
-        assert await node.describe() == pb.DescribeResponse(broker="broker-x")
+        await until(lambda: _disk_seen(node))
+        state = await node.describe()
+        assert 0 < state.disk_used_percent <= 100
+        state.ClearField("disk_used_percent")
+        assert state.disk_state in pb.DiskState.values()
+        state.ClearField("disk_state")
+        assert state == pb.DescribeResponse(broker="broker-x")
+
+
+async def _disk_seen(node: Running) -> bool:
+    return (await node.describe()).disk_used_percent > 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batonmq.common.errors import DataLoss
 from services.storage.core.producers import Receipt
-from services.storage.core.recovery import decode_checkpoint, encode_checkpoint
+from services.storage.core.recovery import decode_synced, encode_synced
 from tests.storage.batches import TOPIC_ID, append, batch, bodies, open_store, stored
 from tests.storage.memory import MemoryDisk
 
@@ -102,14 +102,14 @@ def test_any_flipped_bit_is_found() -> None:
             assert again.report.end_reason != ""
 
 
-def test_damage_below_the_checkpoint_is_refused_and_nothing_is_cut() -> None:
+def test_damage_below_what_was_synced_is_refused_and_nothing_is_cut() -> None:
     opened = open_store(MemoryDisk())
     first, second = stored(opened.store, batch(b"first"), batch(b"second"))
     rotten = opened.disk.killed()
     rotten.files[FIRST].content[first.next_position - 1] ^= 1
     before = bytes(rotten.files[FIRST].content)
     with pytest.raises(DataLoss) as refused:
-        open_store(rotten, checkpoint_position=second.next_position)
+        open_store(rotten, synced_position=second.next_position)
     assert refused.value.facts == {"position": "0"}
     assert "ACCEPT_LOSS" in refused.value.remedy
     assert rotten.files[FIRST].content == before
@@ -121,7 +121,7 @@ def test_acknowledged_batches_that_vanished_are_refused() -> None:
     emptied = opened.disk.killed()
     emptied.files[FIRST].content[second.position :] = bytes(4_096 - second.position)
     with pytest.raises(DataLoss):
-        open_store(emptied, checkpoint_position=second.next_position)
+        open_store(emptied, synced_position=second.next_position)
 
 
 def test_loss_can_be_accepted() -> None:
@@ -129,16 +129,16 @@ def test_loss_can_be_accepted() -> None:
     _, second = stored(opened.store, batch(b"first"), batch(b"second"))
     rotten = opened.disk.killed()
     rotten.files[FIRST].content[second.position] ^= 1
-    again = open_store(rotten, checkpoint_position=second.next_position, accept_loss=True)
+    again = open_store(rotten, synced_position=second.next_position, accept_loss=True)
     assert bodies(again.store) == [b"first"]
 
 
-def test_a_torn_tail_above_the_checkpoint_is_cut() -> None:
+def test_a_torn_tail_above_what_was_synced_is_cut() -> None:
     opened = open_store(MemoryDisk())
     (first,) = stored(opened.store, batch(b"first"))
     append(opened.store, batch(b"torn"))
     cut = opened.disk.power_cut(lambda length: 60)
-    again = open_store(cut, checkpoint_position=first.next_position)
+    again = open_store(cut, synced_position=first.next_position)
     assert bodies(again.store) == [b"first"]
 
 
@@ -233,14 +233,14 @@ def test_after_a_power_cut_the_log_is_a_prefix_that_holds_all_that_was_synced(
         assert bodies(once_more.store, queue_id) == bodies(again.store, queue_id)
 
 
-def test_checkpoints_survive_their_codec_and_nothing_else_does() -> None:
-    raw = encode_checkpoint(123_456_789_012)
-    assert decode_checkpoint(raw) == 123_456_789_012
+def test_synced_positions_survive_their_codec_and_nothing_else_does() -> None:
+    raw = encode_synced(123_456_789_012)
+    assert decode_synced(raw) == 123_456_789_012
     for at in range(len(raw)):
         damaged = bytearray(raw)
         damaged[at] ^= 1
-        assert decode_checkpoint(bytes(damaged)) == 0
-    assert decode_checkpoint(raw[:5]) == decode_checkpoint(b"") == 0
+        assert decode_synced(bytes(damaged)) == 0
+    assert decode_synced(raw[:5]) == decode_synced(b"") == 0
 
 
 def test_the_first_batch_of_a_queue_may_be_late_once_old_segments_are_gone() -> None:

@@ -13,9 +13,9 @@ from batonmq.common.errors import (
     BadChecksum,
     BatonError,
     DataLoss,
+    DiskFull,
     OffsetAheadOfLog,
     OffsetOutOfRange,
-    Overloaded,
     ProducerFenced,
     QueueNotFound,
     SequenceGap,
@@ -191,7 +191,7 @@ def test_without_space_batches_are_refused_and_reads_go_on() -> None:
     store = open_store(disk).store
     stored(store, batch(b"a" * 3_000))
     (refused,) = append(store, batch(b"b" * 3_000, producer=(5, 1)))
-    assert isinstance(refused, Overloaded)
+    assert isinstance(refused, DiskFull)
     assert bodies(store) == [b"a" * 3_000]
     disk.room = 4_096
     (receipt,) = stored(store, batch(b"b" * 3_000, producer=(5, 1)))

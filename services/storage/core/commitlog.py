@@ -12,19 +12,24 @@ filler closes the segment. docs/format.md has the bytes.
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batonmq.common.errors import DataLoss, LimitExceeded
+from batonmq.common.errors import DataLoss, DiskFull, LimitExceeded
 from services.storage.core.files import Disk, File, FileCache
 
 FOLDER = "log"
 FILLER_MAGIC = 0x42544E46
 FILLER = struct.Struct(">II")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"\d{20}")
+
+Range = tuple[int, int]
+"""`(first_position, next_position)`, half-open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,11 @@ class CommitLog:
         self.next_position = self._end()
         self.synced_position = self.first_position
 
+    @property
+    def end_position(self) -> int:
+        """Where the last segment ends: what lies behind `next_position` is yet to be written."""
+        return self._end()
+
     def place(self, lengths: Sequence[int]) -> list[int]:
         """Positions that batches of `lengths` bytes would get, in order; nothing changes.
 
@@ -96,10 +106,10 @@ class CommitLog:
             LimitExceeded: one is longer than a segment.
         """
         at, positions = self.next_position, []
-        end = self._segment_end(at)
+        end = self.segment_end(at)
         for length in lengths:
             if at + length > end:
-                at, end = end, self._segment_end(end)
+                at, end = end, self.segment_end(end)
                 if at + length > end:
                     raise LimitExceeded(
                         f"batch has {length} bytes; a segment has {end - at}",
@@ -113,10 +123,21 @@ class CommitLog:
         """Write batches whose positions `place` gave just now: one write per segment.
 
         Raises:
-            Overloaded: there is no space for another segment; nothing was written.
+            DiskFull: there is no space; nothing was written.
+            OSError: the disk has failed; what was written is not known.
         """
         while self._end() <= batches[-1].position:
             self._create()
+        position = self.next_position
+        try:
+            self._write_all(batches)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._undo(position)
+            raise DiskFull("no space on disk for a batch") from error
+
+    def _write_all(self, batches: Sequence[Stamped]) -> None:
         begin = 0
         while begin < len(batches):
             segment = self._segment_at(batches[begin].position)
@@ -135,8 +156,15 @@ class CommitLog:
         at = position - segment.first_position
         return file.read(at, min(bytes_max, segment.size - at))
 
+    def segment_of(self, position: int) -> tuple[str, int, int]:
+        """File of the segment that holds `position`, where it begins and where it ends."""
+        segment = self._segment_at(position)
+        return segment.path, segment.first_position, segment.next_position
+
     def segment_end(self, position: int) -> int:
-        """Position after the segment that holds `position`."""
+        """End of the segment that holds, or will hold, `position`."""
+        if position >= self._end():
+            return position + self._segment_bytes
         return self._segment_at(position).next_position
 
     def unsynced(self) -> Unsynced:
@@ -150,6 +178,31 @@ class CommitLog:
             if segment.next_position <= position:
                 self._close(segment)
         self.synced_position = max(self.synced_position, position)
+
+    def sealed(self) -> list[Range]:
+        """Where the segments begin and end that are safe and followed by a batch, oldest first."""
+        return [
+            (segment.first_position, segment.next_position)
+            for segment in self._between(self.first_position, self.next_position)
+            if segment.next_position < self.next_position
+            and segment.next_position <= self.synced_position
+        ]
+
+    def drop_before(self, position: int) -> list[str]:
+        """Forget the segments before `position`, where a segment begins.
+
+        Returns:
+            Their files, oldest first: to be removed in this order, or a crash leaves a hole.
+        """
+        count = bisect_left(self._firsts, position)
+        dropped, self._segments = self._segments[:count], self._segments[count:]
+        del self._firsts[:count]
+        for segment in dropped:
+            self._close(segment)
+            self._cache.forget(segment.path)
+        if dropped:
+            self.first_position = dropped[-1].next_position
+        return [segment.path for segment in dropped]
 
     def truncate(self, position: int) -> int:
         """Forget everything from `position` on. Durable on return.
@@ -207,6 +260,18 @@ class CommitLog:
             self._writable(segment).write(at, [FILLER.pack(FILLER_MAGIC, room)])
         self.next_position += room
 
+    def _undo(self, position: int) -> None:
+        """Be as before the append that began at `position`, of which a part may be on disk.
+
+        It has to go: what comes next could end where a refused batch begins.
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        for segment in self._between(position, self._end()):
+            self._writable(segment).cut(max(0, position - segment.first_position))
+        self.next_position = position
+
     def _write(self, segment: _Segment, batches: Sequence[Stamped]) -> None:
         assert batches[0].position == self.next_position, (batches[0].position, self.next_position)
         parts = [part for batch in batches for part in (batch.head, batch.rest)]
@@ -236,9 +301,3 @@ class CommitLog:
             return []
         first = max(bisect_right(self._firsts, begin) - 1, 0)
         return self._segments[first : bisect_left(self._firsts, end)]
-
-    def _segment_end(self, position: int) -> int:
-        """End of the segment that holds, or will hold, `position`."""
-        if position >= self._end():
-            return position + self._segment_bytes
-        return self._segment_at(position).next_position

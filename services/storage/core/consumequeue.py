@@ -1,7 +1,8 @@
 """The index of one queue: where in the log its messages are, by offset.
 
-Entry N is at byte 20 N, so it is found by arithmetic. It is derived data: recovery makes it anew
-from the log, so nothing here is ever synced, and the newest entries may be in memory only.
+Entry N is at byte 20 N, so it is found by arithmetic. It is derived data, and the newest entries
+may be in memory only: recovery trusts what a checkpoint vouches for and makes the rest anew from
+the log.
 
     at  size  entry, big-endian
      0     8  position of the batch that holds the message
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.storage.core.files import FileCache
+from batonmq.common.errors import DataLoss
+from services.storage.core.files import BadIndex, Disk, FileCache
 
 FOLDER = "consumequeue"
 ENTRY = np.dtype([("position", ">i8"), ("size", ">i4"), ("tag", ">i8")])
@@ -35,6 +37,11 @@ def folder_of(topic: str, topic_id: int, queue_id: int) -> str:
     return f"{FOLDER}/{topic}-{topic_id}/{queue_id}"
 
 
+def topic_of(folder: str) -> str:
+    """Name of the topic in a folder that `folder_of` gave."""
+    return folder.split("/")[1].rpartition("-")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Entries:
     """Columns of consecutive entries, each of shape (count,)."""
@@ -47,17 +54,29 @@ class Entries:
         return len(self.positions)
 
 
+@dataclass(frozen=True, slots=True)
+class LastEntry:
+    """Where the last entry of a queue points to."""
+
+    position: int
+    size: int
+
+
 class ConsumeQueue:
     """Offsets [first_offset, next_offset) are indexed, those below `visible_offset` readable.
 
     Args:
         folder: Where its files are.
         first_offset: Offset of the first message the log still has.
+
+    Attributes:
+        first_position: Position of the first batch, or of one before it; -1 if there was none.
+        last_position: Position of the last batch; -1 if there was none.
     """
 
     __slots__ = (
-        "_entries_per_file", "_files", "_flushed_offset", "_folder", "_tail", "first_offset",
-        "next_offset", "visible_offset",
+        "_entries_per_file", "_files", "_flushed_offset", "_saved_offset", "_tail", "first_offset",
+        "first_position", "folder", "last_position", "next_offset", "visible_offset",
     )  # fmt: skip
 
     def __init__(
@@ -68,10 +87,39 @@ class ConsumeQueue:
         first_offset: int = 0,
         entries_per_file: int = ENTRIES_PER_FILE,
     ) -> None:
-        self._files, self._folder, self._entries_per_file = files, folder, entries_per_file
+        self._files, self.folder, self._entries_per_file = files, folder, entries_per_file
         self.first_offset = self.next_offset = self.visible_offset = first_offset
-        self._flushed_offset = first_offset
+        self._flushed_offset = self._saved_offset = first_offset
+        self.first_position = self.last_position = -1
         self._tail = np.empty(_TAIL_MIN, ENTRY)
+
+    def resume(self, next_offset: int, first_position: int, last_position: int) -> None:
+        """Go on behind entries that are in the files, durable and visible."""
+        self.next_offset = self.visible_offset = next_offset
+        self._flushed_offset = self._saved_offset = next_offset
+        self.first_position, self.last_position = first_position, last_position
+
+    def look(self, disk: Disk, next_offset: int) -> LastEntry:
+        """Whether files hold the entries up to `next_offset`; what the last of them says.
+
+        Raises:
+            BadIndex: a file is too short.
+            OSError: a file is missing.
+        """
+        raw = b""
+        for path in self.paths(self.first_offset, next_offset):
+            wanted = self._entries_per_file * ENTRY.itemsize
+            if path == self._place(next_offset - 1)[0]:
+                wanted = self._place(next_offset - 1)[1] + ENTRY.itemsize
+            file = disk.open(path)
+            try:
+                raw = file.read(wanted - ENTRY.itemsize, ENTRY.itemsize)
+            finally:
+                file.close()
+            if len(raw) < ENTRY.itemsize:
+                raise BadIndex(f"{path} is cut short")
+        position, size, _ = np.frombuffer(raw, ENTRY)[0].tolist()
+        return LastEntry(position, size)
 
     def append(self, position: int, size: int, tag_hashes: npt.NDArray[np.int32]) -> None:
         """Index a batch: one entry per element of `tag_hashes`."""
@@ -84,6 +132,9 @@ class ConsumeQueue:
         added["size"] = size
         added["tag"] = tag_hashes
         self.next_offset += count
+        self.last_position = position
+        if self.first_position < 0:
+            self.first_position = position
 
     def show(self, next_offset: int) -> None:
         """Let readers see everything below `next_offset`: it is safe on disk."""
@@ -93,6 +144,9 @@ class ConsumeQueue:
     def read(self, first_offset: int, next_offset: int) -> Entries:
         """Entries of [first_offset, next_offset), which lies within what is visible."""
         assert self.first_offset <= first_offset <= next_offset <= self.visible_offset
+        return self._read(first_offset, next_offset)
+
+    def _read(self, first_offset: int, next_offset: int) -> Entries:
         split = min(max(first_offset, self._flushed_offset), next_offset)
         pieces = []
         if first_offset < split:
@@ -123,6 +177,72 @@ class ConsumeQueue:
             raw = raw[len(chunk) :]
         self._flushed_offset = offset
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether there are entries that are not known to be durable."""
+        return self._saved_offset < self.next_offset
+
+    def unsaved(self) -> list[str]:
+        """Files with flushed entries that are not known to be durable."""
+        return self.paths(self._saved_offset, self._flushed_offset)
+
+    def saved(self, next_offset: int) -> None:
+        """Note that the entries below `next_offset` are durable."""
+        self._saved_offset = max(self._saved_offset, next_offset)
+
+    def paths(self, first_offset: int, next_offset: int) -> list[str]:
+        """Files of the entries of [first_offset, next_offset)."""
+        numbers = range(
+            first_offset // self._entries_per_file, -(-next_offset // self._entries_per_file)
+        )
+        return [self._path(number) for number in numbers] if first_offset < next_offset else []
+
+    def trim_before(self, position: int) -> list[str]:
+        """Give up the messages whose batches lie before `position`: the log drops them.
+
+        Offsets go on where they were. What nobody can see yet is not to be given up.
+
+        Returns:
+            Files that hold nothing any more; the caller removes them.
+        """
+        if self.first_position >= position or self.first_offset == self.next_offset:
+            return []
+        first_number = self._number(self.first_offset)
+        if self.last_position < position:
+            self.first_offset = self.next_offset
+            self.first_position = self.last_position
+            self._flushed_offset = self.next_offset  # what is only in memory is not needed
+        else:
+            self.first_offset, self.first_position = self._first_from(position)
+            self._forget_unflushed(self.first_offset)
+        self._saved_offset = max(self._saved_offset, self.first_offset)
+        return [
+            self._path(number) for number in range(first_number, self._number(self.first_offset))
+        ]
+
+    def _forget_unflushed(self, first_offset: int) -> None:
+        """Drop entries below `first_offset` that are only in memory: no file is to get them."""
+        unneeded = first_offset - self._flushed_offset
+        if unneeded > 0:
+            kept = self.next_offset - first_offset
+            self._tail[:kept] = self._tail[unneeded : unneeded + kept].copy()
+            self._flushed_offset = first_offset
+
+    def _number(self, offset: int) -> int:
+        """Number of the file that holds, or will hold, the entry of `offset`."""
+        return offset // self._entries_per_file
+
+    def _first_from(self, position: int) -> tuple[int, int]:
+        """The first offset whose batch lies at or after `position`, and where that lies."""
+        low, high = self.first_offset, self.next_offset - 1
+        while low < high:
+            middle = (low + high) // 2
+            if int(self._read(middle, middle + 1).positions[0]) < position:
+                low = middle + 1
+            else:
+                high = middle
+        return low, int(self._read(low, low + 1).positions[0])
+
     def _make_room(self, used: int, count: int) -> int:
         """Room for `count` more entries in the tail; the index of the first of them."""
         wanted = used + count
@@ -144,6 +264,12 @@ class ConsumeQueue:
             wanted = (next_offset - first_offset) * ENTRY.itemsize
             room = self._entries_per_file * ENTRY.itemsize - at
             chunk = self._files.get(path).read(at, min(wanted, room))
+            if len(chunk) != min(wanted, room):
+                raise DataLoss(
+                    f"{path} ends before the entry of offset {first_offset}",
+                    remedy="Stop the node and run: baton fsck DIR --repair.",
+                    facts={"offset": first_offset},
+                )
             chunks.append(chunk)
             first_offset += len(chunk) // ENTRY.itemsize
         return np.frombuffer(b"".join(chunks), ENTRY)
@@ -151,5 +277,7 @@ class ConsumeQueue:
     def _place(self, offset: int) -> tuple[str, int]:
         """File of the entry of `offset`, and the byte at which it is."""
         number, index = divmod(offset, self._entries_per_file)
-        first_byte = number * self._entries_per_file * ENTRY.itemsize
-        return f"{self._folder}/{first_byte:020d}", index * ENTRY.itemsize
+        return self._path(number), index * ENTRY.itemsize
+
+    def _path(self, number: int) -> str:
+        return f"{self.folder}/{number * self._entries_per_file * ENTRY.itemsize:020d}"

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
+class BadIndex(Exception):
+    """An index is not what it should be; it has to be made anew from the log."""
+
+
 class File(Protocol):
     """An open file. Errors of the operating system pass through as OSError."""
 
@@ -51,7 +55,7 @@ class Disk(Protocol):
         """A new file of `size` zero bytes, all of them allocated; its entry is durable.
 
         Raises:
-            Overloaded: there is no space; nothing was created.
+            DiskFull: there is no space; nothing was created.
         """
         ...
 
@@ -60,7 +64,14 @@ class Disk(Protocol):
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all it holds; nothing happens if there is none."""
+        """Remove a file, or a folder with all it holds; nothing happens if there is none.
+
+        Durable on return. Other threads may call it.
+        """
+        ...
+
+    def space(self) -> tuple[int, int]:
+        """Bytes in use on the file system, and bytes free for us; other threads may call it."""
         ...
 
     def load(self, path: str) -> bytes:
@@ -68,7 +79,17 @@ class Disk(Protocol):
         ...
 
     def replace(self, path: str, content: bytes) -> None:
-        """Give a small file new content, durably; a crash leaves the old or the new one."""
+        """Give a file new content, durably; a crash leaves the old or the new one.
+
+        Other threads may call it.
+        """
+        ...
+
+    def sync(self, paths: Sequence[str]) -> None:
+        """Make files and their entries in their folders durable; other threads may call it.
+
+        A file that is no longer there is passed over.
+        """
         ...
 
 

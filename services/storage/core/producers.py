@@ -2,7 +2,7 @@
 
 A batch names its producer's id and epoch and the sequence of its first message, an unsigned
 32-bit number that counts messages per producer and queue and wraps. State lives in memory; it is
-derived from the log, so recovery brings it back.
+derived from the log, so recovery brings it back, from a checkpoint and the log behind it.
 
 A producer that nobody remembers, or that comes with a new epoch, may start at any sequence: its
 earlier state may have expired. A producer that was silent for 7 days, or is the longest silent
@@ -11,8 +11,10 @@ one of more than 100,000, is forgotten.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from batonmq.common.errors import DuplicateSequence, ProducerFenced, SequenceGap
 from batonmq.core.records import Header
@@ -43,15 +45,24 @@ class Receipt:
     duplicate: bool = False
 
 
-_Batch = tuple[int, int, Receipt]
+StoredBatch = tuple[int, int, Receipt]
 """Sequence, count and receipt of a stored batch."""
+
+
+class ProducerState(NamedTuple):
+    """A producer as a checkpoint has it, with its last batches by queue."""
+
+    producer_id: int
+    epoch: int
+    used_unix_ms: int
+    queues: dict[QueueKey, tuple[StoredBatch, ...]]
 
 
 @dataclass(slots=True)
 class _Producer:
     epoch: int
     used_unix_ms: int
-    queues: dict[QueueKey, deque[_Batch]] = field(default_factory=dict)
+    queues: dict[QueueKey, tuple[StoredBatch, ...]] = field(default_factory=dict)
 
 
 class ProducerTable:
@@ -79,7 +90,7 @@ class ProducerTable:
             DuplicateSequence: it was stored, but its receipt is forgotten, or it is not the batch
                 that was stored.
         """
-        producer = self._producers.get(header.producer_id) if header.producer_id else None
+        producer = self._producers.get(header.producer_id) if header.producer_id > 0 else None
         if producer is None:
             return None
         if header.producer_epoch < producer.epoch:
@@ -111,7 +122,7 @@ class ProducerTable:
 
     def record(self, header: Header, queue: QueueKey, receipt: Receipt) -> None:
         """Remember a stored batch, which `check` called new."""
-        if not header.producer_id:
+        if header.producer_id <= 0:
             return
         producer = self._producers.get(header.producer_id)
         if producer is None or producer.epoch < header.producer_epoch:
@@ -120,10 +131,11 @@ class ProducerTable:
             self._producers[header.producer_id] = producer
         producer.used_unix_ms = receipt.store_unix_ms
         self._producers.move_to_end(header.producer_id)
-        if queue not in producer.queues:
-            producer.queues[queue] = deque(maxlen=BATCHES_KEPT)
-            self._queues_count += 1
-        producer.queues[queue].append((header.sequence, header.count, receipt))
+        batches = producer.queues.get(queue, ())
+        self._queues_count += not batches
+        producer.queues[queue] = (
+            *batches[1 - BATCHES_KEPT :], (header.sequence, header.count, receipt),
+        )  # fmt: skip
         while len(self._producers) > 1 and (
             len(self._producers) > self._producers_max or self._queues_count > self._queues_max
         ):
@@ -136,6 +148,21 @@ class ProducerTable:
             if producer.used_unix_ms > now_unix_ms - IDLE_MS_MAX:
                 break
             self._forget(producer_id)
+
+    def snapshot(self) -> list[ProducerState]:
+        """Everything as it is now, longest silent first."""
+        return [
+            ProducerState(producer_id, one.epoch, one.used_unix_ms, one.queues.copy())
+            for producer_id, one in self._producers.items()
+        ]
+
+    def load(self, producers: Iterable[ProducerState]) -> None:
+        """Take what `snapshot` gave into an empty table."""
+        for one in producers:
+            self._producers[one.producer_id] = _Producer(
+                one.epoch, one.used_unix_ms, one.queues.copy()
+            )
+            self._queues_count += len(one.queues)
 
     def _forget(self, producer_id: int) -> None:
         producer = self._producers.pop(producer_id, None)

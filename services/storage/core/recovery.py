@@ -1,13 +1,17 @@
-"""What happens at start: find the last good batch, cut off the rest, make the indexes anew.
+"""What happens at start: trust the indexes as far as the checkpoint vouches for them, read the log
+behind it, and cut off what is torn.
 
-The scan begins at the first segment and checks, batch by batch, position, both checksums and
-the offset within its queue. Where it ends, the log ends: what follows is the torn tail of a
-crash and was acknowledged to nobody. Unless it lies below the position up to which the log was
-known to be synced: then acknowledged messages are damaged, and recovery refuses to go on.
+The log is checked batch by batch: position, both checksums, and the offset within its queue. Where
+that ends, the log ends: what follows is the torn tail of a crash and was acknowledged to nobody.
+Unless it lies below the position up to which the log was known to be synced: then acknowledged
+messages are damaged, and recovery refuses to go on.
 
-    checkpoint    0  8 position up to which the log is synced    8  4 CRC-32C of it
+Without a good checkpoint, or if an index is not what the checkpoint says, all indexes are made anew
+from the whole log.
 
-The checkpoint is written after each sync and is itself not synced: an old one is only weaker.
+    synced    0  8 position up to which the log is synced    8  4 CRC-32C of it
+
+That file is written after each sync and is itself not synced: an old one is only weaker.
 """
 
 from __future__ import annotations
@@ -17,20 +21,20 @@ from dataclasses import dataclass
 
 import google_crc32c
 
-from batonmq.common.errors import BadBatch, BatonError, DataLoss
-from batonmq.core.records import (
-    BATCH_BYTES_MAX,
-    check_body,
-    check_stamp,
-    read_header,
-)
-from services.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog
+from batonmq.common.errors import BatonError, DataLoss
+from batonmq.core.records import Header, read_header
+from services.storage.core import checkpoint, floors
+from services.storage.core.checkpoint import Checkpoint, QueueState
 from services.storage.core.consumequeue import FOLDER as CONSUMEQUEUE_FOLDER
-from services.storage.core.files import Disk
+from services.storage.core.consumequeue import ConsumeQueue, LastEntry
+from services.storage.core.files import BadIndex, Disk
+from services.storage.core.floors import Floor
+from services.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
+from services.storage.core.producers import QueueKey
+from services.storage.core.scan import HEAD_BYTES_MAX, Scan
 from services.storage.core.store import Store
 
-CHECKPOINT = struct.Struct(">qI")
-CHUNK_BYTES = 2 * BATCH_BYTES_MAX
+SYNCED = struct.Struct(">qI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,11 @@ class RecoveryReport:
     """What a recovery found and did; written to recovery.json.
 
     Attributes:
+        synced_position: The log was known to be synced up to here.
+        checkpoint_position: Where the scan began; 0 if there was nothing to go on from.
+        rebuilt: Why all indexes were made anew; empty if they were not.
         scanned_bytes: Positions looked at, fillers included.
+        batches: Batches that were scanned; `messages` likewise.
         truncated_bytes: Bytes behind the last good batch that were not zero and were cut off.
         end_reason: Why the scan ended: `end of log`, or what is wrong with the batch there.
         epoch: Epoch the node runs under from now on.
@@ -47,7 +55,9 @@ class RecoveryReport:
     epoch: int
     first_position: int
     next_position: int
+    synced_position: int
     checkpoint_position: int
+    rebuilt: str
     scanned_bytes: int
     batches: int
     messages: int
@@ -58,122 +68,193 @@ class RecoveryReport:
     elapsed_ms: int
 
 
-def encode_checkpoint(position: int) -> bytes:
-    """The checkpoint file for a log that is synced up to `position`."""
+def encode_synced(position: int) -> bytes:
+    """The file `synced` for a log that is synced up to `position`."""
     raw = position.to_bytes(8, "big")
-    return CHECKPOINT.pack(position, google_crc32c.value(raw))
+    return SYNCED.pack(position, google_crc32c.value(raw))
 
 
-def decode_checkpoint(raw: bytes) -> int:
-    """Position of a checkpoint file; 0 if it is missing or damaged."""
-    if len(raw) != CHECKPOINT.size:
+def decode_synced(raw: bytes) -> int:
+    """Position in a file `synced`; 0 if it is missing or damaged."""
+    if len(raw) != SYNCED.size:
         return 0
-    position, crc = CHECKPOINT.unpack(raw)
+    position, crc = SYNCED.unpack(raw)
     return int(position) if google_crc32c.value(raw[:8]) == crc else 0
 
 
 class Recovery:
-    """One pass over the log. Afterwards `store` is as it was, except for unsynced tails.
+    """One start. Afterwards `store` is as it was, except for unsynced tails.
 
     What is recovered is in the page cache, not necessarily on disk: the caller syncs
     `store.log.unsynced()` and tells `store.synced` before anybody reads.
 
     Args:
-        checkpoint_position: The log was synced up to here.
-        accept_loss: Cut the log even below the checkpoint.
+        synced_position: The log was synced up to here.
+        accept_loss: Cut the log even below that.
+
+    Attributes:
+        doomed: Files of indexes that only the checkpoint before still needs.
     """
 
     def __init__(
-        self, disk: Disk, store: Store, *, checkpoint_position: int, accept_loss: bool = False
+        self, disk: Disk, store: Store, *, synced_position: int, accept_loss: bool = False
     ) -> None:
         self._disk, self._store, self._accept_loss = disk, store, accept_loss
-        self._checkpoint_position = checkpoint_position
+        self._synced_position = synced_position
+        self._floors: dict[QueueKey, Floor] = {}
+        self._anew = False
         self._batches = self._messages = 0
+        self.doomed: list[str] = []
 
     def run(self) -> RecoveryReport:
         """Do it.
 
         Raises:
-            DataLoss: the log is damaged below the checkpoint. The log was not changed.
+            DataLoss: the log is damaged below what was synced. The log was not changed.
         """
         log = self._store.log
-        self._disk.remove(CONSUMEQUEUE_FOLDER)
-        position, reason = self._scan(log)
-        if position < self._checkpoint_position and not self._accept_loss:
+        begin, rebuilt = self.restore()
+        position, reason = self.scan(begin)
+        if position < self._synced_position and not self._accept_loss:
             raise DataLoss(
                 f"the log is damaged at position {position} ({reason}), but was safe up to "
-                f"{self._checkpoint_position}: acknowledged messages are missing",
+                f"{self._synced_position}: acknowledged messages are missing",
                 remedy="Restore the node from a replica or backup; or set "
                 "BATON_STORAGE_ACCEPT_LOSS=true to cut the log there and lose what follows.",
                 facts={"position": position},
             )
-        truncated_bytes = log.truncate(position)
         return RecoveryReport(
             epoch=self._store.epoch,
             first_position=log.first_position,
             next_position=position,
-            checkpoint_position=self._checkpoint_position,
-            scanned_bytes=position - log.first_position,
+            synced_position=self._synced_position,
+            checkpoint_position=begin,
+            rebuilt=rebuilt,
+            scanned_bytes=position - begin,
             batches=self._batches,
             messages=self._messages,
             queues=self._store.queue_count,
             producers=len(self._store.producers),
-            truncated_bytes=truncated_bytes,
+            truncated_bytes=log.truncate(position),
             end_reason=reason,
             elapsed_ms=0,
         )
 
-    def _scan(self, log: CommitLog) -> tuple[int, str]:
-        """Position after the last good batch, and why the scan ended there."""
-        position = log.first_position
-        while position < log.next_position:
-            end = log.segment_end(position)
-            position, reason = self._scan_segment(log, position, end)
-            if position < end:
-                return position, reason
-        return position, "end of log"
+    def restore(self) -> tuple[int, str]:
+        """Bring the indexes back as far as they can be trusted.
 
-    def _scan_segment(self, log: CommitLog, position: int, end: int) -> tuple[int, str]:
-        """As `_scan`, for one segment; `end` if the log goes on in the next one."""
-        while position < end:
-            chunk = memoryview(log.read(position, CHUNK_BYTES))
-            chunk_end = position + len(chunk)
-            while position < chunk_end:
-                if chunk_end < min(position + BATCH_BYTES_MAX, end):
-                    break  # the batch may be cut by the chunk: read on from here
-                view = chunk[len(chunk) - (chunk_end - position) :]
-                try:
-                    step = self._step(view, position, end - position)
-                except BatonError as error:
-                    return position, str(error)
-                if not step:
-                    return position, "end of log"
-                position += step
-        return end, ""
-
-    def _step(self, view: memoryview, position: int, room: int) -> int:
-        """Take what stands at `position`; its length, 0 if nothing was written there.
-
-        Args:
-            view: The log from `position` on, a batch or the rest of the segment at least.
-            room: Bytes to the end of the segment.
+        Returns:
+            The position from which on they are to be made, and why that is the first one of the
+            log; empty if it is not, or nothing was there.
         """
-        if room < FILLER.size:
-            if any(view):
-                raise BadBatch(f"{room} bytes before the end of the segment are not zero")
-            return room
-        magic, length = FILLER.unpack_from(view)
-        if magic == length == 0:
-            return 0
-        if magic == FILLER_MAGIC and length == room:
-            return room
-        header = read_header(view)
-        if header.length > room or header.position != position:
-            raise BadBatch(f"a batch of {header.length} bytes that names {header.position}")
-        batch = view[: header.length]
-        check_stamp(batch)
-        check_body(batch)
+        raw = self._disk.load(checkpoint.PATH)
+        found = checkpoint.decode(raw)
+        try:
+            if found is None:
+                raise BadIndex("the checkpoint is damaged" if raw else "there is no checkpoint")
+            self._resume(found)
+        except (BadIndex, BatonError, OSError) as error:
+            self.begin_anew(found)
+            log = self._store.log
+            empty = not raw and log.first_position == log.next_position
+            return log.first_position, "" if empty else str(error)
+        return found.position, ""
+
+    def scan(self, position: int) -> tuple[int, str]:
+        """Take the batches from `position` on; where and why that ended."""
+        scan = Scan(self._store.log, position)
+        for header, batch in scan:
+            try:
+                self.take(header, batch)
+            except DataLoss as error:
+                return header.position, str(error)
+        for key, floor in self._floors.items():
+            if key not in self._store.queues:
+                self._store.add_queue(key, floor.topic, floor.next_offset)
+        return scan.position, scan.reason
+
+    def begin_anew(self, found: Checkpoint | None) -> None:
+        """Forget the indexes. Offsets still go on where they were."""
+        for path in (checkpoint.PATH, CONSUMEQUEUE_FOLDER, KEYINDEX_FOLDER):
+            self._disk.remove(path)
+            self._store.cache.forget(path)
+        self._anew = True
+        self.doomed.clear()
+        try:
+            known = floors.decode(self._disk.load(floors.PATH))
+        except DataLoss:
+            if not self._accept_loss:
+                raise
+            known = []
+        if found is not None:
+            known += [Floor(*queue[:4]) for queue in found.queues]
+        for floor in known:
+            key = floor.topic_id, floor.queue_id
+            if key not in self._floors or self._floors[key].next_offset < floor.next_offset:
+                self._floors[key] = floor
+
+    def take(self, header: Header, batch: memoryview) -> None:
+        """Index a batch.
+
+        Raises:
+            DataLoss: it does not follow the last batch of its queue.
+        """
+        key = header.topic_id, header.queue_id
+        if key not in self._store.queues:
+            self._store.add_queue(key, header.topic, self._first_offset(key, header.first_offset))
         self._store.restore(header, batch)
         self._batches += 1
         self._messages += header.count
-        return header.length
+
+    def _resume(self, found: Checkpoint) -> None:
+        """Take over what the checkpoint says, or nothing at all.
+
+        Raises:
+            BadIndex, BatonError, OSError: the log or an index is not what it says.
+        """
+        log, store = self._store.log, self._store
+        if not log.first_position <= found.position <= log.next_position:
+            raise BadIndex(f"the log has no position {found.position}, where the checkpoint is")
+        queues = [self._queue(state, found.position) for state in found.queues]
+        store.keys.resume(found.open_run, log.first_position)
+        store.resume(found.store_unix_ms, queues)
+        store.producers.load(found.producers)
+        store.schedule.waiting.restore(found.waiting)
+
+    def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
+        """The queue of a checkpoint at `position`, after a look at what should be there."""
+        key = state.topic_id, state.queue_id
+        queue = self._store.new_queue(key, state.topic, state.first_offset)
+        last_position = state.first_position
+        if state.first_offset < state.next_offset:
+            last = queue.look(self._disk, state.next_offset)
+            self._check_last(state, last, position)
+            last_position = last.position
+        queue.resume(state.next_offset, state.first_position, last_position)
+        self.doomed += queue.trim_before(self._store.log.first_position)
+        return key, queue
+
+    def _check_last(self, state: QueueState, last: LastEntry, position: int) -> None:
+        """Compare the last entry of a queue with the batch it points to.
+
+        Raises:
+            BadIndex, BatonError: no such batch is there.
+        """
+        log = self._store.log
+        if last.position < log.first_position:
+            return  # the log has dropped the batch since
+        if last.position + last.size > position:
+            raise BadIndex(f"a queue of {state.topic} points behind the checkpoint")
+        header = read_header(log.read(last.position, HEAD_BYTES_MAX))
+        if (
+            header.position, header.length, header.topic, header.topic_id, header.queue_id,
+            header.next_offset,
+        ) != (
+            last.position, last.size, state.topic, state.topic_id, state.queue_id,
+            state.next_offset,
+        ):  # fmt: skip
+            raise BadIndex(f"queue {state.queue_id} of {state.topic} points to another batch")
+
+    def _first_offset(self, key: QueueKey, found: int) -> int:
+        """Where a queue has to begin whose first batch begins at `found`."""
+        return found if self._anew and self._store.log.first_position > 0 else 0

@@ -1,4 +1,4 @@
-"""The state of a storage node, and its only owner: log, consume queues, producers.
+"""The state of a storage node, and its only owner: log, consume queues, key index, producers.
 
 Everything here happens at once; time comes in as an argument. A caller appends, syncs what
 `log.unsynced()` names, tells `synced`, and only then lets readers and producers know.
@@ -7,19 +7,18 @@ Everything here happens at once; time comes in as an argument. A caller appends,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from batonmq.common.errors import (
     BadBatch,
     BatonError,
     DataLoss,
+    DiskFull,
+    NotReadable,
+    NotWritable,
     OffsetAheadOfLog,
     OffsetOutOfRange,
-    Overloaded,
     QueueNotFound,
 )
 from batonmq.core.names import check_topic
@@ -29,6 +28,7 @@ from batonmq.core.records import (
     check_batch,
     check_body,
     check_stamp,
+    key_hashes,
     read_header,
     stamped_head,
     tag_hashes,
@@ -37,7 +37,9 @@ from services.storage.core.commitlog import CommitLog, Stamped
 from services.storage.core.consumequeue import ConsumeQueue, folder_of
 from services.storage.core.files import FileCache
 from services.storage.core.filter import HashFilter, select
+from services.storage.core.keyindex import KeyIndex
 from services.storage.core.producers import ProducerTable, QueueKey, Receipt
+from services.storage.core.schedule import Schedule
 
 SCANNED_MAX = 16_384
 """Entries one read looks at, unless the caller wants more messages than that."""
@@ -52,10 +54,21 @@ class TopicQueues:
 
     Attributes:
         queue_count: Queues on this node; 0 if the topic has none here.
+        write_queue_count: Those with an index below take messages; None means all.
+        readable: Whether the topic gives messages.
+        writable: Whether the topic takes messages.
     """
 
     topic_id: int
     queue_count: int
+    write_queue_count: int | None = None
+    readable: bool = True
+    writable: bool = True
+
+    def takes(self, queue_id: int) -> bool:
+        """Whether that queue takes messages."""
+        count = self.queue_count if self.write_queue_count is None else self.write_queue_count
+        return self.writable and queue_id < count
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +104,14 @@ class Reading:
         next_offset: One past the last offset scanned.
         message_count: Messages in [offset, next_offset) that pass the filter.
         filtered_count: Messages in [offset, next_offset) that do not.
+        lost_count: Messages in [offset, next_offset) that are no longer kept.
     """
 
     batches: list[bytes]
     next_offset: int
     message_count: int
     filtered_count: int
+    lost_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +130,10 @@ def check(batch: bytes) -> Checked:
     """
     header = check_batch(batch, stamped=False)
     check_topic(header.topic)
+    if header.producer_id < 0:
+        raise BadBatch(
+            f"producer id {header.producer_id} is negative", facts={"field": "producer_id"}
+        )
     return Checked(header, batch)
 
 
@@ -132,6 +151,34 @@ def check_queue(topic: str, queues: TopicQueues, queue_id: int) -> QueueKey:
     return queues.topic_id, queue_id
 
 
+def check_readable(topic: str, queues: TopicQueues) -> None:
+    """Check that messages may be read.
+
+    Raises:
+        NotReadable: the topic gives none.
+    """
+    if not queues.readable:
+        raise NotReadable(
+            f"topic {topic} gives no messages by its permission",
+            retry_after_ms=2_000,
+            facts={"topic": topic},
+        )
+
+
+def check_takes(header: Header, queues: TopicQueues) -> None:
+    """Check that the queue of a batch takes messages.
+
+    Raises:
+        NotWritable: it does not.
+    """
+    if not queues.takes(header.queue_id):
+        which = f"queue {header.queue_id} of " if queues.writable else ""
+        raise NotWritable(
+            f"{which}topic {header.topic} takes no messages",
+            facts={"topic": header.topic, "queue_id": header.queue_id},
+        )
+
+
 class Store:
     """See the module.
 
@@ -141,18 +188,29 @@ class Store:
     """
 
     def __init__(
-        self, log: CommitLog, cache: FileCache, producers: ProducerTable, epoch: int
+        self,
+        log: CommitLog,
+        cache: FileCache,
+        producers: ProducerTable,
+        epoch: int,
+        keys: KeyIndex,
     ) -> None:
-        self.log, self.producers, self.epoch = log, producers, epoch
-        self._cache = cache
+        self.log, self.producers, self.epoch, self.keys = log, producers, epoch, keys
+        self.schedule = Schedule(producers)
+        self.cache = cache
         self._queues: dict[QueueKey, ConsumeQueue] = {}
         self._unseen: deque[tuple[int, QueueKey, int]] = deque()
-        self._store_unix_ms = 0
+        self.store_unix_ms = 0
         self.appended_count = 0
 
     @property
-    def queue_count(self) -> int:
+    def queues(self) -> Mapping[QueueKey, ConsumeQueue]:
         """Queues that have, or had, a message."""
+        return self._queues
+
+    @property
+    def queue_count(self) -> int:
+        """How many `queues` there are."""
         return len(self._queues)
 
     def append(
@@ -160,13 +218,17 @@ class Store:
         batches: Sequence[Checked],
         topics: Mapping[str, TopicQueues | BatonError],
         now_unix_ms: int,
+        refusal: BatonError | None = None,
     ) -> list[Receipt | BatonError]:
         """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
 
+        A batch that was stored by an earlier try has its receipt whatever speaks against writing.
+
         Args:
             topics: Every topic of `batches`, or why it can't be used.
+            refusal: Why nothing may be written.
         """
-        self._store_unix_ms = max(self._store_unix_ms, now_unix_ms)
+        self.store_unix_ms = max(self.store_unix_ms, now_unix_ms)
         outcomes: dict[int, Receipt | BatonError] = {}
         run = _Run()
         for index, checked in enumerate(batches):
@@ -180,6 +242,9 @@ class Store:
                     run = _Run()
                 receipt = self.producers.check(header, key)
                 if receipt is None:
+                    check_takes(header, topic)
+                    if refusal is not None:
+                        raise refusal
                     self.log.place([header.length])
                     run.add(index, checked, key, self._next_offset(key))
                 else:
@@ -212,11 +277,25 @@ class Store:
             messages_max=wanted.messages_max,
         )
         return Reading(
-            self._read_batches(selection.positions, selection.sizes),
+            self._read_batches(key, selection.positions, selection.sizes),
             wanted.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
         )
+
+    def pull(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+        """As `read`, but what is no longer kept counts as scanned, and as lost.
+
+        Raises:
+            OffsetAheadOfLog, DataLoss: as `read`.
+        """
+        queue = self._queues.get(key)
+        lost_count = max(0, queue.first_offset - wanted.offset) if queue else 0
+        if not lost_count:
+            return self.read(key, wanted)
+        kept_from = wanted.offset + lost_count
+        reading = self.read(key, replace(wanted, offset=kept_from))
+        return replace(reading or Reading([], kept_from, 0, 0), lost_count=lost_count)
 
     def offsets(self, key: QueueKey) -> QueueRange:
         """What consumers can read; nothing of a queue without messages."""
@@ -237,29 +316,46 @@ class Store:
     def restore(self, header: Header, batch: bytes | memoryview) -> None:
         """Take a batch that recovery has found; batches come in the order of the log.
 
+        A queue that nobody added begins at offset 0.
+
         Raises:
             DataLoss: it does not follow the last batch of its queue.
         """
         key = (header.topic_id, header.queue_id)
-        queue = self._queues.get(key)
-        if queue is None:
-            start = header.first_offset if self.log.first_position else 0
-            queue = self._add_queue(key, header.topic, start)
+        queue = self._queues.get(key) or self.add_queue(key, header.topic)
         if header.first_offset != queue.next_offset:
             raise DataLoss(
                 f"the batch at {header.position} starts at offset {header.first_offset}; queue "
                 f"{header.queue_id} of {header.topic} goes on at {queue.next_offset}",
                 facts={"position": header.position},
             )
-        self._store_unix_ms = max(self._store_unix_ms, header.store_unix_ms)
+        self.store_unix_ms = max(self.store_unix_ms, header.store_unix_ms)
         receipt = Receipt(
             header.first_offset,
             header.position,
             header.position + header.length,
             header.store_unix_ms,
         )
-        self._index(key, queue, receipt, tag_hashes(batch, header))
-        self.producers.record(header, key, receipt)
+        self._take(key, queue, receipt, header, batch)
+
+    def add_queue(self, key: QueueKey, topic: str, first_offset: int = 0) -> ConsumeQueue:
+        """A queue without messages whose next one gets `first_offset`."""
+        queue = self._queues[key] = self.new_queue(key, topic, first_offset)
+        return queue
+
+    def new_queue(self, key: QueueKey, topic: str, first_offset: int) -> ConsumeQueue:
+        """As `add_queue`, but it is not added."""
+        return ConsumeQueue(self.cache, folder_of(topic, *key), first_offset=first_offset)
+
+    def resume(self, store_unix_ms: int, queues: Iterable[tuple[QueueKey, ConsumeQueue]]) -> None:
+        """Take over what a checkpoint vouches for; nothing is there yet."""
+        self.store_unix_ms = store_unix_ms
+        self._queues.update(queues)
+
+    def forget_queue(self, key: QueueKey) -> None:
+        """Forget a queue without messages, of a topic that does not exist any more."""
+        queue = self._queues.pop(key)
+        assert queue.first_offset == queue.next_offset, (key, queue.first_offset)
 
     def flush(self) -> None:
         """Move what the consume queues have in memory to their files."""
@@ -280,17 +376,16 @@ class Store:
             self.log.append(
                 [self._stamped(*each) for each in zip(admitted, positions, strict=True)]
             )
-        except Overloaded as error:
+        except DiskFull as error:
             return {one.index: error for one in admitted}
         outcomes: dict[int, Receipt | BatonError] = {}
         for one, position in zip(admitted, positions, strict=True):
             header = one.checked.header
-            queue = self._queues.get(one.key) or self._add_queue(one.key, header.topic, 0)
+            queue = self._queues.get(one.key) or self.add_queue(one.key, header.topic)
             receipt = Receipt(
-                one.first_offset, position, position + header.length, self._store_unix_ms
+                one.first_offset, position, position + header.length, self.store_unix_ms
             )
-            self._index(one.key, queue, receipt, tag_hashes(one.checked.batch, header))
-            self.producers.record(header, one.key, receipt)
+            self._take(one.key, queue, receipt, header, one.checked.batch)
             self.appended_count += header.count
             outcomes[one.index] = receipt
         return outcomes
@@ -301,29 +396,33 @@ class Store:
             batch,
             position=position,
             first_offset=one.first_offset,
-            store_unix_ms=self._store_unix_ms,
+            store_unix_ms=self.store_unix_ms,
             topic_id=one.key[0],
             epoch=self.epoch,
         )
         return Stamped(position, head, memoryview(batch)[BODY_FROM:])
 
-    def _index(
+    def _take(
         self,
         key: QueueKey,
         queue: ConsumeQueue,
         receipt: Receipt,
-        hashes: npt.NDArray[np.int32],
+        header: Header,
+        batch: bytes | memoryview,
     ) -> None:
-        queue.append(receipt.position, receipt.next_position - receipt.position, hashes)
+        """Let everything that is derived from the log follow it."""
+        queue.append(receipt.position, header.length, tag_hashes(batch, header))
+        span = receipt.position, receipt.next_position
+        self.keys.append(span, key[0], key_hashes(batch, header), receipt.store_unix_ms)
         self._unseen.append((receipt.next_position, key, queue.next_offset))
+        self.producers.record(header, key, receipt)
+        if self.schedule.concerns(header, key):
+            self.schedule.take(header, receipt, batch)
 
-    def _add_queue(self, key: QueueKey, topic: str, first_offset: int) -> ConsumeQueue:
-        folder = folder_of(topic, *key)
-        queue = self._queues[key] = ConsumeQueue(self._cache, folder, first_offset=first_offset)
-        return queue
-
-    def _read_batches(self, positions: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
-        """Batches at ascending positions, in as few reads as is sensible."""
+    def _read_batches(
+        self, key: QueueKey, positions: Sequence[int], sizes: Sequence[int]
+    ) -> list[bytes]:
+        """Batches of a queue at ascending positions, in as few reads as is sensible."""
         batches: list[bytes] = []
         begin = 0
         while begin < len(positions):
@@ -340,7 +439,8 @@ class Store:
             chunk = self.log.read(first, end - first)
             for index in range(begin, last):
                 at = positions[index] - first
-                batches.append(_verified(chunk[at : at + sizes[index]], positions[index]))
+                batch = chunk[at : at + sizes[index]]
+                batches.append(verified(batch, positions[index], key))
             begin = last
         return batches
 
@@ -359,11 +459,18 @@ def _check_offset(queue: ConsumeQueue | None, offset: int) -> None:
         )
 
 
-def _verified(batch: bytes, position: int) -> bytes:
-    """`batch`, if it is what was written at `position`."""
+def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
+    """`batch`, if it is what was written at `position`, for the queue `key`.
+
+    Raises:
+        DataLoss: it is not.
+    """
     try:
-        if read_header(batch).position != position:
-            raise BadBatch("it names another position")
+        header = read_header(batch)
+        if (header.position, header.length) != (position, len(batch)):
+            raise BadBatch("it names another position or length")
+        if (header.topic_id, header.queue_id) != key:
+            raise BadBatch("it belongs to another queue")
         check_stamp(batch)
         check_body(batch)
     except BatonError as error:
@@ -401,7 +508,7 @@ class _Run:
         header = checked.header
         first_offset = self._next_offsets.get(key, next_offset)
         self._next_offsets[key] = first_offset + header.count
-        if header.producer_id:
+        if header.producer_id > 0:
             self._writers.add((header.producer_id, key))
             self._epochs[header.producer_id] = header.producer_epoch
         self.admitted.append(_Admitted(index, checked, key, first_offset))

@@ -105,6 +105,16 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """A repeated sequence that is too old for its receipt to be known. Facts: `sequence`."""
     REASON_DATA_LOSS: _Reason.ValueType  # 45
     """Stored bytes fail their checksum. Facts: `position`."""
+    REASON_MESSAGE_NOT_FOUND: _Reason.ValueType  # 46
+    """No message has this id, or it is no longer kept. Facts: `message_id`."""
+    REASON_NOT_SCHEDULED: _Reason.ValueType  # 47
+    """Nothing is scheduled under this id: never was, was delivered, or was cancelled.
+    Facts: `schedule_id`.
+    """
+    REASON_NOT_WRITABLE: _Reason.ValueType  # 48
+    """The topic, or the queue, takes no messages. Facts: `topic`, `queue_id`."""
+    REASON_NOT_READABLE: _Reason.ValueType  # 49
+    """The topic, or the queue, gives no messages. Facts: `topic`, `queue_id`."""
     REASON_FENCED: _Reason.ValueType  # 60
     """The token is not the queue's current one. Facts: `token`, `current`, `reset_epoch`, and
     `why`: TAKEN, CLOSED, FORCED or RESET.
@@ -159,6 +169,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """A peer service can't be reached. Facts: `service`."""
     REASON_INTERNAL: _Reason.ValueType  # 106
     """A bug; the server's log has the rest."""
+    REASON_DISK_FULL: _Reason.ValueType  # 107
+    """The disk is too full to write; reading and retention go on. Facts: `used_percent`,
+    `limit_percent`, `free_bytes`.
+    """
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Every reason for which BatonMQ refuses something. Values are never reused."""
@@ -211,6 +225,16 @@ REASON_DUPLICATE_SEQUENCE: Reason.ValueType  # 44
 """A repeated sequence that is too old for its receipt to be known. Facts: `sequence`."""
 REASON_DATA_LOSS: Reason.ValueType  # 45
 """Stored bytes fail their checksum. Facts: `position`."""
+REASON_MESSAGE_NOT_FOUND: Reason.ValueType  # 46
+"""No message has this id, or it is no longer kept. Facts: `message_id`."""
+REASON_NOT_SCHEDULED: Reason.ValueType  # 47
+"""Nothing is scheduled under this id: never was, was delivered, or was cancelled.
+Facts: `schedule_id`.
+"""
+REASON_NOT_WRITABLE: Reason.ValueType  # 48
+"""The topic, or the queue, takes no messages. Facts: `topic`, `queue_id`."""
+REASON_NOT_READABLE: Reason.ValueType  # 49
+"""The topic, or the queue, gives no messages. Facts: `topic`, `queue_id`."""
 REASON_FENCED: Reason.ValueType  # 60
 """The token is not the queue's current one. Facts: `token`, `current`, `reset_epoch`, and
 `why`: TAKEN, CLOSED, FORCED or RESET.
@@ -265,6 +289,10 @@ REASON_UNREACHABLE: Reason.ValueType  # 105
 """A peer service can't be reached. Facts: `service`."""
 REASON_INTERNAL: Reason.ValueType  # 106
 """A bug; the server's log has the rest."""
+REASON_DISK_FULL: Reason.ValueType  # 107
+"""The disk is too full to write; reading and retention go on. Facts: `used_percent`,
+`limit_percent`, `free_bytes`.
+"""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 @_typing.final

@@ -151,7 +151,7 @@ class AcquireItem(_message.Message):
 
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
-        """What the asker, as an earlier owner, still has in hand."""
+        """What the asker, as an earlier owner, still has in hand: ascending, disjoint, at most 4,096."""
 
     def __init__(
         self,

@@ -68,8 +68,8 @@ class LockmgrServiceServicer:
         and for queues that somebody else still holds up to `hold_ms` later, when they became free
         or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED),
-        ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
+        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
+        if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
         NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,8 +40,8 @@ class LockmgrServiceStub:
     and for queues that somebody else still holds up to `hold_ms` later, when they became free
     or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED),
-    ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
+    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
+    if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
     NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.KeepAliveRequest, _lockmgr_service_pb2.KeepAliveResponse]
@@ -73,8 +73,8 @@ class LockmgrServiceAsyncStub(LockmgrServiceStub):
     and for queues that somebody else still holds up to `hold_ms` later, when they became free
     or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED),
-    ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
+    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
+    if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
     NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.KeepAliveRequest, _lockmgr_service_pb2.KeepAliveResponse]  # type: ignore[assignment]
@@ -109,8 +109,8 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         and for queues that somebody else still holds up to `hold_ms` later, when they became free
         or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED),
-        ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
+        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
+        if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
         NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
 

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _TopicPermission:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TopicPermissionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicPermission.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOPIC_PERMISSION_UNSPECIFIED: _TopicPermission.ValueType  # 0
+    """Not set; means TOPIC_PERMISSION_READ_WRITE."""
+    TOPIC_PERMISSION_READ_WRITE: _TopicPermission.ValueType  # 1
+    """Messages can be sent and received."""
+    TOPIC_PERMISSION_READ: _TopicPermission.ValueType  # 2
+    """Messages can be received only."""
+    TOPIC_PERMISSION_WRITE: _TopicPermission.ValueType  # 3
+    """Messages can be sent only."""
+
+class TopicPermission(_TopicPermission, metaclass=_TopicPermissionEnumTypeWrapper):
+    """What may be done with a topic."""
+
+TOPIC_PERMISSION_UNSPECIFIED: TopicPermission.ValueType  # 0
+"""Not set; means TOPIC_PERMISSION_READ_WRITE."""
+TOPIC_PERMISSION_READ_WRITE: TopicPermission.ValueType  # 1
+"""Messages can be sent and received."""
+TOPIC_PERMISSION_READ: TopicPermission.ValueType  # 2
+"""Messages can be received only."""
+TOPIC_PERMISSION_WRITE: TopicPermission.ValueType  # 3
+"""Messages can be sent only."""
+Global___TopicPermission: _TypeAlias = TopicPermission  # noqa: Y015
+
 class _ServiceKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -106,12 +134,15 @@ class Topic(_message.Message):
     TOPIC_ID_FIELD_NUMBER: _builtins.int
     SPREAD_FIELD_NUMBER: _builtins.int
     CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    PERMISSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]."""
     topic_id: _builtins.int
     """Unique for ever: distinguishes a topic from an earlier one of the same name. Positive."""
     create_unix_ms: _builtins.int
     """Wall clock of the creation."""
+    permission: Global___TopicPermission.ValueType
+    """What may be done with it."""
     @_builtins.property
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
         """Queues by broker, ascending by broker name."""
@@ -123,10 +154,11 @@ class Topic(_message.Message):
         topic_id: _builtins.int = ...,
         spread: _abc.Iterable[Global___QueueSpread] | None = ...,
         create_unix_ms: _builtins.int = ...,
+        permission: Global___TopicPermission.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "name", b"name", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "name", b"name", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -140,19 +172,25 @@ class QueueSpread(_message.Message):
 
     BROKER_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    WRITE_QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
     """Broker name."""
     queue_count: _builtins.int
-    """Number of queues, 1 to 1,024; their indexes are [0, queue_count)."""
+    """Number of queues that are read, 1 to 1,024; their indexes are [0, queue_count)."""
+    write_queue_count: _builtins.int
+    """Number of queues that take messages, up to `queue_count`; their indexes are
+    [0, write_queue_count). 0 means all.
+    """
     def __init__(
         self,
         *,
         broker: _builtins.str = ...,
         queue_count: _builtins.int = ...,
+        write_queue_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "queue_count", b"queue_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "queue_count", b"queue_count", "write_queue_count", b"write_queue_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,6 +249,60 @@ class CreateTopicResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateTopicResponse: _TypeAlias = CreateTopicResponse  # noqa: Y015
+
+@_typing.final
+class UpdateTopicRequest(_message.Message):
+    """Request for UpdateTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    PERMISSION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Name. Required."""
+    queue_count: _builtins.int
+    """Queues in all, 1 to 1,024; 0 leaves them as they are."""
+    permission: Global___TopicPermission.ValueType
+    """Permission; unspecified leaves it as it is."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        queue_count: _builtins.int = ...,
+        permission: Global___TopicPermission.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["permission", b"permission", "queue_count", b"queue_count", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateTopicRequest: _TypeAlias = UpdateTopicRequest  # noqa: Y015
+
+@_typing.final
+class UpdateTopicResponse(_message.Message):
+    """Response for UpdateTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topic(self) -> Global___Topic:
+        """The topic as it is now."""
+
+    def __init__(
+        self,
+        *,
+        topic: Global___Topic | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateTopicResponse: _TypeAlias = UpdateTopicResponse  # noqa: Y015
 
 @_typing.final
 class ListTopicsRequest(_message.Message):

@@ -40,6 +40,11 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicResponse.FromString,
                 _registered_method=True)
+        self.UpdateTopic = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/UpdateTopic',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicResponse.FromString,
+                _registered_method=True)
         self.ListTopics = channel.unary_unary(
                 '/baton.nameserver.v1.NameserverService/ListTopics',
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ListTopicsRequest.SerializeToString,
@@ -107,6 +112,18 @@ class NameserverServiceServicer:
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
         UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateTopic(self, request, context):
+        """Changes the permission or the number of queues of a topic. More queues are there at once.
+        Fewer: the last ones take no more messages from now on, and are gone once every group that
+        has progress on them has read them to the end.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,6 +248,11 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicResponse.SerializeToString,
             ),
+            'UpdateTopic': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateTopic,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicResponse.SerializeToString,
+            ),
             'ListTopics': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTopics,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ListTopicsRequest.FromString,
@@ -315,6 +337,33 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/CreateTopic',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.CreateTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateTopic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/UpdateTopic',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateTopicResponse.FromString,
             options,
             channel_credentials,
             insecure,

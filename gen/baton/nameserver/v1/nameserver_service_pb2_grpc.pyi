@@ -40,6 +40,14 @@ class NameserverServiceStub:
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
     UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
+    UpdateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]
+    """Changes the permission or the number of queues of a topic. More queues are there at once.
+    Fewer: the last ones take no more messages from now on, and are gone once every group that
+    has progress on them has read them to the end.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]
     """Lists topics by name.
 
@@ -119,6 +127,14 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
     UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    """
+    UpdateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]  # type: ignore[assignment]
+    """Changes the permission or the number of queues of a topic. More queues are there at once.
+    Fewer: the last ones take no more messages from now on, and are gone once every group that
+    has progress on them has read them to the end.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]  # type: ignore[assignment]
     """Lists topics by name.
@@ -202,6 +218,20 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
         UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateTopic(
+        self,
+        request: _nameserver_service_pb2.UpdateTopicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.UpdateTopicResponse, _abc.Awaitable[_nameserver_service_pb2.UpdateTopicResponse]]:
+        """Changes the permission or the number of queues of a topic. More queues are there at once.
+        Fewer: the last ones take no more messages from now on, and are gone once every group that
+        has progress on them has read them to the end.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod

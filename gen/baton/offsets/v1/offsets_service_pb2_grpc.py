@@ -102,7 +102,7 @@ class OffsetsServiceServicer:
         """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
         Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-        NOT_HOLDER, OLD_EPOCH), INVALID_ARGUMENT.
+        NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +111,7 @@ class OffsetsServiceServicer:
     def RecordDelivered(self, request, context):
         """Storage records what it is about to deliver; no bytes leave before the answer.
 
-        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,7 +120,7 @@ class OffsetsServiceServicer:
     def Touch(self, request, context):
         """Storage keeps the holders of parked pulls alive.
 
-        Item errors: FAILED_PRECONDITION (FENCED, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,7 +129,8 @@ class OffsetsServiceServicer:
     def Commit(self, request, context):
         """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, ACK_CAP, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
+        are taken also at the cap: only deliveries stop there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +139,7 @@ class OffsetsServiceServicer:
     def Close(self, request, context):
         """The holder declares its token finished.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

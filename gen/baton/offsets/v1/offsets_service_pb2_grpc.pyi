@@ -47,27 +47,28 @@ class OffsetsServiceStub:
     """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
     Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-    NOT_HOLDER, OLD_EPOCH), INVALID_ARGUMENT.
+    NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
     """
     RecordDelivered: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.RecordDeliveredRequest, _offsets_service_pb2.RecordDeliveredResponse]
     """Storage records what it is about to deliver; no bytes leave before the answer.
 
-    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Touch: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]
     """Storage keeps the holders of parked pulls alive.
 
-    Item errors: FAILED_PRECONDITION (FENCED, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]
     """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, ACK_CAP, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
+    are taken also at the cap: only deliveries stop there.
     """
     Close: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CloseRequest, _offsets_service_pb2.CloseResponse]
     """The holder declares its token finished.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Query: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryRequest, _offsets_service_pb2.QueryResponse]
     """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
@@ -99,27 +100,28 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
     Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-    NOT_HOLDER, OLD_EPOCH), INVALID_ARGUMENT.
+    NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
     """
     RecordDelivered: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.RecordDeliveredRequest, _offsets_service_pb2.RecordDeliveredResponse]  # type: ignore[assignment]
     """Storage records what it is about to deliver; no bytes leave before the answer.
 
-    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Touch: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]  # type: ignore[assignment]
     """Storage keeps the holders of parked pulls alive.
 
-    Item errors: FAILED_PRECONDITION (FENCED, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Commit: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]  # type: ignore[assignment]
     """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, ACK_CAP, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
+    are taken also at the cap: only deliveries stop there.
     """
     Close: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CloseRequest, _offsets_service_pb2.CloseResponse]  # type: ignore[assignment]
     """The holder declares its token finished.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Query: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryRequest, _offsets_service_pb2.QueryResponse]  # type: ignore[assignment]
     """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
@@ -160,7 +162,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
         Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-        NOT_HOLDER, OLD_EPOCH), INVALID_ARGUMENT.
+        NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
         """
 
     @_abc_1.abstractmethod
@@ -171,7 +173,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.RecordDeliveredResponse, _abc.Awaitable[_offsets_service_pb2.RecordDeliveredResponse]]:
         """Storage records what it is about to deliver; no bytes leave before the answer.
 
-        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
         """
 
     @_abc_1.abstractmethod
@@ -182,7 +184,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.TouchResponse, _abc.Awaitable[_offsets_service_pb2.TouchResponse]]:
         """Storage keeps the holders of parked pulls alive.
 
-        Item errors: FAILED_PRECONDITION (FENCED, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
         """
 
     @_abc_1.abstractmethod
@@ -193,7 +195,8 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.CommitResponse, _abc.Awaitable[_offsets_service_pb2.CommitResponse]]:
         """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, ACK_CAP, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
+        are taken also at the cap: only deliveries stop there.
         """
 
     @_abc_1.abstractmethod
@@ -204,7 +207,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.CloseResponse, _abc.Awaitable[_offsets_service_pb2.CloseResponse]]:
         """The holder declares its token finished.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
         """
 
     @_abc_1.abstractmethod

@@ -49,6 +49,42 @@ DURABILITY_REPLICATED: Durability.ValueType  # 3
 """On the disk of the in-sync set."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
+class _DiskState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DiskStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DiskState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DISK_STATE_UNSPECIFIED: _DiskState.ValueType  # 0
+    """Not set; never sent."""
+    DISK_STATE_OK: _DiskState.ValueType  # 1
+    """Below every watermark."""
+    DISK_STATE_WARN: _DiskState.ValueType  # 2
+    """Above the first watermark: worth a look."""
+    DISK_STATE_CLEAN: _DiskState.ValueType  # 3
+    """Expired segments are removed at any hour."""
+    DISK_STATE_CLEAN_FORCIBLY: _DiskState.ValueType  # 4
+    """The oldest segments are removed although they have not expired."""
+    DISK_STATE_FULL: _DiskState.ValueType  # 5
+    """Writes are refused with DISK_FULL; everything else goes on."""
+
+class DiskState(_DiskState, metaclass=_DiskStateEnumTypeWrapper):
+    """How full the disk is."""
+
+DISK_STATE_UNSPECIFIED: DiskState.ValueType  # 0
+"""Not set; never sent."""
+DISK_STATE_OK: DiskState.ValueType  # 1
+"""Below every watermark."""
+DISK_STATE_WARN: DiskState.ValueType  # 2
+"""Above the first watermark: worth a look."""
+DISK_STATE_CLEAN: DiskState.ValueType  # 3
+"""Expired segments are removed at any hour."""
+DISK_STATE_CLEAN_FORCIBLY: DiskState.ValueType  # 4
+"""The oldest segments are removed although they have not expired."""
+DISK_STATE_FULL: DiskState.ValueType  # 5
+"""Writes are refused with DISK_FULL; everything else goes on."""
+Global___DiskState: _TypeAlias = DiskState  # noqa: Y015
+
 @_typing.final
 class AppendRequest(_message.Message):
     """Request for Append."""
@@ -199,7 +235,9 @@ class PullRequest(_message.Message):
     bytes_max: _builtins.int
     """Stop reading at about this many bytes, 1 to 4 MiB; 0 means 1 MiB. The first batch always fits."""
     messages_max: _builtins.int
-    """Record at most this many offsets as delivered, 1 to 65,535; 0 means 1,000."""
+    """Deliver at most this many messages that pass the filter, 1 to 65,535; 0 means 1,000. With a
+    filter more offsets may be scanned, and recorded, up to 16,384.
+    """
     hold_ms: _builtins.int
     """Hold the call this long if there is nothing, 0 to 30,000 ms; 0 answers at once."""
     offsets_epoch: _builtins.int
@@ -243,6 +281,7 @@ class PullResponse(_message.Message):
     REDELIVERED_FIELD_NUMBER: _builtins.int
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     FILTERED_COUNT_FIELD_NUMBER: _builtins.int
+    LOST_COUNT_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """`pull_id` of the request."""
     next_offset: _builtins.int
@@ -255,6 +294,8 @@ class PullResponse(_message.Message):
     """Epoch of offsets that recorded the delivery; 0 if nothing was recorded."""
     filtered_count: _builtins.int
     """Messages in [offset, next_offset) that the filter dropped."""
+    lost_count: _builtins.int
+    """Messages in [offset, next_offset) that retention had removed before the group had read them."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Stored batches that hold at least one message that passes the filter, whole and as they are
@@ -277,10 +318,11 @@ class PullResponse(_message.Message):
         redelivered: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
         offsets_epoch: _builtins.int = ...,
         filtered_count: _builtins.int = ...,
+        lost_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +464,12 @@ class DescribeResponse(_message.Message):
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     PARKED_PULL_COUNT_FIELD_NUMBER: _builtins.int
     APPENDED_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_STATE_FIELD_NUMBER: _builtins.int
+    DISK_USED_PERCENT_FIELD_NUMBER: _builtins.int
+    DISK_SECONDS_UNTIL_FULL_FIELD_NUMBER: _builtins.int
+    SCHEDULED_COUNT_FIELD_NUMBER: _builtins.int
+    SCRUBBED_POSITION_FIELD_NUMBER: _builtins.int
+    DAMAGED_BATCH_COUNT_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
     """Broker (replica set) name."""
     first_position: _builtins.int
@@ -436,6 +484,18 @@ class DescribeResponse(_message.Message):
     """Number of parked pulls."""
     appended_count: _builtins.int
     """Messages appended since the node started."""
+    disk_state: Global___DiskState.ValueType
+    """State of the disk."""
+    disk_used_percent: _builtins.float
+    """Space in use on the file system of the log, in percent, 0 to 100."""
+    disk_seconds_until_full: _builtins.int
+    """Seconds until the disk is full at the rate of the last minutes; 0 if that is not in sight."""
+    scheduled_count: _builtins.int
+    """Messages that wait for their time."""
+    scrubbed_position: _builtins.int
+    """Physical position up to which the background scrub has checked the log in its present round."""
+    damaged_batch_count: _builtins.int
+    """Batches that failed their checksum since the node started."""
     def __init__(
         self,
         *,
@@ -446,10 +506,16 @@ class DescribeResponse(_message.Message):
         queue_count: _builtins.int = ...,
         parked_pull_count: _builtins.int = ...,
         appended_count: _builtins.int = ...,
+        disk_state: Global___DiskState.ValueType = ...,
+        disk_used_percent: _builtins.float = ...,
+        disk_seconds_until_full: _builtins.int = ...,
+        scheduled_count: _builtins.int = ...,
+        scrubbed_position: _builtins.int = ...,
+        damaged_batch_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_count", b"appended_count", "broker", b"broker", "first_position", b"first_position", "next_position", b"next_position", "parked_pull_count", b"parked_pull_count", "queue_count", b"queue_count", "synced_position", b"synced_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_count", b"appended_count", "broker", b"broker", "damaged_batch_count", b"damaged_batch_count", "disk_seconds_until_full", b"disk_seconds_until_full", "disk_state", b"disk_state", "disk_used_percent", b"disk_used_percent", "first_position", b"first_position", "next_position", b"next_position", "parked_pull_count", b"parked_pull_count", "queue_count", b"queue_count", "scheduled_count", b"scheduled_count", "scrubbed_position", b"scrubbed_position", "synced_position", b"synced_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

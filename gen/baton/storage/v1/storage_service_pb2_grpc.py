@@ -68,7 +68,7 @@ class StorageServiceServicer:
 
         Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED), NOT_FOUND
         (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-        DUPLICATE_SEQUENCE). Statuses: INVALID_ARGUMENT if the request is empty or too large,
+        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL). Statuses: INVALID_ARGUMENT if the request is empty or too large,
         UNAVAILABLE while starting or draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -79,11 +79,10 @@ class StorageServiceServicer:
         """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
         then answers. With nothing to read the call is held up to `hold_ms` and woken by the next
         append. A reply without batches whose `next_offset` is past `offset` means that everything
-        between was filtered.
+        between was filtered, or is no longer kept: see `lost_count`.
 
         Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
-        QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_OUT_OF_RANGE, OFFSET_AHEAD_OF_LOG), FAILED_PRECONDITION
-        (FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP), UNAVAILABLE (DELIVERY_UNRECORDED, NOT_SERVING),
+        QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG), FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP), UNAVAILABLE (DELIVERY_UNRECORDED, NOT_SERVING),
         DATA_LOSS (a stored checksum does not match).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

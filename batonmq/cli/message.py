@@ -1,0 +1,153 @@
+"""`baton message …`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated
+
+import typer
+
+from batonmq.admin import Admin
+from batonmq.cli.output import Item, printable, wall_time
+from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.times import parse_unix_ms
+from batonmq.common.errors import InvalidArgument, MessageNotFound, QueueNotFound
+from batonmq.core.route import QueueId
+from batonmq.query import Queries, StoredMessage
+
+app = typer.Typer(help="Look messages up; cancel scheduled ones.", no_args_is_help=True)
+
+
+@app.command()
+def get(
+    context: typer.Context,
+    message_id: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="Id of a receipt.", show_default=False),
+    ] = None,
+    *,
+    topic: Annotated[str, typer.Option(help="Topic to look in.")] = "",
+    key: Annotated[str, typer.Option(help="With --topic: messages that carry this key.")] = "",
+    queue: Annotated[
+        int | None, typer.Option(min=0, help="With --topic: a queue of it.", show_default=False)
+    ] = None,
+    broker: Annotated[
+        str, typer.Option(help="With --queue: its broker, if the topic has several.")
+    ] = "",
+    offset: Annotated[
+        int | None, typer.Option(min=0, help="With --queue: an offset.", show_default=False)
+    ] = None,
+    time: Annotated[
+        str,
+        typer.Option(
+            help="With --queue: the first message stored at or after this time, such as "
+            "2026-01-31T08:00:00Z or Unix milliseconds."
+        ),
+    ] = "",
+    count: Annotated[
+        int, typer.Option(min=1, max=1_000, help="With --key: at most so many, newest first.")
+    ] = 64,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Show a message by its id, by a key, or by its place: ID, --key, --offset or --time.
+
+    Nothing is consumed: no group moves.
+    """
+    ways = [message_id is not None, bool(key), offset is not None, bool(time)]
+    if sum(ways) != 1:
+        raise typer.BadParameter("give exactly one of ID, --key, --offset and --time")
+    if message_id is None and not topic:
+        raise typer.BadParameter("--topic is missing")
+    if (offset is not None or time) and queue is None:
+        raise typer.BadParameter("--queue is missing")
+    session = open_session(context, nameserver, form)
+    if message_id is not None:
+        session.run(_get(session, message_id))
+    elif key:
+        session.run(_find(session, topic, key, count))
+    else:
+        assert queue is not None
+        session.run(_read(session, QueueId(topic, broker, queue), offset, time))
+
+
+async def _get(session: Session, message_id: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        _show(session, await Queries(admin).message(message_id))
+
+
+async def _find(session: Session, topic: str, key: str, count: int) -> None:
+    async with Admin(session.nameserver) as admin:
+        found = await Queries(admin).with_key(topic, key, count_max=count)
+    if not found.messages:
+        raise MessageNotFound(f"no message of topic {topic} has the key {key}")
+    for one in found.messages:
+        _show(session, one)
+    if found.more:
+        session.output.note("there may be more: see --count")
+
+
+async def _read(session: Session, asked: QueueId, offset: int | None, time: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        queue = await _queue(admin, asked)
+        queries = Queries(admin)
+        if offset is None:
+            offset = await queries.offset_at(queue, parse_unix_ms(time))
+        _show(session, await queries.at_offset(queue, offset))
+
+
+async def _queue(admin: Admin, asked: QueueId) -> QueueId:
+    """`asked` with its broker, if that can't be but one."""
+    detail = await admin.describe_topic(asked.topic)
+    queues = [
+        queue
+        for queue in detail.topic.queues
+        if queue.queue_id == asked.queue_id and asked.broker in ("", queue.broker)
+    ]
+    if not queues:
+        raise QueueNotFound(f"topic {asked.topic} has no queue {asked.broker}/{asked.queue_id}")
+    if len(queues) > 1:
+        brokers = ", ".join(queue.broker for queue in queues)
+        raise InvalidArgument(
+            f"queue {asked.queue_id} of topic {asked.topic} is on several brokers: {brokers}",
+            remedy="Say which: --broker NAME.",
+            facts={"field": "broker"},
+        )
+    return queues[0]
+
+
+def _show(session: Session, message: StoredMessage) -> None:
+    session.output.line(_item(message), _text(message))
+
+
+def _item(message: StoredMessage) -> Item:
+    """The message for a program; a body that is not UTF-8 stands as base64."""
+    item = {
+        "message_id": message.message_id,
+        "topic": message.queue.topic,
+        "broker": message.queue.broker,
+        "queue_id": message.queue.queue_id,
+        "offset": message.offset,
+        "born_unix_ms": message.born_unix_ms,
+        "store_unix_ms": message.store_unix_ms,
+        "tag": message.tag,
+        "keys": list(message.keys),
+        "properties": dict(message.properties),
+    }
+    try:
+        return item | {"body": message.body.decode()}
+    except UnicodeDecodeError:
+        return item | {"body_base64": base64.b64encode(message.body).decode()}
+
+
+def _text(message: StoredMessage) -> str:
+    """The message for a person: time, id, place, marks, body."""
+    words = [
+        wall_time(message.store_unix_ms),
+        message.message_id,
+        f"{message.queue}@{message.offset}",
+        f"tag={message.tag}" if message.tag else "",
+        f"keys={','.join(message.keys)}" if message.keys else "",
+        message.body.decode(errors="backslashreplace"),
+    ]
+    return printable(" ".join(word for word in words if word))

@@ -1,0 +1,173 @@
+"""Looking messages up, without owning a queue and without moving anybody's progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.storage.v1 import query_service_pb2 as pb
+
+from batonmq.admin import Admin
+from batonmq.common.errors import InvalidArgument, MessageNotFound
+from batonmq.core.records import check_batch, decode_records
+from batonmq.core.route import QueueId
+from batonmq.reports import queue_to_pb
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message as it is stored.
+
+    Attributes:
+        message_id: As in the producer's receipt.
+        born_unix_ms: Producer's wall clock, of the batch.
+        store_unix_ms: Storage's wall clock, of the batch.
+    """
+
+    message_id: str
+    queue: QueueId
+    offset: int
+    born_unix_ms: int
+    store_unix_ms: int
+    tag: str
+    keys: tuple[str, ...]
+    properties: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Messages, newest first; `more` if there may be others."""
+
+    messages: tuple[StoredMessage, ...]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Store times [from_unix_ms, to_unix_ms); 0 is no bound."""
+
+    from_unix_ms: int = 0
+    to_unix_ms: int = 0
+
+
+class Queries:
+    """Asks the storage nodes; failures are the classes of `batonmq.common.errors`.
+
+    Args:
+        admin: Of the cluster; stays the caller's.
+    """
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+
+    async def message(self, message_id: str) -> StoredMessage:
+        """The message with an id.
+
+        Raises:
+            MessageNotFound: there is none, or it is no longer kept.
+            InvalidArgument: it is no message id.
+        """
+        broker, *numbers = message_id.rsplit("-", 2)
+        if len(numbers) != 2 or not broker:
+            raise InvalidArgument(f"{message_id!r} is no message id", facts={"field": "message_id"})
+        request = pb.GetMessageRequest(message_id=message_id)
+
+        async def ask(limit_s: float) -> pb.GetMessageResponse:
+            stub = await self._admin.directory.query(broker)
+            return await stub.GetMessage(request, timeout=limit_s)
+
+        answer = await self._admin.ask(ask)
+        return _decoded(broker, answer.message.batch, answer.message.index)
+
+    async def with_key(
+        self, topic: str, key: str, span: Span = Span(), count_max: int = 0
+    ) -> Found:
+        """Messages of a topic that carry a key, of all brokers together, newest first.
+
+        Args:
+            count_max: At most so many, up to 1,000; 0 for 64.
+
+        Raises:
+            TopicNotFound: there is no such topic.
+        """
+        detail = await self._admin.describe_topic(topic)
+        request = pb.FindByKeyRequest(
+            topic=topic,
+            key=key,
+            from_unix_ms=span.from_unix_ms,
+            to_unix_ms=span.to_unix_ms,
+            messages_max=count_max,
+        )
+        brokers = sorted({queue.broker for queue in detail.topic.queues})
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._with_key(broker, request)) for broker in brokers]
+        parts = [task.result() for task in asked]
+        messages = sorted(
+            (message for part in parts for message in part.messages),
+            key=lambda message: message.store_unix_ms,
+            reverse=True,
+        )
+        limit = count_max or 64
+        more = len(messages) > limit or any(part.more for part in parts)
+        return Found(tuple(messages[:limit]), more)
+
+    async def at_offset(self, queue: QueueId, offset: int) -> StoredMessage:
+        """The message at an offset of a queue.
+
+        Raises:
+            MessageNotFound: the queue ends there.
+            OffsetOutOfRange: it is beyond the end, or no longer kept.
+        """
+        request = pb.ReadRequest(queue=queue_to_pb(queue), offset=offset, messages_max=1)
+
+        async def ask(limit_s: float) -> pb.ReadResponse:
+            stub = await self._admin.directory.query(queue.broker)
+            return await stub.Read(request, timeout=limit_s)
+
+        answer = await self._admin.ask(ask)
+        for batch in answer.batches:
+            first_offset = check_batch(batch, stamped=True).first_offset
+            return _decoded(queue.broker, batch, offset - first_offset)
+        raise MessageNotFound(
+            f"queue {queue} has no message at offset {offset} yet", facts={"offset": offset}
+        )
+
+    async def offset_at(self, queue: QueueId, unix_ms: int) -> int:
+        """The first offset of a queue that was stored at or after a time; its end if none was."""
+        request = pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
+
+        async def ask(limit_s: float) -> pb.SearchOffsetResponse:
+            stub = await self._admin.directory.query(queue.broker)
+            return await stub.SearchOffset(request, timeout=limit_s)
+
+        return (await self._admin.ask(ask)).offset
+
+    async def _with_key(self, broker: str, request: pb.FindByKeyRequest) -> Found:
+        async def ask(limit_s: float) -> pb.FindByKeyResponse:
+            stub = await self._admin.directory.query(broker)
+            return await stub.FindByKey(request, timeout=limit_s)
+
+        answer = await self._admin.ask(ask)
+        return Found(_decoded_all(broker, answer.messages), answer.more)
+
+
+def _decoded_all(broker: str, messages: Sequence[pb.StoredMessage]) -> tuple[StoredMessage, ...]:
+    return tuple(_decoded(broker, message.batch, message.index) for message in messages)
+
+
+def _decoded(broker: str, batch: bytes, index: int) -> StoredMessage:
+    header = check_batch(batch, stamped=True)
+    (record,) = decode_records(batch, header, [index])
+    return StoredMessage(
+        f"{broker}-{header.position:x}-{index:x}",
+        QueueId(header.topic, broker, header.queue_id),
+        record.offset,
+        header.born_unix_ms,
+        header.store_unix_ms,
+        record.tag,
+        record.keys,
+        record.properties,
+        record.body,
+    )

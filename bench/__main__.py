@@ -1,0 +1,75 @@
+"""`python -m bench`: measures, shows a table, writes `bench/results.json` and the docs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from bench import core, growth, memory, pages, pulls, starts, wire
+from bench.figures import Figure, write
+from bench.setup import Setup
+
+RESULTS = Path(__file__).with_name("results.json")
+BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
+    "append": core.append,
+    "scan": core.scan,
+    "growth": growth.growth,
+    "wire": wire.appends,
+    "latency": wire.latency,
+    "sends": wire.sends,
+    "pulls": pulls.pulls,
+    "memory": memory.memory,
+    "starts": starts.starts,
+}
+
+
+def main() -> None:
+    """Run the benches that were asked for."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=BENCHES, help="run only these")
+    parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure; default: the temporary folder"
+    )
+    chosen = parser.parse_args()
+    console = Console()
+    figures = asyncio.run(_run(chosen.only or list(BENCHES), chosen.quick, chosen.folder, console))
+    console.print(pages.table(figures))
+    if not chosen.quick:
+        write(RESULTS, figures)
+        pages.write_docs(RESULTS)
+
+
+async def _run(
+    names: Sequence[str], quick: bool, parent: Path | None, console: Console
+) -> list[Figure]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    figures: list[Figure] = []
+    with Progress(*columns, console=console) as progress:
+        for name in names:
+            task = progress.add_task(name, total=1)
+            folder = Path(tempfile.mkdtemp(prefix="baton-bench-", dir=parent))
+            try:
+                setup = Setup(
+                    folder,
+                    quick,
+                    lambda text, task=task, name=name: progress.update(  # type: ignore[misc]
+                        task, description=f"{name}: {text}"
+                    ),
+                )
+                figures += await BENCHES[name](setup)
+            finally:
+                shutil.rmtree(folder)
+            progress.update(task, description=name, completed=1)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

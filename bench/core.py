@@ -1,0 +1,143 @@
+"""The storage core alone: append against a plain write, and the filter's scan."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, perf_counter
+
+from batonmq.common.errors import BatonError
+from batonmq.core.records import tag_hash
+from bench.figures import MIB, Figure, Goal, figure, interleaved
+from bench.setup import BATCH_BYTES, TOPIC, Setup, batch
+from services.storage.core.filter import HashFilter
+from services.storage.core.store import TopicQueues, Wanted, check
+from services.storage.node import Node, opened
+
+SEGMENT_BYTES = 1 << 30
+BYTES_WRITTEN = 3 * SEGMENT_BYTES // 2
+ROUNDS = 15
+TOPIC_ID = 1
+KEPT_TAG, TAGS = "wanted", 100
+
+
+@contextmanager
+def open_node(folder: Path) -> Iterator[Node]:
+    """A data directory with segments of the default size."""
+    with opened(
+        folder, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: int(monotonic() * 1000)
+    ) as node:
+        yield node
+
+
+def topics(queue_count: int) -> dict[str, TopicQueues | BatonError]:
+    """The one topic of the benches."""
+    return {TOPIC: TopicQueues(TOPIC_ID, queue_count)}
+
+
+async def append(setup: Setup) -> list[Figure]:
+    """Checked, indexed appends of batches of 512 KiB against `os.writev` of the same bytes."""
+    large, _ = await _append_rates(setup, 1_024)
+    small, records_per_mib = await _append_rates(setup, 100)
+    small = {name: rate * records_per_mib for name, rate in small.items()}
+    goal = Goal(ratio_min=0.6, value_min=3_000_000)
+    return [
+        figure(
+            "core append, 1024 B records",
+            large["append"],
+            "MiB/s",
+            Goal(ratio_min=0.8),
+            reference=large["writev"],
+        ),
+        figure(
+            "core append, 100 B records",
+            small["append"],
+            "records/s",
+            goal,
+            reference=small["writev"],
+        ),
+    ]
+
+
+async def _append_rates(setup: Setup, record_bytes: int) -> tuple[dict[str, float], float]:
+    """MiB per second of both, and records in a MiB."""
+    setup.say(f"core append, {record_bytes} B")
+    folder = setup.folder / f"core-{record_bytes}"
+    batches = [batch(record_bytes) for _ in range(16)]
+    count = setup.sized(BYTES_WRITTEN, BYTES_WRITTEN // 16) // ROUNDS // BATCH_BYTES
+    with open_node(folder) as node, _plain_file(folder / "plain") as fd:
+        rates = await interleaved(
+            {
+                "append": lambda: _append(node, batches, count),
+                "writev": lambda: _writev(fd, batches, count),
+            },
+            ROUNDS,
+        )
+    return rates, check(batches[0]).header.count / len(batches[0]) * MIB
+
+
+async def scan(setup: Setup) -> list[Figure]:
+    """How many entries a filter that keeps 1 message in 100 scans, reading what it keeps."""
+    setup.say("filter scan")
+    tags = (KEPT_TAG, *(f"tag{number}" for number in range(1, TAGS)))
+    raw = batch(100, count=1_000, tags=tags)
+    wanted = HashFilter(frozenset({tag_hash(KEPT_TAG)}))
+    with open_node(setup.folder / "scan") as node:
+        for _ in range(setup.sized(2_000, 100)):
+            node.store.append([check(raw)], topics(1), 1)
+        sync(node)
+        end = node.store.offsets((TOPIC_ID, 0)).next_offset
+
+        async def scanned() -> float:
+            begin, offset = perf_counter(), 0
+            while offset < end:
+                reading = node.store.read((TOPIC_ID, 0), Wanted(offset, 4 * MIB, 1_000, wanted))
+                assert reading is not None
+                offset = reading.next_offset
+            return offset / (perf_counter() - begin)
+
+        rate = await interleaved({"scan": scanned}, rounds=5)
+    goal = Goal(value_min=5_000_000)
+    return [figure("filter that keeps 1 in 100", rate["scan"], "entries/s", goal)]
+
+
+async def _append(node: Node, batches: Sequence[bytes], count: int) -> float:
+    queues = topics(1)
+    begin, size = perf_counter(), 0
+    for index in range(count):
+        checked = check(batches[index % len(batches)])
+        node.store.append([checked], queues, 1)
+        size += checked.header.length
+    spent = perf_counter() - begin
+    await asyncio.to_thread(sync, node)
+    return size / MIB / spent
+
+
+async def _writev(fd: int, batches: Sequence[bytes], count: int) -> float:
+    begin, size = perf_counter(), 0
+    for index in range(count):
+        size += os.writev(fd, [batches[index % len(batches)]])
+    spent = perf_counter() - begin
+    await asyncio.to_thread(os.fdatasync, fd)
+    return size / MIB / spent
+
+
+def sync(node: Node) -> None:
+    """What the flusher does."""
+    unsynced = node.store.log.unsynced()
+    node.sync(unsynced)
+    node.store.synced(unsynced.position)
+
+
+@contextmanager
+def _plain_file(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(fd, 0, 2 * SEGMENT_BYTES)
+        os.fsync(fd)
+        yield fd
+    finally:
+        os.close(fd)

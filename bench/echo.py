@@ -1,0 +1,54 @@
+"""`python -m bench.echo PORT_FILE`: a storage service that does nothing.
+
+Takes `Append` and answers it; answers `Pull` with as many bytes as asked for, the same ones every
+time. What gRPC and protobuf cost, and the bar for everything that does something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import grpc.aio
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+
+from batonmq.channels import OPTIONS
+from bench.setup import BATCH_BYTES
+
+
+class EchoServicer(pb_grpc.StorageServiceServicer):
+    """See the module."""
+
+    async def Append(self, request: pb.AppendRequest, context: object) -> pb.AppendResponse:
+        """Receipts of nothing."""
+        outcome = pb.AppendOutcome(receipt=pb.AppendReceipt(first_offset=1, position=1))
+        return pb.AppendResponse(outcomes=[outcome] * len(request.batches))
+
+    async def Pull(self, request: pb.PullRequest, context: object) -> pb.PullResponse:
+        """Batches of 512 KiB, `bytes_max` bytes in all."""
+        return _answer(request.bytes_max)
+
+
+@lru_cache
+def _answer(bytes_count: int) -> pb.PullResponse:
+    return pb.PullResponse(batches=[os.urandom(BATCH_BYTES)] * (bytes_count // BATCH_BYTES))
+
+
+async def main(port_file: Path) -> None:
+    """Serve until killed; the port is told in `port_file`."""
+    server = grpc.aio.server(options=OPTIONS)
+    pb_grpc.add_StorageServiceServicer_to_server(EchoServicer(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    fresh = port_file.with_suffix(".new")
+    fresh.write_text(str(port))
+    fresh.replace(port_file)
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

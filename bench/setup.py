@@ -1,0 +1,53 @@
+"""What every bench gets, and the messages they all use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batonmq.core.records import RECORD, BatchBuilder, Message, encode_record
+
+TOPIC = "bench"
+BATCH_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One run.
+
+    Attributes:
+        folder: On the disk that is measured; empty, and removed afterwards.
+        quick: Small sizes: to see whether it works, not to be published.
+        say: Tells what happens now.
+    """
+
+    folder: Path
+    quick: bool
+    say: Callable[[str], None]
+
+    def sized(self, full: int, quick: int) -> int:
+        """A size."""
+        return quick if self.quick else full
+
+
+def batch(
+    record_bytes: int, *, queue_id: int = 0, count: int = 0, tags: tuple[str, ...] = ("",)
+) -> bytes:
+    """An unstamped batch of messages with random bodies.
+
+    Args:
+        record_bytes: Of each body.
+        count: How many; 0 fills a batch of 512 KiB.
+        tags: Taken in turn.
+    """
+    each = record_bytes + RECORD.size + 12
+    count = count or BATCH_BYTES // each
+    body = os.urandom(record_bytes * count)
+    builder = BatchBuilder()
+    for index in range(count):
+        at = index * record_bytes
+        message = Message(body[at : at + record_bytes], tag=tags[index % len(tags)])
+        builder.add(message, encode_record(message))
+    return builder.encode(topic=TOPIC, queue_id=queue_id)

@@ -1,0 +1,177 @@
+"""Appends over gRPC, the storage node in another process: bytes, latency, awaited sends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+
+from batonmq.producer import Durability, Producer, ProducerSettings
+from bench.figures import MIB, Figure, Goal, figure, interleaved, seconds
+from bench.setup import TOPIC, Setup, batch
+from bench.site import TIMEOUT_S, Site, site
+
+QUEUES = 8
+IN_FLIGHT = 64
+SENDS_IN_FLIGHT = 2_000
+
+
+async def appends(setup: Setup) -> list[Figure]:
+    """Bytes per second of batches of 512 KiB, 64 requests in flight."""
+    async with site(setup.folder, queue_count=QUEUES) as here:
+        return await _appends(setup, here, 1_024) + await _appends(setup, here, 100)
+
+
+async def _appends(setup: Setup, here: Site, record_bytes: int) -> list[Figure]:
+    setup.say(f"end to end, {record_bytes} B")
+    batches = [batch(record_bytes, queue_id=queue_id) for queue_id in range(QUEUES)]
+    memory = _requests(batches, pb.DURABILITY_MEMORY)
+    synced = _requests(batches, pb.DURABILITY_FSYNCED)
+    count = setup.sized(400, 100)
+    for stub in (here.echo, here.storage):
+        await _rate(stub, memory, IN_FLIGHT)
+    rates = await interleaved(
+        {
+            "echo": lambda: _rate(here.echo, memory, count),
+            "async": lambda: _rate(here.storage, memory, count),
+            "fsync": lambda: _rate(here.storage, synced, count),
+        },
+        rounds=setup.sized(9, 1),
+    )
+    name = f"end to end, {record_bytes} B records"
+    return [
+        figure(
+            f"{name}, async flush",
+            rates["async"],
+            "MiB/s",
+            Goal(ratio_min=0.6),
+            reference=rates["echo"],
+        ),
+        figure(
+            f"{name}, fsync against async",
+            rates["fsync"],
+            "MiB/s",
+            Goal(ratio_min=0.7),
+            reference=rates["async"],
+        ),
+    ]
+
+
+async def latency(setup: Setup) -> list[Figure]:
+    """One awaited send of 1 KiB against an empty call and a sync of the same bytes."""
+    setup.say("single awaited send")
+    body = os.urandom(1_024)
+    request = pb.AppendRequest(batches=[batch(1_024, count=1)])
+    count = setup.sized(200, 20)
+    async with (
+        site(setup.folder, queue_count=QUEUES) as here,
+        Producer(here.cluster.nameserver) as producer,
+    ):
+        with _preallocated(setup.folder / "plain") as fd:
+
+            async def send() -> float:
+                return await _p50(lambda: producer.send(TOPIC, body), count)
+
+            async def empty() -> float:
+                return await _p50(lambda: here.echo.Append(request, timeout=TIMEOUT_S), count)
+
+            async def sync() -> float:
+                return _sync_p50(fd, body, count)
+
+            await producer.send(TOPIC, body)
+            times = await interleaved({"send": send, "empty": empty, "sync": sync}, rounds=7)
+    return [
+        figure(
+            "single awaited send, fsync, p50",
+            times["send"] * 1e6,
+            "µs",
+            Goal(ratio_max=1.6),
+            reference=(times["empty"] + times["sync"]) * 1e6,
+        )
+    ]
+
+
+async def sends(setup: Setup) -> list[Figure]:
+    """`await producer.send()` for every message, 2,000 of them in flight."""
+    setup.say("awaited sends")
+    body = os.urandom(100)
+    settings = ProducerSettings(durability=Durability.MEMORY)
+    count = setup.sized(100, 10)
+    async with (
+        site(setup.folder, queue_count=QUEUES) as here,
+        Producer(here.cluster.nameserver, settings) as producer,
+    ):
+
+        async def sender() -> None:
+            for _ in range(count):
+                await producer.send(TOPIC, body)
+
+        async def rate() -> float:
+            begin = perf_counter()
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(SENDS_IN_FLIGHT):
+                    tasks.create_task(sender())
+            return SENDS_IN_FLIGHT * count / (perf_counter() - begin)
+
+        await producer.send(TOPIC, body)
+        rates = await interleaved({"sends": rate}, rounds=5)
+    goal = Goal(value_min=150_000)
+    return [
+        figure("awaited send() with 2,000 in flight, 100 B", rates["sends"], "messages/s", goal)
+    ]
+
+
+def _requests(
+    batches: Sequence[bytes], durability: pb.Durability.ValueType
+) -> list[pb.AppendRequest]:
+    return [pb.AppendRequest(batches=[raw], durability=durability) for raw in batches]
+
+
+async def _rate(
+    stub: storage_grpc.StorageServiceAsyncStub, requests: Sequence[pb.AppendRequest], count: int
+) -> float:
+    """MiB per second of `count` requests, `IN_FLIGHT` at a time."""
+    left = iter(range(count))
+
+    async def worker() -> None:
+        for index in left:
+            answer = await stub.Append(requests[index % len(requests)], timeout=TIMEOUT_S)
+            assert answer.outcomes[0].HasField("receipt"), answer
+
+    begin = perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(IN_FLIGHT):
+            tasks.create_task(worker())
+    return count * len(requests[0].batches[0]) / MIB / (perf_counter() - begin)
+
+
+async def _p50(call: Callable[[], Awaitable[object]], count: int) -> float:
+    return median([await seconds(call()) for _ in range(count)])
+
+
+def _sync_p50(fd: int, body: bytes, count: int) -> float:
+    times = []
+    for _ in range(count):
+        os.write(fd, body)
+        begin = perf_counter()
+        os.fdatasync(fd)
+        times.append(perf_counter() - begin)
+    return median(times)
+
+
+@contextmanager
+def _preallocated(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(fd, 0, 64 * MIB)
+        os.fsync(fd)
+        yield fd
+    finally:
+        os.close(fd)

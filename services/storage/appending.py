@@ -1,0 +1,90 @@
+"""Writes batches to the store as one step: refusals, group commit and what others are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.common.v1 import queue_pb2
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError, DiskFull
+from services.runtime.events import EventHub
+from services.storage.core.producers import Receipt
+from services.storage.core.retention import Retention
+from services.storage.core.store import Checked, Store, TopicQueues
+from services.storage.flush import Flusher
+from services.storage.metrics import StorageMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appender:
+    """See the module.
+
+    Attributes:
+        broker: Name of this node.
+    """
+
+    broker: str
+    store: Store
+    flusher: Flusher
+    retention: Retention
+    metrics: StorageMetrics
+    hub: EventHub
+    clock: Clock
+
+    def append(
+        self, batches: Sequence[Checked], topics: Mapping[str, TopicQueues | BatonError]
+    ) -> list[Receipt | BatonError]:
+        """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
+
+        Args:
+            topics: Every topic of `batches`, or why it can't be used.
+
+        Raises:
+            NotServing: the disk has failed.
+        """
+        if not batches:
+            return []
+        self.flusher.check()
+        try:
+            outcomes = self.store.append(
+                batches, topics, self.clock.unix_ms(), self.retention.refusal()
+            )
+        except Exception as error:
+            self.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            raise
+        self.flusher.wrote()
+        return [self._with_numbers(one) for one in outcomes]
+
+    def tell(self, batches: Sequence[Checked], outcomes: Sequence[Receipt | BatonError]) -> None:
+        """Count what was appended to queues that consumers read."""
+        messages: dict[tuple[str, int], tuple[int, int]] = {}
+        for checked, outcome in zip(batches, outcomes, strict=True):
+            if not isinstance(outcome, Receipt):
+                continue
+            if outcome.duplicate:
+                self.metrics.duplicate_batches.inc()
+                continue
+            header = checked.header
+            count, size = messages.get((header.topic, header.queue_id), (0, 0))
+            messages[header.topic, header.queue_id] = count + header.count, size + header.length
+        for (topic, queue_id), (count, size) in messages.items():
+            self.metrics.appended_messages.inc(count)
+            self.metrics.appended_bytes.inc(size)
+            if self.hub.watched:
+                queue = queue_pb2.Queue(topic=topic, broker=self.broker, queue_id=queue_id)
+                self.hub.publish(
+                    metrics_pb.MetricEvent(
+                        queue=queue_pb2.GroupQueue(queue=queue),
+                        appended=metrics_pb.Appended(message_count=count, byte_count=size),
+                    )
+                )
+
+    def _with_numbers(self, outcome: Receipt | BatonError) -> Receipt | BatonError:
+        """`outcome`; if the disk has refused it just now, with what is known of the disk."""
+        if not isinstance(outcome, DiskFull) or outcome.facts:
+            return outcome
+        self.retention.met_no_space()
+        return self.retention.refusal() or outcome

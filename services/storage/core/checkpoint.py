@@ -1,0 +1,196 @@
+"""Up to where the indexes are safe, and what is needed to go on from there without the log below.
+
+A checkpoint is taken at one moment, at the end of the log, and written once all that it vouches for
+is durable. A start trusts the indexes below its position and reads only the log behind it. It is
+replaced as a whole. One that is damaged counts as none: then the indexes are made anew.
+
+    checkpoint, big-endian:
+    at  size  field
+     0     4  magic "BTNC"
+     4     2  version, 1
+     6     2  reserved, 0
+     8     8  position
+    16     8  store time of the last batch, Unix milliseconds
+    24     8  open run of the key index: position at which it begins
+    32     8  store time of its first batch with a key; 0 if there is none
+    40     8  store time of its last batch with a key
+    48     4  how many rows it has
+    52     4  CRC-32C of the rows
+    56     4  topic count t
+    60     4  queue count q
+    64     4  producer count p
+    68     4  producer-queue count r
+    72     4  kept-batch count b
+    76     4  waiting-batch count w
+    80        t names: 1 length, then ASCII
+              q queues: 4 index of the topic's name, 8 topic id, 4 queue id, 8 first offset,
+                8 next offset, 8 position of the first batch or of one before it (-1: none)
+              p producers, longest silent first: 8 id, 4 epoch, 8 last used, 4 how many of the r
+              r pairs: 8 topic id, 4 queue id, 1 how many of the b
+              b batches, oldest first: 4 sequence, 4 count, 8 first offset, 8 position,
+                8 next position, 8 store time
+              w batches for later: 8 time of delivery, 8 schedule id, 8 position
+     end   4  CRC-32C of everything before
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from services.storage.core.delay import ROW as DELAY_ROW
+from services.storage.core.keyindex import OpenRun, Stretch
+from services.storage.core.producers import ProducerState, Receipt, StoredBatch
+
+PATH = "checkpoint"
+MAGIC, VERSION = 0x42544E43, 1
+HEAD = struct.Struct(">IHHqqqqqIIIIIIII")
+CRC = struct.Struct(">I")
+QUEUE_ROW = np.dtype(
+    [
+        ("topic", ">u4"),
+        ("topic_id", ">i8"),
+        ("queue_id", ">u4"),
+        ("first_offset", ">i8"),
+        ("next_offset", ">i8"),
+        ("first_position", ">i8"),
+    ]
+)
+PRODUCER_ROW = np.dtype(
+    [("producer_id", ">i8"), ("epoch", ">u4"), ("used_unix_ms", ">i8"), ("pair_count", ">u4")]
+)
+PAIR_ROW = np.dtype([("topic_id", ">i8"), ("queue_id", ">u4"), ("batch_count", "u1")])
+BATCH_ROW = np.dtype(
+    [
+        ("sequence", ">u4"),
+        ("count", ">u4"),
+        ("first_offset", ">i8"),
+        ("position", ">i8"),
+        ("next_position", ">i8"),
+        ("store_unix_ms", ">i8"),
+    ]
+)
+_ROWS = (QUEUE_ROW, PRODUCER_ROW, PAIR_ROW, BATCH_ROW)
+
+
+class QueueState(NamedTuple):
+    """A consume queue at the checkpoint; `first_position` is -1 if it never had a batch."""
+
+    topic: str
+    topic_id: int
+    queue_id: int
+    first_offset: int
+    next_offset: int
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """See the module.
+
+    Attributes:
+        waiting: The batches that wait for their time, as `DelayLevels.snapshot` gives them.
+    """
+
+    position: int
+    store_unix_ms: int
+    open_run: OpenRun
+    queues: Sequence[QueueState]
+    producers: Sequence[ProducerState]
+    waiting: bytes = b""
+
+
+def encode(checkpoint: Checkpoint) -> bytes:
+    """The file."""
+    names = {
+        name: number
+        for number, name in enumerate(dict.fromkeys(q.topic for q in checkpoint.queues))
+    }
+    producers = checkpoint.producers
+    pairs = [pair for producer in producers for pair in producer.queues.items()]
+    columns: tuple[list[tuple[int, ...]], ...] = (
+        [(names[queue.topic], *queue[1:]) for queue in checkpoint.queues],
+        [(*producer[:3], len(producer.queues)) for producer in producers],
+        [(*key, len(batches)) for key, batches in pairs],
+        [
+            (
+                sequence, count, receipt.first_offset, receipt.position, receipt.next_position,
+                receipt.store_unix_ms,
+            )
+            for _, batches in pairs
+            for sequence, count, receipt in batches
+        ],
+    )  # fmt: skip
+    run, at = checkpoint.open_run, checkpoint.open_run.stretch
+    head = HEAD.pack(
+        MAGIC, VERSION, 0, checkpoint.position, checkpoint.store_unix_ms, at.first_position,
+        at.first_unix_ms, at.last_unix_ms, run.count, run.crc, len(names), *map(len, columns),
+        len(checkpoint.waiting) // DELAY_ROW.itemsize,
+    )  # fmt: skip
+    content = b"".join(
+        (
+            head,
+            *(bytes((len(name),)) + name.encode("ascii") for name in names),
+            *(np.array(rows, dtype).tobytes() for rows, dtype in zip(columns, _ROWS, strict=True)),
+            checkpoint.waiting,
+        )
+    )
+    return content + CRC.pack(google_crc32c.value(content))
+
+
+def decode(raw: bytes) -> Checkpoint | None:
+    """The checkpoint in a file; None if it is missing, damaged or of another version."""
+    if len(raw) < HEAD.size + CRC.size:
+        return None
+    content = raw[: -CRC.size]
+    if CRC.unpack_from(raw, len(content))[0] != google_crc32c.value(content):
+        return None
+    (
+        magic, version, _, position, store_unix_ms, run_position, first_unix_ms, last_unix_ms,
+        run_count, run_crc, *counts,
+    ) = HEAD.unpack_from(content)  # fmt: skip
+    if (magic, version) != (MAGIC, VERSION):
+        return None
+    at, names = HEAD.size, []
+    for _ in range(counts[0]):
+        length = content[at]
+        names.append(content[at + 1 : at + 1 + length].decode("ascii"))
+        at += 1 + length
+    columns: list[Any] = []
+    for count, dtype in zip(counts[1:-1], _ROWS, strict=True):
+        columns.append(np.frombuffer(content, dtype, count, at).tolist())
+        at += count * dtype.itemsize
+    stretch = Stretch(run_position, position, first_unix_ms, last_unix_ms)
+    return Checkpoint(
+        position,
+        store_unix_ms,
+        OpenRun(stretch, run_count, run_crc),
+        [QueueState(names[row[0]], *row[1:]) for row in columns[0]],
+        _producers(*columns[1:]),
+        content[at : at + counts[-1] * DELAY_ROW.itemsize],
+    )
+
+
+def _producers(
+    producers: list[tuple[int, int, int, int]],
+    pairs: list[tuple[int, int, int]],
+    batches: list[tuple[int, int, int, int, int, int]],
+) -> list[ProducerState]:
+    stored: Iterator[StoredBatch] = (
+        (sequence, count, Receipt(first_offset, position, next_position, store_unix_ms))
+        for sequence, count, first_offset, position, next_position, store_unix_ms in batches
+    )
+    queues = (
+        ((topic_id, queue_id), tuple(islice(stored, batch_count)))
+        for topic_id, queue_id, batch_count in pairs
+    )
+    return [
+        ProducerState(producer_id, epoch, used_unix_ms, dict(islice(queues, pair_count)))
+        for producer_id, epoch, used_unix_ms, pair_count in producers
+    ]

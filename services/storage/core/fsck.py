@@ -1,0 +1,340 @@
+"""Examines a data directory that nobody uses: every batch of the log, and the indexes against it.
+
+The indexes are made anew from the log, up to the checkpoint, and whatever they would write is
+compared with what is there. The log is only ever read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from batonmq.common.errors import DataLoss
+from batonmq.core.records import Header
+from services.storage.core import checkpoint
+from services.storage.core.checkpoint import Checkpoint
+from services.storage.core.checkpointing import Checkpointing
+from services.storage.core.commitlog import FOLDER as LOG_FOLDER
+from services.storage.core.commitlog import CommitLog
+from services.storage.core.files import Disk, File, FileCache
+from services.storage.core.keyindex import KeyIndex, open_path
+from services.storage.core.producers import ProducerTable
+from services.storage.core.recovery import Recovery
+from services.storage.core.scan import END_OF_LOG, Scan
+from services.storage.core.store import Store
+
+PROBLEMS_MAX = 1_000
+_ANY_SEGMENT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        part: `log`, `consumequeue`, `keyindex` or `checkpoint`.
+        position: Where in the log; -1 if that says nothing.
+    """
+
+    part: str
+    position: int
+    detail: str
+
+
+@dataclass(slots=True, kw_only=True)
+class FsckReport:
+    """What was found.
+
+    Attributes:
+        problems: The first 1,000; `problem_count` counts all.
+        notes: What is as it may be, but a person could wonder about.
+        indexes_compared: Whether there was a checkpoint that says how far the indexes reach.
+        repaired: Whether the indexes were made anew.
+    """
+
+    first_position: int = 0
+    next_position: int = 0
+    synced_position: int = 0
+    checkpoint_position: int = 0
+    segments: int = 0
+    batches: int = 0
+    messages: int = 0
+    queues: int = 0
+    damaged_batches: int = 0
+    problem_count: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    indexes_compared: bool = False
+    repaired: bool = False
+
+    @property
+    def log_is_good(self) -> bool:
+        """Whether every problem is one of the indexes."""
+        return all(problem.part != "log" for problem in self.problems)
+
+    def add(self, part: str, position: int, detail: str) -> None:
+        """Note a problem."""
+        self.problem_count += 1
+        if len(self.problems) < PROBLEMS_MAX or (part == "log" and self.log_is_good):
+            self.problems.append(Problem(part, position, detail))
+
+
+class LogKept(Disk):
+    """A disk on which the log can't be changed."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+
+    def names(self, folder: str) -> list[str]:
+        """See Disk."""
+        return self.disk.names(folder)
+
+    def create(self, path: str, size: int) -> File:
+        """Nothing needs it."""
+        raise AssertionError(path)
+
+    def open(self, path: str, *, create: bool = False) -> File:
+        """See Disk."""
+        return self.disk.open(path, create=create and not _in_log(path))
+
+    def remove(self, path: str) -> None:
+        """See Disk; files of the log stay."""
+        if not _in_log(path):
+            self.disk.remove(path)
+
+    def load(self, path: str) -> bytes:
+        """See Disk."""
+        return self.disk.load(path)
+
+    def space(self) -> tuple[int, int]:
+        """See Disk."""
+        return self.disk.space()
+
+    def replace(self, path: str, content: bytes) -> None:
+        """See Disk."""
+        assert not _in_log(path), path
+        self.disk.replace(path, content)
+
+    def sync(self, paths: Sequence[str]) -> None:
+        """See Disk."""
+        self.disk.sync(paths)
+
+
+class Compared(LogKept):
+    """A disk on which nothing is changed: what would be written is compared with what is there.
+
+    Attributes:
+        ends: Once set, nothing is compared any more.
+    """
+
+    def __init__(self, disk: Disk, report: FsckReport) -> None:
+        super().__init__(disk)
+        self._report, self._different = report, set[str]()
+        self.ends = False
+
+    def open(self, path: str, *, create: bool = False) -> File:
+        """See Disk."""
+        if not create:
+            return self.disk.open(path)
+        return _ComparedFile(self, path)
+
+    def remove(self, path: str) -> None:
+        """Nothing is removed."""
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Compare a whole file."""
+        if self.ends or not self._report.log_is_good:
+            return  # without a damaged batch a run can't be made as it was
+        if self.disk.load(path) != content:
+            self.differs(path, "is not what the log says")
+
+    def differs(self, path: str, how: str) -> None:
+        """Note, once per file, that it is not as it should be."""
+        if path not in self._different:
+            self._different.add(path)
+            self._report.add(path.split("/", maxsplit=1)[0], -1, f"{path} {how}")
+
+
+class Fsck:
+    """One examination.
+
+    Args:
+        synced_position: The log was synced up to here.
+    """
+
+    def __init__(self, disk: Disk, synced_position: int) -> None:
+        self._real = disk
+        self.report = FsckReport(synced_position=synced_position)
+        self._disk = Compared(disk, self.report)
+        self._checkpoint: Checkpoint | None = None
+
+    def run(self) -> FsckReport:
+        """Examine everything."""
+        try:
+            store, recovery = _fresh(self._disk)
+        except DataLoss as error:
+            self.report.add("log", -1, error.message)
+            return self.report
+        self._load_checkpoint(store.log)
+        try:
+            recovery.begin_anew(self._checkpoint)
+        except DataLoss as error:
+            self.report.add("log", -1, error.message)
+            return self.report
+        self._scan(store, recovery)
+        if self._checkpoint is not None and not self._disk.ends:
+            self._compare(store, self._checkpoint)
+        log, report = store.log, self.report
+        report.first_position = log.first_position
+        report.segments = len(self._real.names(LOG_FOLDER))
+        report.queues = store.queue_count
+        store.cache.close()
+        log.close()
+        return report
+
+    def repair(self) -> bool:
+        """Make the indexes anew, if there is no problem with the log; whether it was done."""
+        if not self.report.log_is_good:
+            return False
+        disk = LogKept(self._real)
+        store, recovery = _fresh(disk)
+        recovery.begin_anew(self._checkpoint)
+        store.log.next_position, _ = recovery.scan(store.log.first_position)
+        unsynced = store.log.unsynced()
+        for file in unsynced.files:
+            file.sync()
+        store.synced(unsynced.position)
+        Checkpointing(disk, store, 0).run()
+        store.cache.close()
+        store.log.close()
+        self.report.repaired = True
+        return True
+
+    def _load_checkpoint(self, log: CommitLog) -> None:
+        raw, report = self._real.load(checkpoint.PATH), self.report
+        found = checkpoint.decode(raw)
+        if found is None:
+            self._disk.ends = True
+            if raw:
+                report.add("checkpoint", -1, "the checkpoint is damaged")
+            elif log.first_position < log.next_position:
+                report.notes.append("no checkpoint: the next start makes all indexes anew")
+            return
+        report.checkpoint_position = found.position
+        report.indexes_compared = True
+        self._checkpoint = found
+
+    def _scan(self, store: Store, recovery: Recovery) -> None:
+        """Go through the log, behind what is damaged too."""
+        report = self.report
+        scan = Scan(store.log, store.log.first_position)
+        while True:
+            for header, batch in scan:
+                self._take(store, recovery, header, batch)
+            report.next_position = at = scan.position
+            if at >= report.synced_position:
+                if scan.reason != END_OF_LOG:
+                    report.notes.append(
+                        f"torn tail at position {at}, which the next start cuts off: {scan.reason}"
+                    )
+                return
+            reason = scan.reason
+            found = scan.find_next()
+            report.damaged_batches += 1
+            end = f"; the next good batch is at {scan.position}" if found else ""
+            report.add("log", at, f"damaged at position {at}: {reason}{end}")
+            if not found:
+                return
+
+    def _take(self, store: Store, recovery: Recovery, header: Header, batch: memoryview) -> None:
+        found = self._checkpoint
+        if found is not None and not self._disk.ends and header.position >= found.position:
+            self._compare(store, found)
+        self.report.batches += 1
+        self.report.messages += header.count
+        try:
+            recovery.take(header, batch)
+        except DataLoss as error:
+            self.report.add("log", header.position, error.message)
+            key = header.topic_id, header.queue_id
+            store.queues[key].flush()
+            store.add_queue(key, header.topic, header.first_offset)
+            store.restore(header, batch)
+
+    def _compare(self, store: Store, found: Checkpoint) -> None:
+        """Compare the indexes as they are, and the checkpoint, with the store at its position."""
+        report = self.report
+        store.flush()
+        if not report.log_is_good:
+            report.notes.append("checkpoint and key index not compared: the log is damaged")
+            self._disk.ends = True
+            return
+        store.keys.settle()
+        keys = store.keys.unsaved(found.position)
+        path = open_path(keys.open_run.stretch.first_position)
+        content = self._real.load(path)[: keys.rows.nbytes]
+        if keys.open_run != found.open_run or content != keys.rows.tobytes():
+            self._disk.differs(path, "is not what the log and the checkpoint say")
+        at_checkpoint = {(queue.topic_id, queue.queue_id): queue for queue in found.queues}
+        for key, queue in store.queues.items():
+            state = at_checkpoint.get(key)
+            if state is None or state.next_offset != queue.next_offset:
+                says = "nothing" if state is None else f"{state.next_offset}"
+                report.add(
+                    "checkpoint",
+                    found.position,
+                    f"{queue.folder} ends at offset {queue.next_offset}; "
+                    f"the checkpoint says {says}",
+                )
+        self._disk.ends = True
+
+
+class _ComparedFile(File):
+    def __init__(self, disk: Compared, path: str) -> None:
+        self._disk, self._path = disk, path
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
+        if self._disk.ends:
+            return
+        wanted = b"".join(parts)
+        try:
+            file = self._disk.disk.open(self._path)
+        except FileNotFoundError:
+            self._disk.differs(self._path, "is missing")
+            return
+        try:
+            found = file.read(at, len(wanted))
+        finally:
+            file.close()
+        if found != wanted:
+            pairs = zip(found, wanted, strict=False)
+            first = next((n for n, (a, b) in enumerate(pairs) if a != b), len(found))
+            self._disk.differs(self._path, f"is not what the log says at byte {at + first}")
+
+    def read(self, at: int, bytes_max: int) -> bytes:
+        raise AssertionError(self._path)
+
+    def cut(self, at: int) -> int:
+        raise AssertionError(self._path)
+
+    def sync(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def _fresh(disk: Disk) -> tuple[Store, Recovery]:
+    cache = FileCache(disk)
+    log = CommitLog(disk, cache, _ANY_SEGMENT_BYTES)
+    keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
+    store = Store(log, cache, ProducerTable(), 0, keys)
+    return store, Recovery(disk, store, synced_position=0, accept_loss=False)
+
+
+def _in_log(path: str) -> bool:
+    return path.split("/", maxsplit=1)[0] == LOG_FOLDER

@@ -1,0 +1,422 @@
+"""Where the messages with a key are: by topic and hash of the key, newest first.
+
+Entries are collected in the order of the log, as *runs*. A run covers a stretch of one segment: it
+ends with the segment, or once it has `RUN_ENTRIES` entries. An ended run is sorted and written to
+a file of its own, which is never changed; the open one is in memory, and a checkpoint adds what is
+new in it to an append-only file. Both can be made anew from the log, byte for byte.
+
+    keyindex/<position, 20 digits>         ended run, named by where it begins in the log
+    keyindex/<position, 20 digits>.open    the open run: rows in the order of the log
+
+A run file, big-endian; docs/format.md has the same in prose:
+
+    at  size  field
+     0     4  magic "BTNK"
+     4     2  version, 1
+     6     2  reserved, 0
+     8     8  position at which the run begins
+    16     8  position at which it ends
+    24     8  store time of its first batch with a key, Unix milliseconds; 0 if there is none
+    32     8  store time of its last batch with a key
+    40     4  entry count n
+    44     4  CRC-32C of everything from byte 52 on
+    48     4  CRC-32C of [0, 48)
+    52     8m every 512th hash of the hash column, the first included
+          8n hash column, ascending: topic id, modulo 2^32, in the upper half, key hash in the lower
+          8n positions of the batches
+          2n indexes of the messages in their batches
+
+Equal hashes stand in the order of the log. A hash is a hint: the reader compares the real key.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from services.storage.core.files import BadIndex, Disk, FileCache
+
+FOLDER = "keyindex"
+RUN_ENTRIES = 1 << 19
+ENDED_MAX = 8
+"""More ended runs than this do not wait in memory to be written."""
+MAGIC, VERSION = 0x42544E4B, 1
+HEAD = struct.Struct(">IHHqqqqII")
+CRC = struct.Struct(">I")
+FENCE_STEP = 512
+ROW = np.dtype([("hash", ">u8"), ("position", ">i8"), ("index", ">u2")])
+_NAME = re.compile(r"\d{20}")
+_ENTRIES_MIN = 256
+_COLUMNS_AT = HEAD.size + CRC.size
+
+Rows = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What a run covers: positions, and the store times of its batches with keys."""
+
+    first_position: int
+    next_position: int
+    first_unix_ms: int = 0
+    last_unix_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """The open run as a checkpoint has it; `stretch` ends at the checkpoint."""
+
+    stretch: Stretch
+    count: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ended:
+    """A run that has ended: its entries in the order of the log."""
+
+    stretch: Stretch
+    rows: Rows
+
+    @property
+    def path(self) -> str:
+        """File it belongs into."""
+        return _path(self.stretch.first_position)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unsaved:
+    """What a checkpoint has to write before it may say so. Does not change any more.
+
+    Attributes:
+        ended: Runs without a file.
+        rows_from: How many rows the file of the open run has already.
+        rows: The rows behind them.
+        obsolete: File of a run that was open at the checkpoint before; empty if there is none.
+    """
+
+    ended: tuple[Ended, ...]
+    open_run: OpenRun
+    rows_from: int
+    rows: Rows
+    obsolete: str
+
+
+def search_hash(topic_id: int, key_hash: int) -> int:
+    """What the index knows a key of a topic by."""
+    return (topic_id & 0xFFFFFFFF) << 32 | key_hash
+
+
+def open_path(first_position: int) -> str:
+    """File of the open run that begins at `first_position`."""
+    return f"{_path(first_position)}.open"
+
+
+def encode_run(run: Ended) -> bytes:
+    """The file of a run."""
+    rows = run.rows[np.argsort(run.rows["hash"].astype(np.uint64), kind="stable")]
+    columns = b"".join(
+        (
+            rows["hash"][::FENCE_STEP].tobytes(),
+            rows["hash"].tobytes(),
+            rows["position"].tobytes(),
+            rows["index"].tobytes(),
+        )
+    )
+    at = run.stretch
+    head = HEAD.pack(
+        MAGIC, VERSION, 0, at.first_position, at.next_position, at.first_unix_ms, at.last_unix_ms,
+        len(rows), google_crc32c.value(columns),
+    )  # fmt: skip
+    return head + CRC.pack(google_crc32c.value(head)) + columns
+
+
+class KeyIndex:
+    """See the module. One owner; `Unsaved` may be written by another thread.
+
+    Args:
+        segment_end: Position at which the segment that holds, or will hold, a position ends.
+        first_position: Of the log.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        cache: FileCache,
+        segment_end: Callable[[int], int],
+        first_position: int = 0,
+        *,
+        run_entries: int = RUN_ENTRIES,
+    ) -> None:
+        self._disk, self._cache, self._segment_end = disk, cache, segment_end
+        self._run_entries = run_entries
+        self._runs: list[_Run] = []
+        self._ended: list[Ended] = []
+        self._handed_out: tuple[Ended, ...] = ()
+        self._saved_path = ""
+        self._open = _Open(first_position, segment_end(first_position))
+
+    def append(
+        self,
+        span: tuple[int, int],
+        topic_id: int,
+        keys: tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]],
+        store_unix_ms: int,
+    ) -> None:
+        """Index a batch; batches come in the order of the log.
+
+        Args:
+            span: Its position, and the one after it.
+            keys: For every key the index of its message in the batch, and its hash.
+        """
+        position, next_position = span
+        if position >= self._open.segment_end:
+            self._end(self._open.segment_end)
+        if len(keys[0]):
+            self._open.add(position, topic_id, keys, store_unix_ms)
+            if self._open.count >= self._run_entries:
+                self._end(next_position)
+
+    def find(self, topic_id: int, key_hash: int) -> Iterator[Found]:
+        """Where messages with a key may be, run by run, newest first."""
+        wanted = np.uint64(search_hash(topic_id, key_hash))
+        for stretch, rows in [
+            (self._open.stretch(-1), self._open.rows),
+            *((ended.stretch, ended.rows) for ended in reversed(self._ended)),
+        ]:
+            hits = rows[rows["hash"] == wanted]
+            if len(hits):
+                yield Found(stretch, hits["position"].astype(np.int64), hits["index"])
+        for run in reversed(self._runs):
+            found = run.find(self._cache, wanted)
+            if found is not None:
+                yield found
+
+    def unsaved(self, position: int) -> Unsaved:
+        """What is to be written so that everything below `position`, the end of the log, is."""
+        run = self._open
+        rows = run.rows
+        self._handed_out = tuple(self._ended)
+        return Unsaved(
+            self._handed_out,
+            OpenRun(run.stretch(position), run.count, run.crc()),
+            run.saved_count,
+            rows[run.saved_count :],
+            self._saved_path if self._saved_path != open_path(run.first_position) else "",
+        )
+
+    def saved(self, unsaved: Unsaved) -> None:
+        """Note that `unsaved` is written, and a durable checkpoint vouches for it."""
+        self._handed_out = ()
+        self._saved_path = open_path(unsaved.open_run.stretch.first_position)
+        self._written(unsaved.ended)
+        if self._open.first_position == unsaved.open_run.stretch.first_position:
+            self._open.saved_count = unsaved.open_run.count
+
+    def resume(self, open_run: OpenRun, first_position: int) -> None:
+        """Go on where a checkpoint has ended.
+
+        Args:
+            first_position: Of the log; runs have to cover everything from there on.
+
+        Raises:
+            BadIndex: the files are not what the checkpoint says.
+        """
+        at = open_run.stretch
+        if at.first_position < first_position:  # the log has dropped it
+            at, open_run = Stretch(first_position, first_position), OpenRun(at, 0, 0)
+        runs = []
+        position = first_position
+        for begin in sorted(int(name) for name in self._names() if _NAME.fullmatch(name)):
+            if position <= begin < at.first_position:
+                run = _read_run(self._disk, begin)
+                if begin != position:
+                    break
+                position = run.stretch.next_position
+                runs.append(run)
+        if position != at.first_position:
+            raise BadIndex(f"no key index from position {position} on")
+        self._open = _Open(at.first_position, self._segment_end(at.first_position))
+        self._open.resume(at, self._read_open(open_run))
+        self._runs, self._saved_path = runs, open_path(at.first_position)
+        kept = {run.path for run in runs} | {open_path(at.first_position)}
+        for name in self._names():
+            if f"{FOLDER}/{name}" not in kept:
+                self._disk.remove(f"{FOLDER}/{name}")
+
+    def drop_before(self, position: int) -> list[str]:
+        """Forget what lies before `position`, where a segment begins; files to remove."""
+        gone = [run.path for run in self._runs if run.stretch.next_position <= position]
+        self._runs = [run for run in self._runs if run.stretch.next_position > position]
+        return gone
+
+    def settle(self) -> None:
+        """Write the ended runs now, but for those handed out with `unsaved`."""
+        ended = tuple(run for run in self._ended if run not in self._handed_out)
+        for run in ended:
+            self._disk.replace(run.path, encode_run(run))
+        self._written(ended)
+
+    def _written(self, ended: tuple[Ended, ...]) -> None:
+        self._ended = [run for run in self._ended if run not in ended]
+        self._runs += [_Run(run.stretch, len(run.rows)) for run in ended]
+        self._runs.sort(key=lambda run: run.stretch.first_position)
+
+    def _end(self, next_position: int) -> None:
+        """End the open run at `next_position`, and begin the next one."""
+        if self._open.first_position < next_position:
+            if len(self._ended) >= ENDED_MAX:
+                with suppress(OSError):  # as on a full disk: then they stay in memory, for now
+                    self.settle()
+            self._ended.append(Ended(self._open.stretch(next_position), self._open.rows))
+        self._open = _Open(next_position, self._segment_end(next_position))
+
+    def _names(self) -> Sequence[str]:
+        return self._disk.names(FOLDER)
+
+    def _read_open(self, open_run: OpenRun) -> Rows:
+        path = open_path(open_run.stretch.first_position)
+        raw = self._disk.load(path)[: open_run.count * ROW.itemsize]
+        if len(raw) != open_run.count * ROW.itemsize or google_crc32c.value(raw) != open_run.crc:
+            raise BadIndex(f"{path} is not as it was at the checkpoint")
+        return np.frombuffer(raw, ROW)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Messages of one run whose key has the wanted hash, oldest first."""
+
+    stretch: Stretch
+    positions: npt.NDArray[np.int64]
+    indexes: npt.NDArray[np.uint16]
+
+
+class _Open:
+    """The run that takes entries. Its rows are never changed, only added to."""
+
+    def __init__(self, first_position: int, segment_end: int) -> None:
+        self.first_position, self.segment_end = first_position, segment_end
+        self.count = self.saved_count = 0
+        self._first_unix_ms = self._last_unix_ms = 0
+        self._all = np.empty(_ENTRIES_MIN, ROW)
+        self._crc = self._crc_count = 0
+
+    @property
+    def rows(self) -> Rows:
+        return self._all[: self.count]
+
+    def stretch(self, next_position: int) -> Stretch:
+        return Stretch(self.first_position, next_position, self._first_unix_ms, self._last_unix_ms)
+
+    def add(
+        self,
+        position: int,
+        topic_id: int,
+        keys: tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]],
+        store_unix_ms: int,
+    ) -> None:
+        indexes, hashes = keys
+        end = self.count + len(indexes)
+        if end > len(self._all):
+            grown = np.empty(1 << (end - 1).bit_length(), ROW)
+            grown[: self.count] = self.rows
+            self._all = grown
+        added = self._all[self.count : end]
+        added["hash"] = hashes.astype(np.uint64) | np.uint64(search_hash(topic_id, 0))
+        added["position"] = position
+        added["index"] = indexes
+        if not self.count:
+            self._first_unix_ms = store_unix_ms
+        self._last_unix_ms = store_unix_ms
+        self.count = end
+
+    def crc(self) -> int:
+        """CRC-32C of the rows."""
+        added = self.rows[self._crc_count :].tobytes()
+        self._crc = google_crc32c.extend(self._crc, added)
+        self._crc_count = self.count
+        return self._crc
+
+    def resume(self, stretch: Stretch, rows: Rows) -> None:
+        self._first_unix_ms, self._last_unix_ms = stretch.first_unix_ms, stretch.last_unix_ms
+        self._all = rows.copy()
+        self.count = self.saved_count = len(rows)
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run in a file."""
+
+    stretch: Stretch
+    count: int
+    _fence: npt.NDArray[np.uint64] | None = field(default=None)
+
+    @property
+    def path(self) -> str:
+        return _path(self.stretch.first_position)
+
+    @property
+    def _hashes_at(self) -> int:
+        return _COLUMNS_AT + 8 * -(-self.count // FENCE_STEP)
+
+    def find(self, cache: FileCache, wanted: np.uint64) -> Found | None:
+        """The entries with a hash; at most three reads unless there are many."""
+        if not self.count:
+            return None
+        if self._fence is None:
+            raw = cache.get(self.path).read(_COLUMNS_AT, self._hashes_at - _COLUMNS_AT)
+            self._fence = np.frombuffer(raw, ">u8").astype(np.uint64)
+        begin = max(int(np.searchsorted(self._fence, wanted, "left")) - 1, 0) * FENCE_STEP
+        end = int(np.searchsorted(self._fence, wanted, "right")) * FENCE_STEP
+        end = min(end, self.count)
+        if begin >= end:
+            return None
+        hashes = self._column(cache, 0, ">u8", begin, end)
+        first = begin + int(np.searchsorted(hashes, wanted, "left"))
+        last = begin + int(np.searchsorted(hashes, wanted, "right"))
+        if first == last:
+            return None
+        return Found(
+            self.stretch,
+            self._column(cache, 8 * self.count, ">i8", first, last).astype(np.int64),
+            self._column(cache, 16 * self.count, ">u2", first, last).astype(np.uint16),
+        )
+
+    def _column(
+        self, cache: FileCache, column_at: int, kind: str, begin: int, end: int
+    ) -> npt.NDArray[np.integer[npt.NBitBase]]:
+        dtype = np.dtype(kind)
+        at = self._hashes_at + column_at + begin * dtype.itemsize
+        return np.frombuffer(cache.get(self.path).read(at, (end - begin) * dtype.itemsize), dtype)
+
+
+def _read_run(disk: Disk, first_position: int) -> _Run:
+    """The run in a file; its columns are not looked at."""
+    path = _path(first_position)
+    file = disk.open(path)
+    try:
+        raw, size = file.read(0, _COLUMNS_AT), file.size
+    finally:
+        file.close()
+    if len(raw) < _COLUMNS_AT or CRC.unpack_from(raw, HEAD.size)[0] != google_crc32c.value(
+        raw[: HEAD.size]
+    ):
+        raise BadIndex(f"{path} has a bad head")
+    magic, version, _, begin, end, first_unix_ms, last_unix_ms, count, _ = HEAD.unpack_from(raw)
+    run = _Run(Stretch(begin, end, first_unix_ms, last_unix_ms), count)
+    if (magic, version, begin) != (MAGIC, VERSION, first_position) or size != (
+        run._hashes_at + ROW.itemsize * count
+    ):
+        raise BadIndex(f"{path} is not a run of this version, or is cut short")
+    return run
+
+
+def _path(first_position: int) -> str:
+    return f"{FOLDER}/{first_position:020d}"

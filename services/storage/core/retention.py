@@ -1,0 +1,221 @@
+"""What of the log has to go, and whether the disk is too full to write.
+
+Only decisions: segments, space and time come in as arguments. A segment goes as a whole, the oldest
+first, and the one that is written to never goes.
+
+Source: RocketMQ CleanCommitLogService and its watermarks. Deviations: age counts from the messages'
+store times, not from the file's; forced cleaning removes no more than brings the disk below its
+watermark; the log may also be bounded by size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from batonmq.common.errors import DiskFull
+
+SEGMENTS_PER_ROUND = 16
+"""More segments do not go at once."""
+RATE_WINDOW_MS = 300_000
+RATE_WINDOW_MS_MIN = 10_000
+SAMPLE_INTERVAL_MS = 1_000
+
+
+class DiskState(IntEnum):
+    """How full the disk is; each state includes the measures of those before."""
+
+    OK = 1
+    WARN = 2
+    CLEAN = 3
+    CLEAN_FORCIBLY = 4
+    FULL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Space on the file system of the log: in use, and free for this process."""
+
+    used_bytes: int
+    free_bytes: int
+
+    @property
+    def bytes_count(self) -> int:
+        """Both together."""
+        return self.used_bytes + self.free_bytes
+
+    @property
+    def used_percent(self) -> float:
+        """0 to 100."""
+        return 100 * self.used_bytes / self.bytes_count if self.bytes_count else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is kept, and when the disk counts as full.
+
+    Attributes:
+        age_ms_max: Older messages may go, in the hours set; 0 keeps them.
+        hours: Hours of the day, 0 to 23, at which they go.
+        log_bytes_max: The log is cut to this size at any hour; 0 for no bound.
+        warn_percent: A state of its own, nothing more.
+        clean_percent: From here on what is too old goes at any hour.
+        clean_forcibly_percent: From here on the oldest goes, however young it is.
+        full_percent: Writing stops here, and goes on below `clean_forcibly_percent`.
+    """
+
+    age_ms_max: int
+    hours: frozenset[int]
+    log_bytes_max: int
+    warn_percent: int = 70
+    clean_percent: int = 75
+    clean_forcibly_percent: int = 85
+    full_percent: int = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A segment that is not written to any more."""
+
+    first_position: int
+    next_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When something is decided: wall clock, and its hour where the node is, 0 to 23."""
+
+    unix_ms: int
+    hour: int
+
+
+class Retention:
+    """Follows the disk, and decides by the policy.
+
+    Args:
+        segment_bytes: Size of new segments.
+
+    Attributes:
+        state: By the last observation.
+        seconds_until_full: Until writing stops, at the rate of the last minutes; infinite if that
+            is not in sight.
+    """
+
+    def __init__(self, policy: Policy, segment_bytes: int) -> None:
+        self._policy, self._segment_bytes = policy, segment_bytes
+        self._no_space = False
+        self._samples: deque[tuple[int, int]] = deque()
+        self.usage = Usage(0, 0)
+        self.state = DiskState.OK
+        self.seconds_until_full = math.inf
+
+    def observe(self, usage: Usage, unwritten_bytes: int, now_ms: int) -> DiskState:
+        """Note how much space there is; the state from now on.
+
+        Args:
+            unwritten_bytes: Of the used ones, how many the log has yet to write.
+            now_ms: Monotonic time.
+        """
+        self.usage = usage
+        self._no_space = self._no_space and usage.free_bytes < self._segment_bytes
+        self.state = self._state()
+        self._sample(now_ms, usage.used_bytes - unwritten_bytes)
+        return self.state
+
+    def met_no_space(self) -> None:
+        """Note that the disk has refused bytes: nothing is written until a segment fits."""
+        self._no_space = True
+        self.state = DiskState.FULL
+
+    def refusal(self) -> DiskFull | None:
+        """Why nothing may be written now; None if it may."""
+        if self.state is not DiskState.FULL:
+            return None
+        policy, usage = self._policy, self.usage
+        return DiskFull(
+            f"the disk is {usage.used_percent:.1f} % full, {usage.free_bytes} bytes are free; "
+            f"writing stopped at {policy.full_percent} % or for want of space",
+            remedy=f"Free space, or keep messages for a shorter time; writing resumes by itself "
+            f"below {policy.clean_forcibly_percent} %.",
+            retry_after_ms=1_000,
+            facts={
+                "used_percent": f"{usage.used_percent:.1f}",
+                "limit_percent": policy.full_percent,
+                "free_bytes": usage.free_bytes,
+            },
+        )
+
+    def keep_from(
+        self,
+        sealed: Sequence[Sealed],
+        log_bytes: int,
+        moment: Moment,
+        newest_unix_ms: Callable[[Sealed], int | None],
+    ) -> int:
+        """Position from which the log is kept; that of the first of `sealed` if nothing goes.
+
+        Args:
+            sealed: Segments that may go, oldest first, at least one.
+            log_bytes: Size of the whole log, the segment that is written to included.
+            newest_unix_ms: A time by which all messages of a segment were stored; None if it is
+                not known. Asked only as far as it matters.
+        """
+        policy = self._policy
+        age_due = policy.age_ms_max > 0 and (
+            moment.hour in policy.hours or self.state >= DiskState.CLEAN
+        )
+        surplus_bytes = self._surplus_bytes()
+        keep_from = sealed[0].first_position
+        for segment in sealed[:SEGMENTS_PER_ROUND]:
+            too_large = 0 < policy.log_bytes_max < log_bytes
+            if not (too_large or surplus_bytes > 0):
+                newest = newest_unix_ms(segment) if age_due else None
+                if newest is None or newest > moment.unix_ms - policy.age_ms_max:
+                    break
+            keep_from = segment.next_position
+            log_bytes -= segment.next_position - segment.first_position
+            surplus_bytes -= segment.next_position - segment.first_position
+        return keep_from
+
+    def _state(self) -> DiskState:
+        policy, percent = self._policy, self.usage.used_percent
+        stays_full = self.state is DiskState.FULL and percent >= policy.clean_forcibly_percent
+        if percent >= policy.full_percent or stays_full or self._no_space:
+            return DiskState.FULL
+        if percent >= policy.clean_forcibly_percent:
+            return DiskState.CLEAN_FORCIBLY
+        if percent >= policy.clean_percent:
+            return DiskState.CLEAN
+        return DiskState.WARN if percent >= policy.warn_percent else DiskState.OK
+
+    def _surplus_bytes(self) -> int:
+        """How many bytes have to go however young they are."""
+        surplus = 0
+        if self.state >= DiskState.CLEAN_FORCIBLY:
+            allowed = self._bytes_at(self._policy.clean_forcibly_percent)
+            surplus = self.usage.used_bytes - allowed + 1
+        if self._no_space:
+            surplus = max(surplus, self._segment_bytes - self.usage.free_bytes)
+        return surplus
+
+    def _bytes_at(self, percent: int) -> int:
+        return -(-self.usage.bytes_count * percent // 100)
+
+    def _sample(self, now_ms: int, used_bytes: int) -> None:
+        samples = self._samples
+        if not samples or now_ms - samples[-1][0] >= SAMPLE_INTERVAL_MS:
+            samples.append((now_ms, used_bytes))
+        while now_ms - samples[0][0] > RATE_WINDOW_MS:
+            samples.popleft()
+        begin_ms, begin_bytes = samples[0]
+        grown, room = used_bytes - begin_bytes, self._bytes_at(self._policy.full_percent)
+        room = max(0, room - used_bytes)
+        if self.state is DiskState.FULL:
+            self.seconds_until_full = 0.0
+        elif now_ms - begin_ms < RATE_WINDOW_MS_MIN or grown <= 0:
+            self.seconds_until_full = math.inf
+        else:
+            self.seconds_until_full = room / grown * (now_ms - begin_ms) / 1000

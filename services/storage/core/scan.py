@@ -1,0 +1,151 @@
+"""Walks through the log batch by batch, and checks each: place, lengths, both checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from batonmq.common.errors import BadBatch, BatonError
+from batonmq.core.records import (
+    BATCH_BYTES_MAX,
+    BODY_FROM,
+    HEADER_BYTES,
+    MAGIC,
+    TOPIC_BYTES_MAX,
+    Header,
+    check_body,
+    check_stamp,
+    read_header,
+)
+from services.storage.core.commitlog import FILLER, FILLER_MAGIC
+
+CHUNK_BYTES = 1024 * 1024
+HEAD_BYTES_MAX = HEADER_BYTES + TOPIC_BYTES_MAX
+END_OF_LOG = "end of log"
+_MAGIC = MAGIC.to_bytes(4, "big")
+_LENGTH_AT = 8
+
+
+class Readable(Protocol):
+    """What a scan needs of a log."""
+
+    @property
+    def next_position(self) -> int:
+        """Where it ends."""
+        ...
+
+    def segment_end(self, position: int) -> int:
+        """End of the segment that holds `position`."""
+        ...
+
+    def read(self, position: int, bytes_max: int) -> bytes:
+        """Up to `bytes_max` bytes; fewer only at the end of the segment."""
+        ...
+
+
+class Scan:
+    """Iterates over the good batches from `position` on, until there is none.
+
+    Attributes:
+        position: Where the next batch would be.
+        reason: Why the iteration ended there: `end of log`, or what is wrong.
+    """
+
+    def __init__(self, log: Readable, position: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._log, self._chunk_bytes = log, chunk_bytes
+        self.position, self.reason = position, END_OF_LOG
+
+    def __iter__(self) -> Iterator[tuple[Header, memoryview]]:
+        """Headers and batches; a batch is to be used before the next step."""
+        self.reason = END_OF_LOG
+        wanted = 0
+        while self.position < self._log.next_position:
+            end = self._log.segment_end(self.position)
+            view = memoryview(self._log.read(self.position, max(wanted, self._chunk_bytes)))
+            wanted = 0
+            while self.position < end:
+                room = end - self.position
+                if len(view) < room and len(view) < (wanted := _wanted(view)):
+                    break  # cut by the chunk: read on from here
+                try:
+                    header, length = examine(view, self.position, room)
+                except BatonError as error:
+                    self.reason = str(error)
+                    return
+                if not length:
+                    return
+                if header is not None:
+                    yield header, view[:length]
+                self.position += length
+                view = view[length:]
+
+    def find_next(self) -> bool:
+        """Go on behind what is wrong: to the next place where a good stamp stands.
+
+        Returns:
+            False if there is none; `position` is then the end of the last segment.
+        """
+        self.position += 1
+        while self.position < self._log.next_position:
+            chunk = self._log.read(self.position, self._chunk_bytes)
+            at = chunk.find(_MAGIC)
+            while at >= 0:
+                if _is_stamped(chunk[at : at + HEADER_BYTES], self.position + at):
+                    self.position += at
+                    return True
+                at = chunk.find(_MAGIC, at + 1)
+            end = self._log.segment_end(self.position)
+            self.position += len(chunk)
+            if self.position < end:
+                self.position -= HEADER_BYTES  # the chunk may have cut a head
+        return False
+
+
+def examine(view: memoryview, position: int, room: int) -> tuple[Header | None, int]:
+    """What stands at `position`: the header of a batch, or None for a filler; and the length.
+
+    The length is 0 if nothing was written there.
+
+    Args:
+        view: The log from `position` on, a batch or the rest of the segment at least.
+        room: Bytes to the end of the segment.
+
+    Raises:
+        BadBatch, BadChecksum: it is neither.
+    """
+    if room < FILLER.size:
+        if any(view[:room]):
+            raise BadBatch(f"{room} bytes before the end of the segment are not zero")
+        return None, room
+    magic, length = FILLER.unpack_from(view)
+    if magic == length == 0:
+        return None, 0
+    if magic == FILLER_MAGIC and length == room:
+        return None, room
+    header = read_header(view)
+    if header.length > room or header.position != position:
+        raise BadBatch(f"a batch of {header.length} bytes that names {header.position}")
+    batch = view[: header.length]
+    check_stamp(batch)
+    check_body(batch)
+    return header, header.length
+
+
+def _wanted(view: memoryview) -> int:
+    """How many bytes `examine` needs of what stands at the beginning of `view`."""
+    if len(view) < HEAD_BYTES_MAX:
+        return HEAD_BYTES_MAX
+    if view[:4] != _MAGIC:
+        return 0
+    return min(int.from_bytes(view[_LENGTH_AT : _LENGTH_AT + 4], "big"), BATCH_BYTES_MAX)
+
+
+def _is_stamped(head: bytes, position: int) -> bool:
+    """Whether `head` could be the head of the batch at `position`."""
+    try:
+        if len(head) < HEADER_BYTES or int.from_bytes(head[16:24], "big") != position:
+            return False
+        check_stamp(head[:BODY_FROM])
+    except BatonError:
+        return False
+    return True

@@ -1,0 +1,216 @@
+"""Batches for later as they stand in the log, and which of them wait: a pure function of the log.
+
+A batch for later lies in the log inside of a batch of a system topic. Its delivery is a batch of
+its own queue whose producer fields say which one it is; that it is cancelled, or can't be
+delivered, is a batch of the system topic too. So whatever was written before a crash decides what
+still waits: there is no state beside the log that could lag behind. docs/format.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import google_crc32c
+
+from batonmq.common.errors import BatonError, DataLoss, LimitExceeded
+from batonmq.core.records import (
+    BATCH_BYTES_MAX,
+    BODY_BYTES_MAX,
+    BODY_FROM,
+    HEADER_BYTES,
+    BatchBuilder,
+    Header,
+    Message,
+    decode_records,
+    encode_record,
+    read_header,
+)
+from services.storage.core.commitlog import CommitLog
+from services.storage.core.delay import Delayed, DelayLevels, Key
+from services.storage.core.producers import ProducerTable, QueueKey, Receipt
+from services.storage.core.scan import examine
+
+TOPIC = "BATON_SYS_SCHEDULE"
+TOPIC_ID = 0
+SCHEDULED, WITHDRAWN = 0, 1
+"""Queues of the system topic."""
+
+FIRST = -1
+ENVELOPE = struct.Struct(">qqq")
+WITHDRAWAL = struct.Struct(">qq")
+DELIVERED = struct.Struct(">qQ")
+DELIVERED_FROM, QUEUE_FROM = BODY_FROM, 80
+SCHEDULED_BYTES_MAX = BATCH_BYTES_MAX - 512
+"""A batch for later is shorter than others, so that it fits into a batch itself."""
+READ_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A batch for later.
+
+    Attributes:
+        schedule_id: Position at which it was stored first; `FIRST` if this is the first time.
+        batch: As the producer made it.
+    """
+
+    deliver_unix_ms: int
+    topic_id: int
+    schedule_id: int
+    batch: bytes
+
+    def key(self, position: int) -> Key:
+        """What names it, if it stands at `position`."""
+        first = self.schedule_id == FIRST
+        return self.deliver_unix_ms, position if first else self.schedule_id
+
+
+def encode_scheduled(scheduled: Scheduled) -> bytes:
+    """The batch of the system topic that holds it, unstamped.
+
+    Raises:
+        LimitExceeded: the batch is too long.
+    """
+    if len(scheduled.batch) > SCHEDULED_BYTES_MAX:
+        raise LimitExceeded(
+            f"a batch for later has {len(scheduled.batch)} bytes; "
+            f"the limit is {SCHEDULED_BYTES_MAX}",
+            facts={
+                "field": "batch",
+                "limit": SCHEDULED_BYTES_MAX,
+                "actual": len(scheduled.batch),
+            },
+        )
+    envelope = ENVELOPE.pack(scheduled.deliver_unix_ms, scheduled.topic_id, scheduled.schedule_id)
+    content = envelope + scheduled.batch
+    bodies = [content[at : at + BODY_BYTES_MAX] for at in range(0, len(content), BODY_BYTES_MAX)]
+    return _encode(bodies, SCHEDULED)
+
+
+def decode_scheduled(header: Header, batch: bytes) -> Scheduled:
+    """Inverse of `encode_scheduled`.
+
+    Raises:
+        BadBatch: nobody has encoded it.
+    """
+    records = decode_records(batch, header, range(header.count))
+    content = b"".join(record.body for record in records)
+    deliver_unix_ms, topic_id, schedule_id = ENVELOPE.unpack_from(content)
+    return Scheduled(deliver_unix_ms, topic_id, schedule_id, content[ENVELOPE.size :])
+
+
+def encode_withdrawn(keys: Sequence[Key]) -> bytes:
+    """The batch of the system topic that says that these are not to be delivered, unstamped."""
+    return _encode([WITHDRAWAL.pack(*key) for key in keys], WITHDRAWN)
+
+
+def delivery(key: Key, batch: bytes, queue_id: int) -> bytes:
+    """The batch, unstamped, that delivers `batch` to a queue and says what it delivers.
+
+    It differs from `batch` in the producer's id, epoch and sequence, the queue and the checksum.
+    """
+    deliver_unix_ms, schedule_id = key
+    head = bytearray(batch[:HEADER_BYTES])
+    DELIVERED.pack_into(head, DELIVERED_FROM, -deliver_unix_ms, schedule_id)
+    struct.pack_into(">I", head, QUEUE_FROM, queue_id)
+    crc = google_crc32c.extend(google_crc32c.value(bytes(head[BODY_FROM:])), batch[HEADER_BYTES:])
+    struct.pack_into(">I", head, BODY_FROM - 4, crc)
+    return bytes(head) + batch[HEADER_BYTES:]
+
+
+def delivered_key(header: Header) -> Key | None:
+    """What a batch of any queue delivers; None if it came from a producer."""
+    if header.producer_id >= 0:
+        return None
+    return -header.producer_id, header.producer_epoch << 32 | header.sequence
+
+
+def sequence_key(queue: QueueKey) -> QueueKey:
+    """Under which producers' sequences of batches for later count: apart from those for at once."""
+    topic_id, queue_id = queue
+    return -1 - topic_id, queue_id
+
+
+class Schedule:
+    """Which batches wait, as the log has it.
+
+    Args:
+        producers: Remembers their sequences, under `sequence_key`.
+    """
+
+    def __init__(self, producers: ProducerTable) -> None:
+        self.waiting = DelayLevels()
+        self._producers = producers
+
+    @staticmethod
+    def concerns(header: Header, queue: QueueKey) -> bool:
+        """Whether a batch has a say in what waits."""
+        return queue[0] == TOPIC_ID or header.producer_id < 0
+
+    def take(self, header: Header, receipt: Receipt, batch: bytes | memoryview) -> None:
+        """Follow the log: a batch that `concerns` the schedule has been written, or found.
+
+        Args:
+            header: Need not be stamped.
+        """
+        if (key := delivered_key(header)) is not None:
+            self.waiting.remove(key)
+        elif header.queue_id == SCHEDULED:
+            self._schedule(decode_scheduled(header, bytes(batch)), receipt)
+        else:
+            for record in decode_records(bytes(batch), header, range(header.count)):
+                deliver_unix_ms, schedule_id = WITHDRAWAL.unpack(record.body)
+                self.waiting.remove((deliver_unix_ms, schedule_id))
+
+    def earlier(self, header: Header, queue: QueueKey) -> Receipt | None:
+        """The receipt of an earlier try to schedule this batch; None if it is new.
+
+        Raises:
+            ProducerFenced, SequenceGap, DuplicateSequence: as for a batch for at once.
+        """
+        return self._producers.check(header, sequence_key(queue))
+
+    def _schedule(self, found: Scheduled, receipt: Receipt) -> None:
+        key = found.key(receipt.position)
+        self.waiting.add(Delayed(*key, receipt.position))
+        if found.schedule_id == FIRST:
+            header = read_header(found.batch)
+            queue = found.topic_id, header.queue_id
+            self._producers.record(header, sequence_key(queue), receipt)
+
+
+def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Scheduled | DataLoss]:
+    """What was scheduled at ascending positions of the log, read in as few reads as is sensible.
+
+    Yields:
+        One for each position; the error if the log is damaged there.
+    """
+    begin, chunk = 0, b""
+    for position in positions:
+        at = position - begin
+        if not 0 <= at <= len(chunk) - HEADER_BYTES:
+            begin, chunk, at = position, log.read(position, READ_BYTES), 0
+        length = int.from_bytes(chunk[at + 8 : at + 12], "big")
+        if at + length > len(chunk):
+            wanted = max(min(length, BATCH_BYTES_MAX), READ_BYTES)
+            begin, chunk, at = position, log.read(position, wanted), 0
+        view = memoryview(chunk)[at:]
+        try:
+            header, length = examine(view, position, len(view))
+            if header is None or (header.topic_id, header.queue_id) != (TOPIC_ID, SCHEDULED):
+                raise DataLoss(f"at {position} is no batch for later")
+            yield decode_scheduled(header, bytes(view[:length]))
+        except BatonError as error:
+            yield DataLoss(
+                f"the batch at {position} is damaged: {error}", facts={"position": position}
+            )
+
+
+def _encode(bodies: Sequence[bytes], queue_id: int) -> bytes:
+    builder = BatchBuilder()
+    for body in bodies:
+        message = Message(body)
+        builder.add(message, encode_record(message))
+    return builder.encode(topic=TOPIC, queue_id=queue_id)

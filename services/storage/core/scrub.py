@@ -1,0 +1,102 @@
+"""Goes round and round the log and checks what is safe on disk, piece by piece.
+
+Each piece is read through a file of its own, so that another thread can do it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.storage.core.commitlog import CommitLog
+from services.storage.core.files import Disk, File
+from services.storage.core.scan import END_OF_LOG, Scan
+
+PIECE_BYTES = 256 * 1024
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of one segment to check, and what came of it.
+
+    Attributes:
+        position: Where it begins; once it is checked, where the next one begins.
+        next_position: Where it ends, if no batch begins before and ends behind it.
+        end_position: End of the segment, or of what is safe on disk.
+        damaged: Positions of damaged batches, and what is wrong with them.
+    """
+
+    path: str
+    segment_position: int
+    segment_end_position: int
+    position: int
+    next_position: int
+    end_position: int
+    damaged: dict[int, str] = field(default_factory=dict)
+
+
+class Scrub:
+    """One owner; `check` may run in another thread.
+
+    Attributes:
+        position: How far the present round has come.
+    """
+
+    def __init__(self, disk: Disk, log: CommitLog) -> None:
+        self._disk, self._log = disk, log
+        self.position = log.first_position
+
+    def next_piece(self) -> Piece | None:
+        """What is to be checked next; None at the end of a round."""
+        log = self._log
+        self.position = max(self.position, log.first_position)
+        if self.position >= log.synced_position:
+            self.position = log.first_position
+            return None
+        path, begin, end = log.segment_of(self.position)
+        end_position = min(end, log.synced_position)
+        next_position = min(self.position + PIECE_BYTES, end_position)
+        return Piece(path, begin, end, self.position, next_position, end_position)
+
+    def check(self, piece: Piece) -> None:
+        """Check a piece.
+
+        Raises:
+            FileNotFoundError: its segment is no longer there.
+        """
+        file = self._disk.open(piece.path)
+        try:
+            scan = Scan(_Segment(file, piece), piece.position, PIECE_BYTES)
+            while scan.position < piece.next_position:
+                for header, _ in scan:
+                    if header.position + header.length >= piece.next_position:
+                        scan.position += header.length
+                        break
+                else:
+                    if scan.position >= piece.next_position:
+                        break
+                    piece.damaged[scan.position] = (
+                        "nothing is there" if scan.reason == END_OF_LOG else scan.reason
+                    )
+                    scan.find_next()
+            piece.position = min(scan.position, piece.end_position)
+        finally:
+            file.close()
+
+    def checked(self, piece: Piece) -> None:
+        """Go on behind a piece."""
+        self.position = piece.position
+
+
+class _Segment:
+    """One segment, as far as it is safe, as a scan wants it."""
+
+    def __init__(self, file: File, piece: Piece) -> None:
+        self._file, self._piece = file, piece
+        self.next_position = piece.end_position
+
+    def segment_end(self, position: int) -> int:
+        return self._piece.segment_end_position
+
+    def read(self, position: int, bytes_max: int) -> bytes:
+        at = position - self._piece.segment_position
+        return self._file.read(at, min(bytes_max, self._piece.segment_end_position - position))

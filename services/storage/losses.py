@@ -1,0 +1,52 @@
+"""Messages that retention removed before a group had read them: counted, and told, once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from prometheus_client import Counter
+
+from services.storage.core.producers import QueueKey
+from services.storage.pulls import Holder
+
+log = logging.getLogger(__name__)
+
+HOLES_MAX = 10_000
+
+
+class Losses:
+    """Notes where groups met a hole before the first message of a queue.
+
+    The same hole may be met again, by a new holder for one: it counts once, unless the node starts
+    anew in between.
+
+    Args:
+        lost: By group and topic.
+    """
+
+    def __init__(self, lost: Counter) -> None:
+        self._lost = lost
+        self._told: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
+
+    def note(self, holder: Holder, key: QueueKey, offset: int, first_offset: int) -> None:
+        """The group has been told that [offset, first_offset) is gone."""
+        hole = holder.group, key
+        offset = max(offset, self._told.get(hole, 0))
+        if offset >= first_offset:
+            return
+        self._told[hole] = first_offset
+        self._told.move_to_end(hole)
+        if len(self._told) > HOLES_MAX:
+            self._told.popitem(last=False)
+        self._lost.labels(holder.group, holder.topic).inc(first_offset - offset)
+        log.warning(
+            "messages lost to retention group=%s topic=%s queue_id=%d first_offset=%d "
+            "next_offset=%d count=%d",
+            holder.group,
+            holder.topic,
+            holder.queue_id,
+            offset,
+            first_offset,
+            first_offset - offset,
+        )

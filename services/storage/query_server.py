@@ -1,0 +1,202 @@
+"""The servicer that looks messages up: reads requests, asks the core, answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+from baton.storage.v1 import query_service_pb2 as pb
+from baton.storage.v1 import query_service_pb2_grpc as pb_grpc
+
+from batonmq.common.errors import (
+    DataLoss,
+    InvalidArgument,
+    LimitExceeded,
+    MessageNotFound,
+    OffsetAheadOfLog,
+    OffsetOutOfRange,
+    TopicNotFound,
+    WrongBroker,
+)
+from batonmq.core.names import check_broker, check_topic
+from batonmq.core.records import KEYS_BYTES_MAX, read_header
+from services.storage import requests
+from services.storage.core.producers import QueueKey
+from services.storage.core.query import Match, Matches, Queries, Window
+from services.storage.core.store import Reading, Store, Wanted, check_queue, check_readable
+from services.storage.damage import Damage
+from services.storage.topics import Topics
+
+FOUND_MAX = 1_000
+FOUND_DEFAULT = 64
+FOUND_BYTES_MAX = 4 * 1024 * 1024
+POSITION_MAX = (1 << 63) - 1
+_UNBOUNDED_MS = 1 << 62
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageId:
+    """Where a message id says that the message is."""
+
+    broker: str
+    position: int
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> MessageId:
+        """Inverse of what a producer's receipt shows.
+
+        Raises:
+            InvalidArgument: it is no message id.
+        """
+        broker, *numbers = text.rsplit("-", 2)
+        try:
+            check_broker(broker)
+            position, index = (_hex(number) for number in numbers)
+        except ValueError as error:
+            raise InvalidArgument(
+                f"{text[:140]!r} is no message id",
+                remedy="Use the id of a producer's receipt: broker-position-index.",
+                facts={"field": "message_id"},
+            ) from error
+        return cls(broker, position, index)
+
+
+class QueryServicer(pb_grpc.QueryServiceServicer):
+    """See the proto.
+
+    Args:
+        broker: Name of this node.
+    """
+
+    def __init__(self, broker: str, store: Store, topics: Topics, damage: Damage) -> None:
+        self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
+        self._queries = Queries(store)
+
+    async def SearchOffset(
+        self, request: pb.SearchOffsetRequest, context: Context
+    ) -> pb.SearchOffsetResponse:
+        """See the proto."""
+        key = await self._queue(request, readable=False)
+        try:
+            offset = self._queries.search_offset(key, request.unix_ms)
+        except DataLoss as error:
+            self._damage.met(error)
+            raise
+        return pb.SearchOffsetResponse(offset=offset)
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadResponse:
+        """See the proto."""
+        wanted = requests.wanted(request)
+        key = await self._queue(request, readable=True)
+        reading = self._read(key, wanted)
+        held = self._store.offsets(key)
+        return pb.ReadResponse(
+            batches=reading.batches if reading else (),
+            next_offset=reading.next_offset if reading else request.offset,
+            queue_first_offset=held.first_offset,
+            queue_next_offset=held.next_offset,
+        )
+
+    async def FindByKey(
+        self, request: pb.FindByKeyRequest, context: Context
+    ) -> pb.FindByKeyResponse:
+        """See the proto."""
+        check_topic(request.topic)
+        _check_key(request.key)
+        requests.limit("messages_max", request.messages_max, FOUND_MAX)
+        topic = await self._topics.find(request.topic)
+        window = Window(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
+        found = self._find(topic.topic_id, request.key, window, request.messages_max)
+        return pb.FindByKeyResponse(messages=map(_message, found.messages), more=found.more)
+
+    async def GetMessage(
+        self, request: pb.GetMessageRequest, context: Context
+    ) -> pb.GetMessageResponse:
+        """See the proto."""
+        wanted = MessageId.parse(request.message_id)
+        if wanted.broker != self._broker:
+            raise WrongBroker(
+                f"this is broker {self._broker}, not {wanted.broker}",
+                facts={"asked": wanted.broker, "actual": self._broker},
+            )
+        try:
+            found = self._queries.message(wanted.position, wanted.index)
+        except DataLoss as error:
+            self._damage.met(error)
+            raise
+        header = read_header(found.batch)
+        try:
+            topic = await self._topics.find(header.topic)
+        except TopicNotFound:
+            topic = None
+        if topic is None or topic.topic_id != header.topic_id:
+            raise MessageNotFound(
+                f"the topic {header.topic} of message {request.message_id} is deleted"
+            )
+        return pb.GetMessageResponse(message=_message(found))
+
+    async def _queue(
+        self, request: pb.SearchOffsetRequest | pb.ReadRequest, *, readable: bool
+    ) -> QueueKey:
+        if not request.HasField("queue"):
+            raise InvalidArgument("a request names a queue", facts={"field": "queue"})
+        queue = requests.check_queue_name(request.queue, self._broker)
+        topic = await self._topics.find(queue.topic)
+        if readable:
+            check_readable(queue.topic, topic)
+        return check_queue(queue.topic, topic, queue.queue_id)
+
+    def _read(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+        try:
+            return self._store.read(key, wanted)
+        except OffsetAheadOfLog as error:
+            raise OffsetOutOfRange(error.message, facts=error.facts) from error
+        except DataLoss as error:
+            self._damage.met(error)
+            raise
+
+    def _find(self, topic_id: int, key: str, window: Window, messages_max: int) -> Matches:
+        try:
+            return self._queries.find(
+                topic_id,
+                key,
+                window,
+                messages_max=messages_max or FOUND_DEFAULT,
+                bytes_max=FOUND_BYTES_MAX,
+            )
+        except DataLoss as error:
+            self._damage.met(error)
+            raise
+
+
+def _message(match: Match) -> pb.StoredMessage:
+    return pb.StoredMessage(batch=match.batch, index=match.index)
+
+
+def _check_key(key: str) -> None:
+    length = len(key.encode())
+    if length > KEYS_BYTES_MAX:
+        raise LimitExceeded(
+            f"key has {length} bytes; the limit is {KEYS_BYTES_MAX}",
+            facts={"field": "key", "limit": KEYS_BYTES_MAX, "actual": length},
+        )
+    if not key or len(key.split()) != 1 or key != key.strip():
+        raise InvalidArgument(
+            "a key has at least one character and no white space", facts={"field": "key"}
+        )
+
+
+def _hex(text: str) -> int:
+    """A number as a receipt shows it: lower case hex without signs or zeros before it.
+
+    Raises:
+        ValueError: it is none, or too large.
+    """
+    number = int(text, 16)
+    if f"{number:x}" != text or number > POSITION_MAX:
+        raise ValueError(text)
+    return number

@@ -1,0 +1,205 @@
+"""The servicer of batches for later: stores them, and takes them back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+from baton.storage.v1 import schedule_service_pb2 as pb
+from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
+
+from batonmq.common.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
+from batonmq.common.rpc import error_to_pb
+from batonmq.core.delays import check_deliver_time
+from batonmq.core.records import read_header
+from services.storage import requests
+from services.storage.appending import Appender
+from services.storage.core import schedule
+from services.storage.core.delay import Key
+from services.storage.core.producers import QueueKey, Receipt
+from services.storage.core.schedule import FIRST, Scheduled, encode_scheduled, encode_withdrawn
+from services.storage.core.store import Checked, TopicQueues, check, check_queue, check_takes
+from services.storage.topics import Topics
+
+SYSTEM_TOPICS: Mapping[str, TopicQueues | BatonError] = {
+    schedule.TOPIC: TopicQueues(schedule.TOPIC_ID, 2)
+}
+_POSITION_BITS = 64
+_ID = re.compile(r"([a-z0-9-]{1,63})-([0-9a-f]{1,32})")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_Topics = Mapping[str, TopicQueues | BatonError]
+
+
+class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
+    """See the proto.
+
+    Args:
+        changed: Called when something was scheduled.
+    """
+
+    def __init__(self, appender: Appender, topics: Topics, changed: Callable[[], None]) -> None:
+        self._appender, self._topics, self._changed = appender, topics, changed
+        self._store = appender.store
+
+    async def Schedule(self, request: pb.ScheduleRequest, context: Context) -> pb.ScheduleResponse:
+        """See the proto."""
+        requests.check_batches([item.batch for item in request.items])
+        self._appender.flusher.check()
+        now_unix_ms = self._appender.clock.unix_ms()
+        items = [_checked(item, now_unix_ms) for item in request.items]
+        names = {item.checked.header.topic for item in items if isinstance(item, _Item)}
+        topics = await self._topics.find_all(names)
+        outcomes = self._schedule(items, self._topics.as_of_now(topics))
+        if stored := [one.receipt for one in outcomes if isinstance(one, _Stored)]:
+            self._changed()
+            await self._appender.flusher.reached(max(one.next_position for one in stored))
+        return pb.ScheduleResponse(outcomes=[self._outcome(one) for one in outcomes])
+
+    async def CancelScheduled(
+        self, request: pb.CancelScheduledRequest, context: Context
+    ) -> pb.CancelScheduledResponse:
+        """See the proto."""
+        key = decode_id(request.schedule_id, self._appender.broker)
+        if key not in self._store.schedule.waiting:
+            raise NotScheduled(f"nothing is scheduled under {request.schedule_id}")
+        (outcome,) = self._appender.append([checked(encode_withdrawn([key]))], SYSTEM_TOPICS)
+        if isinstance(outcome, BatonError):
+            raise outcome
+        await self._appender.flusher.reached(outcome.next_position)
+        return pb.CancelScheduledResponse()
+
+    def _schedule(
+        self, items: list[_Item | BatonError], topics: _Topics
+    ) -> list[_Stored | BatonError]:
+        outcomes: dict[int, _Stored | BatonError] = {}
+        run = _Run()
+        for index, item in enumerate(items):
+            try:
+                if isinstance(item, BatonError):
+                    raise item
+                header = item.checked.header
+                topic = topics[header.topic]
+                if isinstance(topic, BatonError):
+                    raise topic
+                queue = check_queue(header.topic, topic, header.queue_id)
+                if header.producer_id in run.producers:
+                    outcomes |= self._write(run)
+                    run = _Run()
+                earlier = self._store.schedule.earlier(header, queue)
+                if earlier is None:
+                    check_takes(header, topic)
+                    run.add(index, item, queue)
+                else:
+                    outcomes[index] = _Stored(earlier, self._time(earlier, item.deliver_unix_ms))
+            except BatonError as error:
+                outcomes[index] = error
+        outcomes |= self._write(run)
+        return [outcomes[index] for index in range(len(items))]
+
+    def _write(self, run: _Run) -> dict[int, _Stored | BatonError]:
+        results = self._appender.append([batch for _, _, batch in run.admitted], SYSTEM_TOPICS)
+        return {
+            index: _Stored(one, deliver_unix_ms) if isinstance(one, Receipt) else one
+            for (index, deliver_unix_ms, _), one in zip(run.admitted, results, strict=True)
+        }
+
+    def _time(self, receipt: Receipt, asked_unix_ms: int) -> int:
+        """When what an earlier try has stored is delivered.
+
+        It is what is asked for now, unless the producer has changed its mind in between.
+        """
+        log = self._store.log
+        if receipt.position < log.first_position:
+            return asked_unix_ms
+        (found,) = schedule.read_scheduled(log, [receipt.position])
+        if isinstance(found, BatonError):
+            raise found
+        return found.deliver_unix_ms
+
+    def _outcome(self, outcome: _Stored | BatonError) -> pb.ScheduleOutcome:
+        metrics = self._appender.metrics
+        if isinstance(outcome, BatonError):
+            metrics.refused_batches.labels(outcome.reason).inc()
+            return pb.ScheduleOutcome(error=error_to_pb(outcome))
+        receipt, deliver_unix_ms = outcome.receipt, outcome.deliver_unix_ms
+        if receipt.duplicate:
+            metrics.duplicate_batches.inc()
+        key = deliver_unix_ms, receipt.position
+        return pb.ScheduleOutcome(
+            receipt=pb.ScheduleReceipt(
+                schedule_id=encode_id(key, self._appender.broker),
+                deliver_unix_ms=deliver_unix_ms,
+                duplicate=receipt.duplicate,
+            )
+        )
+
+
+def encode_id(key: Key, broker: str) -> str:
+    """The schedule id of an entry: broker, and delivery time and position as one number in hex."""
+    deliver_unix_ms, schedule_id = key
+    return f"{broker}-{deliver_unix_ms << _POSITION_BITS | schedule_id:x}"
+
+
+def decode_id(schedule_id: str, broker: str) -> Key:
+    """Inverse of `encode_id`.
+
+    Raises:
+        InvalidArgument: nobody has encoded it.
+        WrongBroker: another node has.
+    """
+    found = _ID.fullmatch(schedule_id)
+    if found is None:
+        raise InvalidArgument(
+            f"{schedule_id[:100]!r} is not a schedule id",
+            remedy="Use the id of the receipt as it is.",
+            facts={"field": "schedule_id"},
+        )
+    if found[1] != broker:
+        raise WrongBroker(
+            f"this is broker {broker}, not {found[1]}", facts={"asked": found[1], "actual": broker}
+        )
+    number = int(found[2], 16)
+    return number >> _POSITION_BITS, number & (1 << _POSITION_BITS) - 1
+
+
+def checked(batch: bytes) -> Checked:
+    """A batch of the system topic, made here."""
+    return Checked(read_header(batch), batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    deliver_unix_ms: int
+    checked: Checked
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    receipt: Receipt
+    deliver_unix_ms: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is written together: index, time and batch; at most one batch of each producer."""
+
+    admitted: list[tuple[int, int, Checked]] = field(default_factory=list)
+    producers: set[int] = field(default_factory=set)
+
+    def add(self, index: int, item: _Item, queue: QueueKey) -> None:
+        scheduled = Scheduled(item.deliver_unix_ms, queue[0], FIRST, item.checked.batch)
+        batch = checked(encode_scheduled(scheduled))
+        self.admitted.append((index, item.deliver_unix_ms, batch))
+        if item.checked.header.producer_id:
+            self.producers.add(item.checked.header.producer_id)
+
+
+def _checked(item: pb.ScheduleItem, now_unix_ms: int) -> _Item | BatonError:
+    try:
+        return _Item(check_deliver_time(item.deliver_unix_ms, now_unix_ms), check(item.batch))
+    except BatonError as error:
+        return error

@@ -1,0 +1,464 @@
+"""The consumer, on a real cluster.
+
+Goal: every message of a group is handled once, in the order of its queue, whatever members come
+and go in good order; what was started and not finished comes again, and says so; a member that
+does not fit into the group is refused and told why.
+Method: real services; topics and groups of each test's own; handlers that wait for what the test
+wants to see, so that nothing depends on how fast something is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from random import Random
+
+import pytest
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+
+from batonmq.common.errors import (
+    BadExpression,
+    ClientIdInUse,
+    SubscriptionConflict,
+    TopicNotFound,
+    Unreachable,
+)
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.core.records import Message, tag_hash
+from batonmq.core.route import QueueId
+from batonmq.directory import Directory
+from batonmq.producer import Producer
+from tests.client.group import QUICK, Scene, noting, scene
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+
+
+def numbers(count: int, first: int = 0) -> list[str]:
+    return [str(number) for number in range(first, first + count)]
+
+
+def assert_once_and_in_order(at: Scene, bodies: list[str]) -> None:
+    assert at.bodies == dict.fromkeys(bodies, 1)
+    assert not any(one.redelivered for one in at.handled)
+    for queue in {one.queue for one in at.handled}:
+        offsets = [one.offset for one in at.handled if one.queue == queue]
+        assert offsets == sorted(offsets)
+
+
+async def committed(at: Scene) -> None:
+    async def done() -> bool:
+        return await at.lag() == 0
+
+    await until(done)
+
+
+# ---- handlers
+
+
+async def test_coroutine_handles_every_message_once_and_in_order(nameserver: str) -> None:
+    async with scene(nameserver) as at:
+        await at.send(numbers(500))
+        async with noting(at, "a"):
+            await until(lambda: len(at.handled) == 500)
+        assert_once_and_in_order(at, numbers(500))
+        assert {one.attempts for one in at.handled} == {1}
+        await committed(at)
+
+
+async def test_plain_function_handles_in_threads_of_its_own(nameserver: str) -> None:
+    async with scene(nameserver) as at:
+        await at.send(numbers(40))
+        together = threading.Barrier(4, timeout=20)
+        threads: set[str] = set()
+
+        async with at.consumer("a") as consumer, asyncio.TaskGroup() as tasks:
+
+            def handle(message: ReceivedMessage) -> None:
+                if message.offset == 0:
+                    together.wait()  # passes only if all four queues are handled at once
+                threads.add(threading.current_thread().name)
+                at.note(consumer, message)
+
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: len(at.handled) == 40)
+            consumer.stop()
+        assert_once_and_in_order(at, numbers(40))
+        assert threading.current_thread().name not in threads
+
+
+async def test_failed_message_is_tried_again_while_other_queues_go_on(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=2) as at:
+        await at.send(["bad", "behind"], queue_id=0)
+        await at.send(numbers(50), queue_id=1)
+        async with at.consumer("a") as consumer, asyncio.TaskGroup() as tasks:
+
+            async def handle(message: ReceivedMessage) -> None:
+                at.note(consumer, message)
+                others = sum(one.queue.queue_id == 1 for one in at.handled)
+                if message.body == b"bad" and (message.attempts < 3 or others < 50):
+                    raise ValueError("on purpose")
+
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: at.bodies["behind"])
+            consumer.stop()
+        attempts = [one.attempts for one in at.handled if one.body == "bad"]
+        assert len(attempts) >= 3
+        assert attempts == list(range(1, len(attempts) + 1))
+        assert at.by("a")[-1] == "behind", "in order: not before the one that failed"
+        assert at.bodies == {"bad": len(attempts), "behind": 1} | dict.fromkeys(numbers(50), 1)
+
+
+async def test_no_more_messages_are_handled_at_once_than_allowed(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=4) as at:
+        for queue_id in range(4):
+            await at.send([f"{queue_id}"], queue_id=queue_id)
+        running, most = set[int](), list[int]()
+        settings = replace(QUICK, concurrency=2)
+        async with at.consumer("a", settings=settings) as consumer, asyncio.TaskGroup() as tasks:
+
+            async def handle(message: ReceivedMessage) -> None:
+                running.add(message.queue_id)
+                most.append(len(running))
+                if len(most) <= 2:
+                    await until(lambda: len(most) >= 2)
+                running.discard(message.queue_id)
+
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: len(most) == 4)
+            consumer.stop()
+        assert max(most) == 2
+
+
+# ---- iteration
+
+
+async def test_asking_for_the_next_message_acknowledges_the_one_before(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(numbers(10), queue_id=0)
+        patient = replace(QUICK, drain_timeout_ms=60_000)
+        async with asyncio.timeout(20), at.consumer("a", settings=patient) as consumer:
+            async for message in consumer:
+                at.note(consumer, message)
+                if message.body == b"5":
+                    break
+        async with noting(at, "b"):
+            await until(lambda: at.bodies["9"])
+        assert at.by("a") == numbers(6)
+        assert at.by("b") == ["5", "6", "7", "8", "9"]
+        flagged = [one.body for one in at.handled if one.redelivered]
+        assert flagged == ["5"], "it was started and not finished"
+
+
+async def test_block_that_fails_leaves_its_message_to_the_next_member(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["x"], queue_id=0)
+        with pytest.raises(ValueError, match="on purpose"):
+            async with at.consumer("a") as consumer:
+                async for message in consumer:
+                    at.note(consumer, message)
+                    raise ValueError("on purpose")
+        async with noting(at, "b"):
+            await until(lambda: at.by("b"))
+        assert [(one.client_id, one.redelivered) for one in at.handled] == [
+            ("a", False),
+            ("b", True),
+        ]
+
+
+async def test_stop_ends_the_iteration(nameserver: str) -> None:
+    async with scene(nameserver) as at, at.consumer("a") as consumer:
+        async with asyncio.TaskGroup() as tasks:
+
+            async def read() -> None:
+                async for message in consumer:
+                    at.note(consumer, message)
+
+            reading = tasks.create_task(read())
+            await until(lambda: len(consumer.assignment) == 4)
+            consumer.stop()
+            await reading
+        assert at.handled == []
+
+
+# ---- members
+
+
+async def test_second_member_takes_its_share_and_every_message_is_handled_once(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=8) as at, Producer(nameserver) as producer:
+        sent: list[str] = []
+
+        async def send_until(condition: asyncio.Event) -> None:
+            while not condition.is_set():
+                for _ in range(20):
+                    sent.append(str(len(sent)))
+                    await producer.submit(at.topic, Message(sent[-1].encode()))
+                await producer.flush()
+
+        async with asyncio.TaskGroup() as tasks:
+            enough = asyncio.Event()
+            tasks.create_task(send_until(enough))
+            async with noting(at, "a") as a:
+                await until(lambda: len(a.assignment) == 8 and at.by("a"))
+                async with noting(at, "b") as b:
+                    await until(lambda: len(b.assignment) == len(a.assignment) == 4)
+                    await until(lambda: at.by("b"))
+                await until(lambda: len(a.assignment) == 8)
+                enough.set()
+                await until(lambda: len(at.handled) >= len(sent))
+                await committed(at)
+        assert_once_and_in_order(at, sent)
+        assert {one.queue.queue_id for one in at.handled} == set(range(8))
+
+
+async def test_queue_is_granted_drained_and_released_in_this_order(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        async with noting(at, "a") as a:
+            await until(lambda: a.assignment)
+            assert a.assignment == (QueueId(at.topic, "broker-0", 0),)
+        assert not a.assignment
+        async with noting(at, "b") as b:
+            await until(lambda: b.assignment)
+        kinds = [(client_id, event.kind) for client_id, event in at.events]
+        assert kinds == [
+            (client_id, kind)
+            for client_id in ("a", "b")
+            for kind in ("granted", "draining", "released")
+        ]
+        tokens = [event.token for _, event in at.events]
+        assert tokens[0] == tokens[1] == tokens[2] < tokens[3] == tokens[5]
+
+
+async def test_closing_waits_for_the_handler_that_runs(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["slow", "next"], queue_id=0)
+        started, proceed = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+
+            async def live() -> None:
+                async with at.consumer("a") as consumer, asyncio.TaskGroup() as inner:
+
+                    async def handle(message: ReceivedMessage) -> None:
+                        started.set()
+                        await proceed.wait()
+                        at.note(consumer, message)
+
+                    inner.create_task(consumer.run(handle))
+                    await started.wait()
+                    consumer.stop()
+
+            closing = tasks.create_task(live())
+            await until(lambda: any(event.kind == "draining" for _, event in at.events))
+            assert not closing.done()
+            proceed.set()
+        async with noting(at, "b"):
+            await until(lambda: at.by("b"))
+        assert [(one.client_id, one.body) for one in at.handled] == [("a", "slow"), ("b", "next")]
+        assert not any(one.redelivered for one in at.handled)
+
+
+async def test_handler_that_does_not_end_in_time_is_cut_off_and_its_message_comes_again(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["stuck", "next"], queue_id=0)
+        started = asyncio.Event()
+        settings = replace(QUICK, drain_timeout_ms=50)
+        async with at.consumer("a", settings=settings) as consumer, asyncio.TaskGroup() as tasks:
+
+            async def handle(message: ReceivedMessage) -> None:
+                at.note(consumer, message)
+                started.set()
+                await asyncio.Event().wait()
+
+            tasks.create_task(consumer.run(handle))
+            await started.wait()
+            consumer.stop()
+        async with noting(at, "b"):
+            await until(lambda: len(at.by("b")) == 2)
+        assert [(one.client_id, one.body, one.redelivered) for one in at.handled] == [
+            ("a", "stuck", False),
+            ("b", "stuck", True),
+            ("b", "next", False),
+        ]
+
+
+async def test_work_in_hand_outlasts_the_loss_of_a_token(nameserver: str) -> None:
+    """As when a lock manager dies after it has fenced and before it has told anybody."""
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(numbers(10), queue_id=0)
+        proceed = asyncio.Event()
+        settings = replace(QUICK, commit_interval_ms=60_000)
+        async with at.consumer("a", settings=settings) as consumer, asyncio.TaskGroup() as tasks:
+
+            async def handle(message: ReceivedMessage) -> None:
+                at.note(consumer, message)
+                if message.body == b"5":
+                    await proceed.wait()
+
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: at.bodies["5"])
+            await take_token(at)
+            await at.send(["10"], queue_id=0)  # ends the pull that waits, with FENCED
+            await until(
+                lambda: [event.kind for _, event in at.events][-2:] == ["fenced", "granted"]
+            )
+            proceed.set()
+            await until(lambda: at.bodies["10"])
+            consumer.stop()
+        assert at.bodies == dict.fromkeys(numbers(11), 1)
+        assert at.by("a") == numbers(11)
+        assert await at.lag() == 0
+
+
+async def take_token(at: Scene) -> None:
+    """Fence the one queue of the topic for its owner, who is not told."""
+    directory = Directory(at.nameserver, Random(1))
+    lockmgr, offsets = await directory.lockmgr(), await directory.offsets()
+    locks = await lockmgr.List(lockmgr_pb.ListRequest(group=at.group), timeout=10)
+    (lock,) = locks.entries
+    answer = await offsets.Fence(
+        offsets_pb.FenceRequest(
+            term=locks.term,
+            items=[
+                offsets_pb.FenceItem(
+                    queue=lock.queue,
+                    attempt="of-nobody",
+                    expected_token=lock.token,
+                    condition=offsets_pb.FENCE_CONDITION_FORCED,
+                    forced_by="test",
+                    forced_reason="what a dead lock manager leaves behind",
+                    holder=lock.owner,
+                )
+            ],
+        ),
+        timeout=10,
+    )
+    assert answer.outcomes[0].fenced.token == lock.token + 1
+    await directory.close()
+
+
+# ---- what is received
+
+
+async def test_tags_whose_hashes_collide_are_told_apart(nameserver: str) -> None:
+    assert tag_hash("Aa") == tag_hash("BB")
+    async with scene(nameserver) as at:
+        await at.send([f"{tag}:{n}" for n in range(20) for tag in ("Aa", "BB", "C")])
+        async with noting(at, "a", "Aa"):
+            await until(lambda: len(at.handled) == 20)
+            await committed(at)
+        assert at.bodies == {f"Aa:{n}": 1 for n in range(20)}
+
+
+async def test_two_groups_each_get_everything_they_want(nameserver: str) -> None:
+    async with scene(nameserver) as at:
+        other = Scene(nameserver, at.topic)
+        await at.send([f"{tag}:{n}" for n in range(20) for tag in ("x", "y")])
+        async with noting(at, "a", "x || y"), noting(other, "a", "y"):
+            await until(lambda: len(at.handled) == 40 and len(other.handled) == 20)
+        assert set(other.bodies) == {f"y:{n}" for n in range(20)}
+
+
+@pytest.mark.parametrize("consume_from", ["first", "last"])
+async def test_group_without_progress_starts_where_it_is_told(
+    nameserver: str, consume_from: str
+) -> None:
+    settings = replace(QUICK, consume_from="first" if consume_from == "first" else "last")
+    async with scene(nameserver) as at:
+        await at.send(numbers(20))
+        async with noting(at, "a", settings=settings) as consumer:
+            await until(lambda: len(consumer.assignment) == 4)
+            await at.send(numbers(20, first=20))
+            await until(lambda: set(at.bodies) >= set(numbers(20, first=20)))
+        expected = numbers(40) if consume_from == "first" else numbers(20, first=20)
+        assert at.bodies == dict.fromkeys(expected, 1)
+
+
+async def test_group_with_progress_goes_on_wherever_newcomers_would_start(nameserver: str) -> None:
+    last = replace(QUICK, consume_from="last")
+    async with scene(nameserver) as at:
+        async with noting(at, "a", settings=last) as consumer:
+            await until(lambda: len(consumer.assignment) == 4)
+        await at.send(numbers(20))
+        async with noting(at, "a", settings=last):
+            await until(lambda: len(at.handled) == 20)
+        assert_once_and_in_order(at, numbers(20))
+
+
+async def test_message_arrives_as_it_was_sent(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        async with Producer(nameserver) as producer:
+            receipt = await producer.send(
+                at.topic,
+                b"\x00body",
+                tag="tag",
+                keys=("k1", "k2"),
+                properties={"name": "value", "ü": ""},
+            )
+        async with at.consumer("a") as consumer:
+            message = await anext(consumer)
+    assert (message.topic, message.broker, message.queue_id) == (at.topic, "broker-0", 0)
+    assert (message.body, message.tag, message.keys) == (b"\x00body", "tag", ("k1", "k2"))
+    assert message.properties == {"name": "value", "ü": ""}
+    assert (message.queue, message.offset) == (receipt.queue, receipt.offset)
+    assert message.store_unix_ms == receipt.store_unix_ms >= message.born_unix_ms > 0
+    assert (message.redelivered, message.attempts) == (False, 1)
+    assert message.token > 0
+
+
+# ---- refusals
+
+
+async def test_other_subscription_is_refused_and_both_clients_are_named(nameserver: str) -> None:
+    async with scene(nameserver) as at, noting(at, "old", "a || b"):
+        with pytest.raises(SubscriptionConflict) as refused:
+            async with at.consumer("new", "b || c"):
+                pass
+        (difference,) = refused.value.differences
+        assert (difference.topic, difference.setting) == (at.topic, "expression")
+        assert (difference.newcomer_client_id, difference.newcomer_value) == ("new", "b||c")
+        assert (difference.member_client_id, difference.member_value) == ("old", "a||b")
+        assert "new" in refused.value.message
+        assert "old" in refused.value.message
+        async with noting(at, "same", " b||a "):
+            pass
+
+
+async def test_client_id_of_a_live_member_is_refused(nameserver: str) -> None:
+    async with scene(nameserver) as at, noting(at, "a") as first:
+        with pytest.raises(ClientIdInUse) as refused:
+            async with at.consumer("a"):
+                pass
+        assert refused.value.facts["client_id"] == "a"
+        await until(lambda: len(first.assignment) == 4)
+
+
+async def test_client_id_is_free_again_after_its_member_left(nameserver: str) -> None:
+    async with scene(nameserver) as at:
+        for _ in range(2):
+            async with noting(at, "a") as consumer:
+                await until(lambda: len(consumer.assignment) == 4)
+
+
+async def test_topic_that_is_not_there_is_refused(nameserver: str) -> None:
+    with pytest.raises(TopicNotFound):
+        async with Consumer(nameserver, "g", {"absent": "*"}):
+            pass
+
+
+async def test_expression_that_cannot_be_read_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(BadExpression):
+        Consumer("127.0.0.1:1", "g", {"t": "a || "})
+
+
+async def test_nameserver_that_is_not_there_is_unreachable_after_the_start_timeout() -> None:
+    settings = replace(QUICK, start_timeout_ms=100)
+    with pytest.raises(Unreachable):
+        async with Consumer("127.0.0.1:1", "g", {"t": "*"}, settings):
+            pass

@@ -1,0 +1,447 @@
+"""The producer.
+
+Goal: many sends travel in few batches; a repeated batch is the same batch; an error reaches those
+whose messages it is about and nobody else; nothing handed over is lost by flushing or closing, and
+nothing waits for ever.
+Method: a nameserver and a storage node of lists that fail when told to (`tests.client.twins`),
+behind real servers; requests are held at a gate where something has to happen meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import (
+    BadBatch,
+    BatonError,
+    Internal,
+    LimitExceeded,
+    NotServing,
+    Overloaded,
+    QueueNotFound,
+    TopicNotFound,
+    Unreachable,
+)
+from batonmq.core.records import Header, Message
+from batonmq.core.route import QueueId, queue_of_key
+from batonmq.producer import Durability, Pending, Producer, ProducerSettings, Receipt
+from tests.client.twins import BROKER, NOWHERE, Gate, bodies, failing, twins
+from tests.support.waiting import until
+
+
+def queue(queue_id: int, topic: str = "orders") -> QueueId:
+    return QueueId(topic, BROKER, queue_id)
+
+
+async def submit(producer: Producer, *numbers: int, queue_id: int | None = None) -> list[Pending]:
+    wanted = None if queue_id is None else queue(queue_id)
+    return [
+        await producer.submit("orders", Message(b"%d" % number), queue=wanted) for number in numbers
+    ]
+
+
+async def outcomes(pending: list[Pending]) -> list[Receipt | BatonError]:
+    async def outcome(one: Pending) -> Receipt | BatonError:
+        try:
+            return await one
+        except BatonError as error:
+            return error
+
+    return [await outcome(one) for one in pending]
+
+
+# ---- receipts
+
+
+async def test_receipt_tells_where_the_message_is() -> None:
+    async with twins(orders=4) as at, Producer(at.address) as producer:
+        await producer.send("orders", b"first", queue=queue(2))
+        second, third = await outcomes(await submit(producer, 2, 3, queue_id=2))
+    assert isinstance(second, Receipt)
+    assert isinstance(third, Receipt)
+    assert (second.queue, second.offset, third.offset) == (queue(2), 1, 2)
+    assert second.message_id == "broker-a-1000-0", "broker, position of the batch, place in it"
+    assert third.message_id == "broker-a-1000-1"
+    assert second.store_unix_ms == 1_700_000_000_000
+    assert not second.duplicate
+
+
+@pytest.mark.parametrize("durability", Durability)
+async def test_durability_is_asked_for_and_told(durability: Durability) -> None:
+    settings = ProducerSettings(durability=durability)
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        receipt = await producer.send("orders", b"")
+        assert at.storage.durabilities == [durability.value]
+    assert receipt.durability is durability
+
+
+async def test_receipt_can_be_awaited_late_and_more_than_once() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        (pending,) = await submit(producer, 1)
+        await producer.flush()
+        assert await pending == await pending
+
+
+# ---- batches
+
+
+async def test_sends_that_come_together_travel_in_few_batches() -> None:
+    gate = Gate()
+    async with twins(orders=8) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        pending = await submit(producer, *range(2_000))
+        gate.open()
+        receipts = await outcomes(pending)
+        assert sum(map(len, at.storage.requests)) <= 2 * 8
+        assert Counter(at.storage.stored) == Counter(b"%d" % n for n in range(2_000))
+    assert len({(r.queue, r.offset) for r in receipts if isinstance(r, Receipt)}) == 2_000
+
+
+async def test_many_tasks_that_send_at_once_ask_for_the_route_and_share_batches() -> None:
+    async with twins(orders=8) as at, Producer(at.address) as producer:
+        await producer.send("orders", b"opens the topic")
+        asked = len(at.nameserver.asked)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(500):
+                tasks.create_task(producer.send("orders", b"%d" % number))
+        assert len(at.nameserver.asked) == asked
+        assert sum(map(len, at.storage.requests)) <= 50
+        assert len(at.storage.stored) == 501
+
+
+async def test_one_queue_has_one_batch_in_flight() -> None:
+    gate = Gate()
+    settings = ProducerSettings(batch_messages_max=1)
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        at.storage.before = gate
+        pending = await submit(producer, *range(3))
+        await until(lambda: gate.arrived)
+        assert [len(request) for request in at.storage.requests] == [1]
+        gate.open()
+        await outcomes(pending)
+        assert at.storage.queues["orders", 0] == [b"0", b"1", b"2"]
+
+
+async def test_linger_waits_for_more_messages() -> None:
+    settings = ProducerSettings(linger_ms=500)
+    async with twins(orders=1, more=1) as at, Producer(at.address, settings) as producer:
+        await submit(producer, 1)
+        await producer.submit("more", Message(b"after a question to the nameserver"))
+        await submit(producer, 2)
+        await producer.flush()
+        (request,) = at.storage.requests
+        assert bodies(request[0]) == [b"1", b"2"]
+
+
+async def test_request_holds_no_more_batches_than_storage_takes() -> None:
+    gate = Gate()
+    settings = ProducerSettings(in_flight_requests_max=1)
+    async with twins(orders=1_024, more=1_024) as at, Producer(at.address, settings) as producer:
+        at.storage.before = gate
+        await producer.submit("orders", Message(b"holds the only slot"))
+        await until(lambda: gate.arrived)
+        pending = [
+            await producer.submit(topic, Message(b""), queue=queue(queue_id, topic))
+            for topic in ("orders", "more")
+            for queue_id in range(1, 1_024)
+        ]
+        gate.open()
+        assert all(isinstance(one, Receipt) for one in await outcomes(pending))
+        assert [len(request) for request in at.storage.requests] == [1, 1_024, 1_022]
+
+
+# ---- where to
+
+
+async def test_ordering_key_keeps_its_queue_and_its_order_through_failures() -> None:
+    settings = ProducerSettings(batch_messages_max=3)
+    async with twins(orders=8) as at, Producer(at.address, settings) as producer:
+        at.storage.before = failing(NotServing("not yet"), times=5)
+        pending = [
+            await producer.submit("orders", Message(b"%d" % n), ordering_key=f"key-{n % 5}")
+            for n in range(100)
+        ]
+        receipts = await outcomes(pending)
+        for key in range(5):
+            of_key = [r for r in receipts[key::5] if isinstance(r, Receipt)]
+            queues = tuple(queue(queue_id) for queue_id in range(8))
+            assert {r.queue for r in of_key} == {queue_of_key(queues, f"key-{key}")}
+            assert len(of_key) == 20
+            assert [r.offset for r in of_key] == sorted(r.offset for r in of_key)
+
+
+async def test_messages_without_key_use_all_queues() -> None:
+    settings = ProducerSettings(batch_messages_max=1)
+    async with twins(orders=4) as at, Producer(at.address, settings) as producer:
+        await outcomes(await submit(producer, *range(8)))
+        assert {key: len(queue) for key, queue in at.storage.queues.items()} == {
+            ("orders", queue_id): 2 for queue_id in range(4)
+        }
+
+
+async def test_queue_that_is_not_there_is_refused() -> None:
+    async with twins(orders=2) as at, Producer(at.address) as producer:
+        with pytest.raises(QueueNotFound):
+            await producer.send("orders", b"", queue=queue(2))
+        assert at.storage.requests == []
+
+
+async def test_topic_that_is_not_there_is_refused_at_once() -> None:
+    async with twins(orders=2) as at, Producer(at.address) as producer:
+        with pytest.raises(TopicNotFound):
+            await producer.send("order", b"")
+        assert at.nameserver.asked == ["order"]
+
+
+async def test_queues_that_are_added_are_used() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        await producer.send("orders", b"")
+        at.nameserver.set_topic("orders", 2)
+
+        async def stored_in_the_new_one() -> bool:
+            return (await producer.send("orders", b"")).queue == queue(1)
+
+        await until(stored_in_the_new_one)
+
+
+async def test_topic_that_is_deleted_is_refused_from_then_on() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        await producer.send("orders", b"")
+        at.nameserver.set_topic("orders", 0)
+
+        async def refused() -> bool:
+            try:
+                await producer.send("orders", b"")
+            except TopicNotFound:
+                return True
+            return False
+
+        await until(refused)
+
+
+async def test_broker_that_moved_is_followed() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        new_address, at.nameserver.storage_address = at.nameserver.storage_address, NOWHERE
+        (pending,) = await submit(producer, 1)
+        await until(lambda: at.nameserver.asked)
+        at.nameserver.storage_address = new_address
+        assert (await pending).offset == 0
+
+
+# ---- trouble
+
+
+async def test_repeated_batch_is_the_same_to_the_byte() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        at.storage.before = failing(NotServing("starting"), times=3)
+        first = await submit(producer, 1)
+        await until(lambda: at.storage.requests)
+        await submit(producer, 2)
+        await outcomes(first)
+        await producer.flush()
+        assert len({batch for request in at.storage.requests[:4] for batch in request}) == 1
+        assert at.storage.queues["orders", 0] == [b"1", b"2"]
+
+
+async def test_answer_that_was_lost_does_not_store_twice() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        at.storage.after = failing(NotServing("killed before it answered"))
+        first = await producer.send("orders", b"first")
+        second = await producer.send("orders", b"second")
+        assert at.storage.queues["orders", 0] == [b"first", b"second"]
+    assert (first.offset, first.duplicate) == (0, True)
+    assert (second.offset, second.duplicate) == (1, False)
+
+
+async def test_refused_batch_fails_its_senders_only() -> None:
+    def refuse_queue_1(header: Header) -> BatonError | None:
+        return BadBatch("not this one") if header.queue_id == 1 else None
+
+    gate = Gate()
+    async with twins(orders=3) as at, Producer(at.address) as producer:
+        at.storage.before, at.storage.refusal = gate, refuse_queue_1
+        pending = [
+            (queue_id, one)
+            for queue_id in (0, 1, 2)
+            for one in await submit(producer, 1, 2, queue_id=queue_id)
+        ]
+        gate.open()
+        for queue_id, one in pending:
+            if queue_id == 1:
+                with pytest.raises(BadBatch, match="not this one"):
+                    await one
+            else:
+                await one
+        at.storage.refusal = lambda _: None
+        assert (await producer.send("orders", b"", queue=queue(1))).offset == 0
+        assert len(at.storage.stored) == 5
+
+
+async def test_batch_that_may_be_stored_does_not_lend_its_sequence_to_the_next() -> None:
+    """The next one would pass for its repetition, and be lost with a receipt."""
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        at.storage.after = failing(Internal("a bug, after the write"))
+        with pytest.raises(Internal):
+            await producer.send("orders", b"first")
+        second = await producer.send("orders", b"second")
+        assert at.storage.queues["orders", 0] == [b"first", b"second"]
+    assert (second.offset, second.duplicate) == (1, False)
+
+
+async def test_queue_that_gives_up_on_a_batch_disturbs_no_other_queue() -> None:
+    """A new epoch on one queue must not end that of the others."""
+
+    def queue_0_is_full(header: Header) -> BatonError | None:
+        return Overloaded("wait") if header.queue_id == 0 else None
+
+    settings = ProducerSettings(delivery_timeout_ms=200)
+    async with twins(orders=2) as at, Producer(at.address, settings) as producer:
+        await producer.send("orders", b"1", queue=queue(1))
+        at.storage.refusal = queue_0_is_full
+        with pytest.raises(Overloaded):
+            await producer.send("orders", b"lost", queue=queue(0))
+        at.storage.refusal = lambda _: None
+        await producer.send("orders", b"0", queue=queue(0))
+        await producer.send("orders", b"2", queue=queue(1))
+        assert at.storage.queues == {("orders", 0): [b"0"], ("orders", 1): [b"1", b"2"]}
+
+
+async def test_message_that_is_too_large_is_refused_and_never_sent() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        with pytest.raises(LimitExceeded) as refused:
+            await producer.send("orders", bytes(4 * 1024 * 1024 + 1))
+        assert at.storage.requests == []
+    assert refused.value.facts["field"] == "body"
+
+
+async def test_sender_that_gives_up_takes_nothing_from_the_others() -> None:
+    gate = Gate()
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        await producer.submit("orders", Message(b"opens the topic"))
+        await until(lambda: gate.arrived)
+        waiting: list[int] = []
+
+        async def wait_for(number: int, pending: Pending) -> Receipt:
+            waiting.append(number)
+            return await pending
+
+        first, second = await submit(producer, 1, 2)
+        async with asyncio.TaskGroup() as tasks:
+            gives_up = tasks.create_task(wait_for(1, first))
+            stays = tasks.create_task(wait_for(2, second))
+            await until(lambda: len(waiting) == 2)
+            gives_up.cancel()
+            await until(gives_up.done)
+            gate.open()
+        assert stays.result().offset == 2
+        assert at.storage.queues["orders", 0] == [b"opens the topic", b"1", b"2"]
+
+
+# ---- bounds
+
+
+async def test_no_more_bytes_are_in_flight_than_allowed() -> None:
+    gate = Gate()
+    settings = ProducerSettings(in_flight_bytes_max=10_000)
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        await producer.send("orders", b"opens the topic")
+        at.storage.before = gate
+        async with asyncio.TaskGroup() as tasks:
+            done = list[int]()
+
+            async def send(number: int) -> None:
+                await producer.submit("orders", Message(bytes(4_000)))
+                done.append(number)
+
+            for number in range(6):
+                tasks.create_task(send(number))
+            await until(lambda: gate.arrived and done)
+            assert len(done) == 2, "the third would be too much"
+            gate.open()
+        await producer.flush()
+        assert len(done) == 6
+        assert len(at.storage.stored) == 7
+
+
+async def test_message_larger_than_the_bound_travels_when_nothing_else_does() -> None:
+    settings = ProducerSettings(in_flight_bytes_max=1_000)
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        assert (await producer.send("orders", bytes(5_000))).offset == 0
+        assert (await producer.send("orders", bytes(5_000))).offset == 1
+
+
+# ---- ends
+
+
+async def test_flush_waits_for_every_outcome() -> None:
+    async with twins(orders=4) as at, Producer(at.address) as producer:
+        at.storage.before = failing(NotServing("not yet"), times=3)
+        await submit(producer, *range(200))
+        await producer.flush()
+        assert len(at.storage.stored) == 200
+
+
+async def test_closing_loses_nothing() -> None:
+    async with twins(orders=4) as at:
+        at.storage.before = failing(NotServing("not yet"), times=3)
+        async with Producer(at.address) as producer:
+            pending = await submit(producer, *range(200))
+        assert Counter(at.storage.stored) == Counter(b"%d" % n for n in range(200))
+        assert all(isinstance(one, Receipt) for one in await outcomes(pending))
+
+
+async def test_closing_without_a_broker_ends_within_the_delivery_timeout() -> None:
+    clock, settings = Clock(), ProducerSettings(delivery_timeout_ms=1_000, batch_messages_max=1)
+    async with twins(orders=2) as at:
+        at.nameserver.storage_address = NOWHERE
+        async with Producer(at.address, settings) as producer:
+            pending = await submit(producer, *range(20))
+            begin_ms = clock.monotonic_ms()
+        spent_ms = clock.monotonic_ms() - begin_ms
+        assert all(isinstance(one, Unreachable) for one in await outcomes(pending))
+    assert spent_ms < 5_000, "not the timeout once for each of the ten batches of a queue"
+
+
+async def test_batches_that_never_left_do_not_wait_for_a_try_each() -> None:
+    gate = Gate()
+    settings = ProducerSettings(
+        delivery_timeout_ms=200, request_timeout_ms=300, batch_messages_max=1
+    )
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        at.storage.before = gate  # takes requests and never answers
+        pending = await submit(producer, *range(20))
+        assert all(isinstance(one, Unreachable) for one in await outcomes(pending))
+        assert len(at.storage.requests) == 1
+
+
+async def test_block_that_fails_is_left_at_once_with_its_own_error() -> None:
+    gate = Gate()
+    async with twins(orders=1) as at:
+        at.storage.before = gate
+        with pytest.raises(ValueError, match="on purpose"):
+            async with Producer(at.address) as producer:
+                (pending,) = await submit(producer, 1)
+                await until(lambda: gate.arrived)
+                raise ValueError("on purpose")
+        with pytest.raises(Unreachable):
+            await pending
+
+
+async def test_closed_producer_takes_nothing() -> None:
+    async with twins(orders=1) as at:
+        async with Producer(at.address) as producer:
+            await producer.send("orders", b"")
+        with pytest.raises(Unreachable, match="closed"):
+            await producer.send("orders", b"")
+
+
+async def test_error_nobody_awaits_is_no_trouble() -> None:
+    async with twins(orders=1) as at:
+        at.storage.refusal = lambda _: BadBatch("never")
+        async with Producer(at.address) as producer:
+            await submit(producer, 1, 2, 3)

@@ -1,0 +1,210 @@
+"""Sending for later.
+
+Goal: a message comes at its time, once, with all it had, or is taken back; also when the storage
+node is killed meanwhile.
+Method: a real cluster; the store time of a received message is compared with the time asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.blocking import BlockingProducer
+from batonmq.common.clock import Clock
+from batonmq.common.errors import (
+    InvalidArgument,
+    LimitExceeded,
+    NotScheduled,
+    TopicNotFound,
+    Unreachable,
+)
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.delays import AHEAD_MS_MAX
+from batonmq.core.records import Message
+from batonmq.core.route import QueueId
+from batonmq.producer import Producer, ProducerSettings
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+BROKER = "broker-0"
+FROM_FIRST = ConsumerSettings(consume_from="first")
+
+
+async def new_topic(nameserver: str, queue_count: int = 4) -> str:
+    name = f"t{secrets.token_hex(6)}"
+    async with Admin(nameserver) as admin:
+        await admin.create_topic(name, queue_count)
+    return name
+
+
+async def receive(nameserver: str, topic: str, count: int) -> list[ReceivedMessage]:
+    """The first `count` messages of a topic."""
+    found: list[ReceivedMessage] = []
+    async with Consumer(nameserver, f"g{topic}", {topic: "*"}, FROM_FIRST) as consumer:
+        async for message in consumer:
+            found.append(message)
+            if len(found) == count:
+                consumer.stop()
+    return found
+
+
+async def test_a_message_for_later_comes_at_its_time_with_all_it_had(nameserver: str) -> None:
+    topic = await new_topic(nameserver)
+    async with Producer(nameserver) as producer:
+        before = Clock().unix_ms()
+        receipt = await producer.send(
+            topic, b"later", tag="paid", keys=["a", "b"], properties={"x": "y"}, delay_ms=700
+        )
+        plain = await producer.send(topic, b"now")
+        assert before + 700 <= receipt.deliver_unix_ms <= Clock().unix_ms() + 700
+        assert receipt.queue.topic == plain.queue.topic == topic
+        assert not receipt.duplicate
+    now, later = await receive(nameserver, topic, 2)
+    assert (now.body, later.body) == (b"now", b"later")
+    assert (later.tag, tuple(later.keys), dict(later.properties)) == (
+        "paid", ("a", "b"), {"x": "y"},
+    )  # fmt: skip
+    assert later.queue == receipt.queue
+    assert later.store_unix_ms >= receipt.deliver_unix_ms
+
+
+async def test_levels_times_and_delays_are_the_same(nameserver: str) -> None:
+    topic = await new_topic(nameserver)
+    async with Producer(nameserver) as producer:
+        now = Clock().unix_ms()
+        level = await producer.send(topic, b"level", delay_level=1)
+        at = await producer.send(topic, b"at", deliver_at_unix_ms=now + 1_000)
+        past = await producer.send(topic, b"past", deliver_at_unix_ms=now - 1_000)
+        assert 1_000 <= level.deliver_unix_ms - now < 11_000
+        assert (at.deliver_unix_ms, past.deliver_unix_ms) == (now + 1_000, now - 1_000)
+    found = await receive(nameserver, topic, 3)
+    assert {one.body for one in found} == {b"level", b"at", b"past"}
+    assert found[0].body == b"past"
+
+
+async def test_what_is_cancelled_does_not_come(nameserver: str) -> None:
+    topic = await new_topic(nameserver, 1)
+    async with Producer(nameserver) as producer:
+        cancelled = await producer.send(topic, b"cancelled", delay_ms=900)
+        await producer.send(topic, b"kept", delay_ms=1_000)
+    async with Producer(nameserver) as other:
+        await other.cancel(cancelled.schedule_id)
+        with pytest.raises(NotScheduled):
+            await other.cancel(cancelled.schedule_id)
+        (found,) = await receive(nameserver, topic, 1)
+        assert (found.body, found.offset) == (b"kept", 0)
+        with pytest.raises(InvalidArgument):
+            await other.cancel("nonsense")
+
+
+async def test_an_id_of_a_broker_that_is_not_there_is_unreachable(nameserver: str) -> None:
+    async with Producer(nameserver, ProducerSettings(delivery_timeout_ms=300)) as producer:
+        with pytest.raises(Unreachable):
+            await producer.cancel("elsewhere-5")
+
+
+async def test_a_queue_and_an_ordering_key_are_kept(nameserver: str) -> None:
+    topic = await new_topic(nameserver)
+    async with Producer(nameserver) as producer:
+        third = QueueId(topic, BROKER, 2)
+        receipt = await producer.send(topic, b"a", queue=third, delay_ms=10)
+        plain = await producer.send(topic, b"b", ordering_key="k")
+        later = await producer.send(topic, b"c", ordering_key="k", delay_ms=10)
+        assert receipt.queue == third
+        assert later.queue == plain.queue
+
+
+async def test_refusals_come_before_anything_is_sent(nameserver: str) -> None:
+    topic = await new_topic(nameserver)
+    async with Producer(nameserver) as producer:
+        with pytest.raises(LimitExceeded):
+            await producer.send(topic, b"a", delay_ms=AHEAD_MS_MAX + 60_000)
+        with pytest.raises(InvalidArgument):
+            await producer.send(topic, b"a", delay_ms=5, delay_level=5)
+        with pytest.raises(TopicNotFound):
+            await producer.send("nobody", b"a", delay_ms=5)
+
+
+async def test_many_share_requests_and_each_has_an_id_of_its_own(nameserver: str) -> None:
+    topic = await new_topic(nameserver)
+    async with Producer(nameserver) as producer:
+        pending = [
+            await producer.submit(topic, Message(b"%d" % n), delay_ms=600_000) for n in range(3_000)
+        ]
+        receipts = [await one for one in pending]
+        assert len({one.schedule_id for one in receipts}) == 3_000
+        assert len({one.queue for one in receipts}) == 4
+        for receipt in receipts[::1_000]:
+            await producer.cancel(receipt.schedule_id)
+
+
+async def test_a_producer_that_closes_flushes_first(nameserver: str) -> None:
+    topic = await new_topic(nameserver)
+    async with Producer(nameserver) as producer:
+        pending = [await producer.submit(topic, Message(b"a"), delay_ms=50) for _ in range(100)]
+    assert len({(await one).schedule_id for one in pending}) == 100
+
+
+def test_code_without_asyncio_can_do_the_same(nameserver: str) -> None:
+    topic = asyncio.run(new_topic(nameserver))
+    with BlockingProducer(nameserver) as producer:
+        receipt = producer.send(topic, b"a", delay_ms=600_000)
+        producer.cancel(receipt.schedule_id)
+        with pytest.raises(NotScheduled):
+            producer.cancel(receipt.schedule_id)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+async def test_kill_9_of_the_storage_loses_and_doubles_no_message_for_later(tmp_path: Path) -> None:
+    sent: dict[int, int] = {}
+    found: list[ReceivedMessage] = []
+    stop = asyncio.Event()
+
+    async def produce(nameserver: str) -> None:
+        async with Producer(nameserver) as producer:
+            while not stop.is_set():
+                begin = len(sent)
+                pending = [
+                    await producer.submit("later", Message(b"%d" % n), delay_ms=300 + n % 1_000)
+                    for n in range(begin, begin + 50)
+                ]
+                for number, one in enumerate(pending, start=begin):
+                    sent[number] = (await one).deliver_unix_ms
+
+    async with local_cluster(tmp_path) as cluster:
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic("later", 4)
+        async with (
+            Consumer(cluster.nameserver, "g", {"later": "*"}, FROM_FIRST) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+
+            async def consume() -> None:
+                async for message in consumer:
+                    found.append(message)
+
+            producing = tasks.create_task(produce(cluster.nameserver))
+            tasks.create_task(consume())
+            for _ in range(2):
+                goal = len(found) + 1_000
+                await until(lambda goal=goal: len(found) >= goal, timeout_s=30)  # type: ignore[misc]
+                await cluster.kill("storage")
+                await cluster.serving("storage")
+            goal = len(sent) + 1_000
+            await until(lambda: len(sent) >= goal, timeout_s=30)
+            stop.set()
+            await producing
+            await until(lambda: len({one.body for one in found}) >= len(sent), timeout_s=30)
+            consumer.stop()
+    numbers = [int(one.body) for one in found]
+    assert set(numbers) == set(sent), "something is lost"
+    assert len(numbers) == len(set(numbers)), "something came twice"
+    assert all(one.store_unix_ms >= sent[int(one.body)] for one in found), "something came early"

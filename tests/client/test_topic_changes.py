@@ -1,0 +1,219 @@
+"""Goal: a topic that changes under producers and consumers costs them no message and no error.
+
+Method: a real cluster; topics grow, shrink and change their permission while messages flow, and
+retention takes what a group has not read. Everything sent is compared with everything handled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.errors import NotWritable, QueueNotFound
+from batonmq.consumer import Consumer
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.records import Message
+from batonmq.core.route import QueueId
+from batonmq.producer import Producer, ProducerSettings, Receipt
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+TOPIC = "moving"
+FROM_FIRST = ConsumerSettings(consume_from="first", commit_interval_ms=100)
+
+
+@asynccontextmanager
+async def reading(nameserver: str) -> AsyncIterator[list[bytes]]:
+    """What a consumer of group `g` has handled; it reads until the block ends."""
+    bodies: list[bytes] = []
+    async with (
+        Consumer(nameserver, "g", {TOPIC: "*"}, FROM_FIRST) as consumer,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        async def read() -> None:
+            async for message in consumer:
+                bodies.append(message.body)  # noqa: PERF401  one by one, to be seen at once
+
+        task = tasks.create_task(read())
+        yield bodies
+        consumer.stop()
+        await task
+
+
+async def test_queues_come_and_go_while_messages_flow(tmp_path: Path) -> None:
+    settings = {"shrink_interval_ms": 50}
+    async with (
+        local_cluster(tmp_path, nameserver=settings) as cluster,
+        Admin(cluster.nameserver) as admin,
+    ):
+        await admin.create_topic(TOPIC, 8)
+        sent: list[Receipt] = []
+        stop = asyncio.Event()
+
+        async def send(producer: Producer) -> None:
+            number = 0
+            while not stop.is_set():
+                pending = [
+                    await producer.submit(
+                        TOPIC,
+                        Message(
+                            b"%d" % n, tag="t", keys=(f"k{n}", "all"), properties={"n": str(n)}
+                        ),
+                        ordering_key=str(n % 50) if n % 2 else None,
+                    )
+                    for n in range(number, number + 100)
+                ]
+                sent.extend([await one for one in pending])
+                number += 100
+
+        async with reading(cluster.nameserver) as bodies, asyncio.TaskGroup() as tasks:
+            async with Producer(cluster.nameserver) as producer:
+                sending = tasks.create_task(send(producer))
+                await until(lambda: len(sent) > 1_000)
+                for wanted in (2, 12, 1, 3):
+                    await admin.update_topic(TOPIC, queue_count=wanted)
+                    await _has(admin, wanted)
+                    await _grown(sent, 1_000)
+                    assert {r.queue.queue_id for r in sent[-500:]} <= set(range(wanted))
+                stop.set()
+                await sending
+            await until(lambda: len(bodies) >= len(sent))
+        counts = Counter(bodies)
+        assert counts.keys() == {b"%d" % n for n in range(len(sent))}
+        assert set(counts.values()) == {1}
+        assert len({(r.queue, r.offset) for r in sent}) == len(sent)
+
+
+async def _has(admin: Admin, queue_count: int) -> None:
+    """Until the topic has so many queues, to be read or written."""
+
+    async def seen() -> bool:
+        return len((await admin.describe_topic(TOPIC)).topic.queues) == queue_count
+
+    await until(seen)
+
+
+async def _grown(sent: list[Receipt], count: int) -> None:
+    wanted = len(sent) + count
+    await until(lambda: len(sent) >= wanted)
+
+
+async def test_what_waits_for_a_queue_that_is_given_up_goes_elsewhere(tmp_path: Path) -> None:
+    """The topic shrinks while a batch lingers, so that the refusal meets it on its way."""
+    async with local_cluster(tmp_path) as cluster, Admin(cluster.nameserver) as admin:
+        await admin.create_topic(TOPIC, 4)
+        settings = ProducerSettings(linger_ms=500)
+        async with Producer(cluster.nameserver, settings) as producer:
+            pinned = QueueId(TOPIC, "broker-0", 3)
+            message = Message(b"x", tag="t", keys=("a", "b"), properties={"p": "v"})
+            await producer.send(TOPIC, b"open")
+            pending = [await producer.submit(TOPIC, message) for _ in range(8)]
+            pending += [
+                await producer.submit(TOPIC, message, ordering_key=str(n)) for n in range(8)
+            ]
+            nailed = await producer.submit(TOPIC, message, queue=pinned)
+            await admin.update_topic(TOPIC, queue_count=1)
+            receipts = [await one for one in pending]
+            assert {r.queue.queue_id for r in receipts} == {0}
+            with pytest.raises(NotWritable):
+                await nailed
+            with pytest.raises(NotWritable):
+                await producer.send(TOPIC, b"y", queue=pinned)
+            with pytest.raises(QueueNotFound):
+                await producer.send(TOPIC, b"y", queue=QueueId(TOPIC, "broker-0", 4))
+        async with Consumer(cluster.nameserver, "g", {TOPIC: "*"}, FROM_FIRST) as consumer:
+            found = [await anext(consumer) for _ in range(17)]
+        moved = [m for m in found if m.body == b"x"]
+        assert {(m.tag, tuple(m.keys), m.properties["p"]) for m in moved} == {
+            ("t", ("a", "b"), "v")
+        }
+        assert len(moved) == 16
+
+
+async def test_a_topic_to_be_read_refuses_clearly_and_one_to_be_written_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "batonmq")
+    async with local_cluster(tmp_path) as cluster, Admin(cluster.nameserver) as admin:
+        await admin.create_topic(TOPIC, 1)
+        async with Producer(cluster.nameserver) as producer, reading(cluster.nameserver) as bodies:
+            await producer.send(TOPIC, b"1")
+            await until(lambda: bodies == [b"1"])
+            topic = await admin.update_topic(TOPIC, permission="read")
+            assert topic.permission == "read"
+            with pytest.raises(NotWritable):
+                await producer.send(TOPIC, b"no")
+            await admin.update_topic(TOPIC, permission="write")
+            await until(lambda: "its topic gives no messages" in caplog.text)
+            await _sent(producer, b"2")
+            await _sent(producer, b"3")
+            assert bodies == [b"1"]
+            await admin.update_topic(TOPIC, permission="read_write")
+            await until(lambda: bodies == [b"1", b"2", b"3"])
+            await until(lambda: "its topic gives messages again" in caplog.text)
+
+
+async def _sent(producer: Producer, body: bytes) -> None:
+    """Send as soon as the producer has heard of the topic's change."""
+
+    async def tried() -> bool:
+        try:
+            await producer.send(TOPIC, body)
+        except NotWritable:
+            return False
+        return True
+
+    await until(tried)
+
+
+async def test_a_group_that_fell_behind_retention_goes_on_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = {"segment_bytes": 16_384, "retention_bytes": 65_536, "disk_interval_ms": 20}
+    async with (
+        local_cluster(tmp_path, storage=storage) as cluster,
+        Admin(cluster.nameserver) as admin,
+    ):
+        await admin.create_topic(TOPIC, 1)
+        async with Producer(cluster.nameserver) as producer:
+            for n in range(10):
+                await producer.send(TOPIC, b"%d" % n)
+            async with reading(cluster.nameserver) as bodies:
+                await until(lambda: len(bodies) == 10)
+            (row,) = (await admin.group_progress("g")).queues
+            assert row.committed_offset == 10
+            for n in range(10, 110):
+                await producer.send(TOPIC, (b"%d" % n).ljust(2_000))
+            first = await _first_offset(admin)
+            async with reading(cluster.nameserver) as bodies:
+                await until(lambda: bodies[-1:] == [b"109".ljust(2_000)])
+        assert [int(body) for body in bodies] == list(range(first, 110))
+        assert f"first_offset=10 count={first - 10}" in caplog.text
+        (row,) = (await admin.group_progress("g")).queues
+        assert (row.committed_offset, row.lag) == (110, 0)
+
+
+async def _first_offset(admin: Admin) -> int:
+    """The first offset of the queue once retention has nothing more to do."""
+    found: list[int | None] = []
+
+    async def stands() -> bool:
+        (extent,) = (await admin.describe_topic(TOPIC)).queues
+        found.append(extent.first_offset)
+        return len(found) > 50 and len(set(found[-50:])) == 1
+
+    await until(stands)
+    first = found[-1]
+    assert first is not None
+    assert first > 60, "four segments hold 32 messages"
+    return first

@@ -1,0 +1,216 @@
+"""A cluster of one process for the client: a nameserver and a storage node that keep everything in
+lists and can be told to fail, behind real servers and the services' own edge.
+
+Storage judges producers' sequences by the real table, and batches by the real checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import grpc.aio
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+
+from batonmq.common.errors import BatonError, LimitExceeded, TopicNotFound
+from batonmq.common.rpc import error_to_pb
+from batonmq.core.records import Header, check_batch, decode_records
+from services.storage.core.producers import ProducerTable, Receipt
+from tests.support.serving import serving_at
+
+BROKER = "broker-a"
+NOWHERE = "127.0.0.1:1"
+"""Nobody serves there."""
+Context = grpc.aio.ServicerContext[Any, Any]
+Hook = Callable[[Sequence[bytes]], Awaitable[None]]
+
+
+async def _nothing(_: Sequence[bytes]) -> None:
+    return
+
+
+def bodies(batch: bytes) -> list[bytes]:
+    """Bodies of the messages of a batch."""
+    header = check_batch(batch, stamped=False)
+    return [record.body for record in decode_records(batch, header, range(header.count))]
+
+
+class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
+    """Topics on one broker."""
+
+    def __init__(self) -> None:
+        self.queue_counts: dict[str, int] = {}
+        self.storage_address = NOWHERE
+        self.asked: list[str] = []
+        self._generation = 1
+        self._changed = asyncio.Event()
+
+    def set_topic(self, topic: str, queue_count: int) -> None:
+        """Create or change a topic; 0 deletes it."""
+        self.queue_counts[topic] = queue_count
+        self._generation += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def route(self, topic: str) -> nameserver_pb.Route:
+        queue_count = self.queue_counts.get(topic, 0)
+        if not queue_count:
+            raise TopicNotFound(f"no topic {topic}")
+        spread = nameserver_pb.QueueSpread(broker=BROKER, queue_count=queue_count)
+        return nameserver_pb.Route(
+            topic=nameserver_pb.Topic(name=topic, topic_id=1, spread=[spread]),
+            brokers=[nameserver_pb.BrokerAddress(broker=BROKER, address=self.storage_address)],
+            generation=self._generation,
+        )
+
+    async def QueryRoute(
+        self, request: nameserver_pb.QueryRouteRequest, context: Context
+    ) -> nameserver_pb.QueryRouteResponse:
+        self.asked.append(request.topic)
+        return nameserver_pb.QueryRouteResponse(route=self.route(request.topic))
+
+    async def WatchRoute(
+        self, request: nameserver_pb.WatchRouteRequest, context: Context
+    ) -> AsyncIterator[nameserver_pb.WatchRouteResponse]:
+        while True:
+            changed = self._changed
+            yield nameserver_pb.WatchRouteResponse(route=self.route(request.topic))
+            await changed.wait()
+
+    async def DescribeCluster(
+        self, request: nameserver_pb.DescribeClusterRequest, context: Context
+    ) -> nameserver_pb.DescribeClusterResponse:
+        node = nameserver_pb.Node(
+            service=nameserver_pb.SERVICE_KIND_STORAGE,
+            node_id=BROKER,
+            address=self.storage_address,
+            leader=True,
+        )
+        return nameserver_pb.DescribeClusterResponse(nodes=[node])
+
+
+class StorageTwin(pb_grpc.StorageServiceServicer):
+    """Queues as lists.
+
+    Attributes:
+        requests: The batches of every Append, as they came.
+        queues: Bodies by topic and queue.
+        headers: Headers of the batches that were stored, in order.
+        before: Awaited before anything is stored; may raise.
+        after: Awaited when all is stored and not yet answered; may raise.
+        refusal: Says of a batch why it is refused, if it is.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[list[bytes]] = []
+        self.durabilities: list[int] = []
+        self.queues: defaultdict[tuple[str, int], list[bytes]] = defaultdict(list)
+        self.headers: list[Header] = []
+        self.before: Hook = _nothing
+        self.after: Hook = _nothing
+        self.refusal: Callable[[Header], BatonError | None] = lambda _: None
+        self._table = ProducerTable()
+
+    @property
+    def stored(self) -> list[bytes]:
+        """Bodies of all queues."""
+        return [body for queue in self.queues.values() for body in queue]
+
+    async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
+        self.requests.append(list(request.batches))
+        self.durabilities.append(request.durability)
+        if len(request.batches) > 1_024:
+            raise LimitExceeded(f"{len(request.batches)} batches")
+        await self.before(request.batches)
+        outcomes = [self._append(batch, request.durability) for batch in request.batches]
+        await self.after(request.batches)
+        return pb.AppendResponse(outcomes=outcomes)
+
+    def _append(self, batch: bytes, durability: pb.Durability.ValueType) -> pb.AppendOutcome:
+        try:
+            receipt = self._store(batch)
+        except BatonError as error:
+            return pb.AppendOutcome(error=error_to_pb(error))
+        return pb.AppendOutcome(
+            receipt=pb.AppendReceipt(
+                first_offset=receipt.first_offset,
+                position=receipt.position,
+                store_unix_ms=receipt.store_unix_ms,
+                durability=durability,
+                duplicate=receipt.duplicate,
+            )
+        )
+
+    def _store(self, batch: bytes) -> Receipt:
+        header = check_batch(batch, stamped=False)
+        refusal = self.refusal(header)
+        if refusal is not None:
+            raise refusal
+        key = (hash(header.topic), header.queue_id)
+        earlier = self._table.check(header, key)
+        if earlier is not None:
+            return earlier
+        queue = self.queues[header.topic, header.queue_id]
+        receipt = Receipt(len(queue), 4_096 * len(self.headers), 0, 1_700_000_000_000)
+        self._table.record(header, key, receipt)
+        queue += bodies(batch)
+        self.headers.append(header)
+        return receipt
+
+
+class Twins:
+    """The cluster: `nameserver` and `storage`, and where clients find it."""
+
+    def __init__(self) -> None:
+        self.nameserver = NameserverTwin()  # type: ignore[abstract]
+        self.storage = StorageTwin()  # type: ignore[abstract]
+        self.address = NOWHERE
+
+
+@asynccontextmanager
+async def twins(**queue_counts: int) -> AsyncIterator[Twins]:
+    """A cluster with these topics that serves until the block ends."""
+    made = Twins()
+    for topic, queue_count in queue_counts.items():
+        made.nameserver.set_topic(topic, queue_count)
+    add_storage: Any = partial(pb_grpc.add_StorageServiceServicer_to_server, made.storage)
+    add_nameserver: Any = partial(
+        nameserver_grpc.add_NameserverServiceServicer_to_server, made.nameserver
+    )
+    async with AsyncExitStack() as servers:
+        made.nameserver.storage_address = await servers.enter_async_context(serving_at(add_storage))
+        made.address = await servers.enter_async_context(serving_at(add_nameserver))
+        yield made
+
+
+def failing(error: BatonError, times: int = 1) -> Hook:
+    """Raises `error` the first few times."""
+    left = [error] * times
+
+    async def fail(_: Sequence[bytes]) -> None:
+        if left:
+            raise left.pop()
+
+    return fail
+
+
+class Gate:
+    """Holds every request until it is opened."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self._open = asyncio.Event()
+
+    async def __call__(self, _: Sequence[bytes]) -> None:
+        self.arrived += 1
+        await self._open.wait()
+
+    def open(self) -> None:
+        self._open.set()

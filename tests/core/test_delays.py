@@ -1,0 +1,77 @@
+"""Goal: levels, delays and times mean the same moment, and what can't be meant is refused.
+
+Method: plain values; the table of levels is RocketMQ's.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq.common.errors import InvalidArgument, LimitExceeded
+from batonmq.core.delays import (
+    AHEAD_MS_MAX,
+    LEVELS_MS,
+    check_deliver_time,
+    deliver_time,
+    parse_duration_ms,
+)
+
+NOW = 1_700_000_000_000
+SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
+
+
+def test_the_levels_are_those_of_rocketmq() -> None:
+    assert LEVELS_MS == (
+        SECOND, 5 * SECOND, 10 * SECOND, 30 * SECOND,
+        *(n * MINUTE for n in range(1, 11)),
+        20 * MINUTE, 30 * MINUTE, HOUR, 2 * HOUR,
+    )  # fmt: skip
+
+
+def test_a_time_a_delay_and_a_level_are_one_mechanism() -> None:
+    assert deliver_time(NOW) == NOW
+    assert deliver_time(NOW, deliver_at_unix_ms=NOW + 7) == NOW + 7
+    assert deliver_time(NOW, deliver_at_unix_ms=1) == 1
+    assert deliver_time(NOW, delay_ms=0) == NOW
+    assert deliver_time(NOW, delay_ms=1_500) == NOW + 1_500
+    assert deliver_time(NOW, delay_level=0) == NOW
+    assert deliver_time(NOW, delay_level=3) == NOW + 10 * SECOND
+    assert deliver_time(NOW, delay_level=18) == NOW + 2 * HOUR
+    assert deliver_time(NOW, delay_level=99) == NOW + 2 * HOUR
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"delay_ms": -1},
+        {"delay_level": -1},
+        {"deliver_at_unix_ms": 0},
+        {"delay_ms": 1, "delay_level": 1},
+        {"deliver_at_unix_ms": NOW, "delay_ms": 0},
+    ],
+)
+def test_what_cant_be_meant_is_refused(given: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument):
+        deliver_time(NOW, **given)
+
+
+def test_forty_days_are_allowed_and_no_more() -> None:
+    assert check_deliver_time(NOW + AHEAD_MS_MAX, NOW) == NOW + AHEAD_MS_MAX
+    with pytest.raises(LimitExceeded) as refused:
+        check_deliver_time(NOW + AHEAD_MS_MAX + 1, NOW)
+    assert refused.value.facts["limit"] == str(40 * 24 * HOUR)
+    assert refused.value.facts["actual"] == str(40 * 24 * HOUR + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [("500ms", 500), ("10s", 10_000), ("5m", 5 * MINUTE), ("2h", 2 * HOUR), ("40d", AHEAD_MS_MAX)],
+)
+def test_durations_are_read(text: str, ms: int) -> None:
+    assert parse_duration_ms(text) == ms
+
+
+@pytest.mark.parametrize("text", ["", "5", "s", "-5s", "1.5s", "5 s", "5w", "5S", "٣s"])
+def test_other_texts_are_no_durations(text: str) -> None:
+    with pytest.raises(InvalidArgument):
+        parse_duration_ms(text)

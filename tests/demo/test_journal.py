@@ -1,0 +1,101 @@
+"""Goal: the demo's verdict is right, above all when something is wrong.
+
+Method: journals made by hand, each with one thing amiss; and real files for what is read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import OwnershipEvent
+from batonmq.core.records import BatchBuilder, Message, decode_records, encode_record, read_header
+from batonmq.core.route import QueueId
+from batonmq.demo.journal import Event, Handled, Journal, Verdict, handovers_ms, judge, read
+
+SENT = {f"k{place}": place for place in range(6)}
+CLEAN = [Handled(place % 2, place // 2, 1, False, f"k{place}") for place in range(6)]
+
+
+def test_a_clean_run_has_nothing_to_report() -> None:
+    assert judge(CLEAN, SENT) == Verdict(6, 0, 0, 0, 0, 0)
+
+
+def test_a_message_nobody_handled_is_lost() -> None:
+    verdict = judge(CLEAN[:-1], SENT)
+    assert (verdict.consumed, verdict.lost) == (5, 1)
+
+
+def test_a_second_handling_is_a_duplicate_and_unflagged_unless_it_says_so() -> None:
+    again = replace(CLEAN[0], token=2)
+    assert judge([*CLEAN, again], SENT).duplicated == 1
+    assert judge([*CLEAN, again], SENT).unflagged == 1
+    assert judge([*CLEAN, replace(again, redelivered=True)], SENT).unflagged == 0
+
+
+def test_three_handlings_of_one_message_are_two_duplicates() -> None:
+    assert judge([*CLEAN, CLEAN[1], CLEAN[1]], SENT).duplicated == 2
+
+
+def test_a_message_behind_a_later_one_of_its_queue_is_misordered() -> None:
+    swapped = [CLEAN[2], CLEAN[0], CLEAN[4], CLEAN[1], CLEAN[3], CLEAN[5]]
+    assert judge(swapped, SENT).misordered == 1
+
+
+def test_owners_are_put_in_the_order_of_their_tokens() -> None:
+    second_owner = [replace(h, token=2) for h in CLEAN[4:]]
+    assert judge([*second_owner, *CLEAN[:4]], SENT).misordered == 0
+    first_owner_last = [replace(h, token=3) for h in CLEAN[:4]]
+    assert judge([*second_owner, *first_owner_last], SENT).misordered == 4
+
+
+def test_a_redelivery_is_no_disorder() -> None:
+    assert judge([*CLEAN, replace(CLEAN[0], token=2, redelivered=True)], SENT).misordered == 0
+
+
+def test_a_message_that_was_not_meant_for_the_group_is_foreign() -> None:
+    verdict = judge([*CLEAN, Handled(0, 9, 1, False, "other")], SENT)
+    assert (verdict.foreign, verdict.consumed, verdict.duplicated) == (1, 6, 0)
+
+
+def test_a_handover_lasts_from_the_last_start_to_the_next_grant() -> None:
+    events = [
+        Event("a", "granted", 0, 1, 0),
+        Event("a", "draining", 0, 1, 100),
+        Event("a", "released", 0, 1, 120),
+        Event("b", "granted", 0, 2, 150),
+        Event("b", "draining", 0, 2, 300),
+        Event("b", "granted", 0, 3, 310),
+        Event("c", "granted", 1, 1, 5),
+    ]
+    assert handovers_ms(events) == [50]
+
+
+def test_what_is_written_is_read_back_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    builder = BatchBuilder()
+    message = Message(b"body", "AA", ("k0",))
+    builder.add(message, encode_record(message))
+    batch = builder.encode(topic="flights", queue_id=3)
+    header = read_header(batch)
+    (record,) = decode_records(batch, header, [0])
+    queue = QueueId("flights", "broker-0", 3)
+    path = tmp_path / "member.journal"
+    with Journal(path) as journal:
+        journal.handled(ReceivedMessage(queue, 7, header, record, redelivered=True))
+        journal.ownership(OwnershipEvent("granted", queue, 7, 1234))
+    with path.open("a") as file:
+        file.write("H 3 1 7 0 k")
+    handled, events = read([path])
+    assert handled == [Handled(3, 0, 7, True, "k0")]
+    assert events == [Event("member", "granted", 3, 7, 1234)]
+
+
+@pytest.mark.parametrize("line", ["H 1 2 3\n", "E granted x\n"])
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "member.journal"
+    path.write_text(line)
+    with pytest.raises((ValueError, IndexError)):
+        read([path])

@@ -1,0 +1,192 @@
+"""The lists in docs/operations.md that the code decides: settings and metrics.
+
+    python -m tests.docs.tables     writes them anew
+
+A list stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of the page is
+nobody's business here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from batonmq.common.clock import Clock
+from batonmq.common.config import Settings
+from services.lockmgr.config import LockmgrSettings
+from services.lockmgr.metrics import Recorder
+from services.nameserver.catalog import Catalog
+from services.nameserver.config import NameserverSettings
+from services.nameserver.telemetry import Telemetry
+from services.offsets.config import OffsetsSettings
+from services.offsets.core.calls import Instant, Limits
+from services.offsets.core.table import ProgressTable
+from services.offsets.metrics import OffsetsMetrics
+from services.runtime.etcd import EtcdSession
+from services.runtime.events import EventHub
+from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.mirror import Mirror
+from services.runtime.settings import ServiceSettings
+from services.storage.config import StorageSettings
+from services.storage.metrics import StorageMetrics
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+SETTINGS: Mapping[str, type[ServiceSettings]] = {
+    "storage": StorageSettings,
+    "offsets": OffsetsSettings,
+    "lockmgr": LockmgrSettings,
+    "nameserver": NameserverSettings,
+}
+_BLOCK = re.compile(r"(<!-- begin ([a-z -]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+
+
+def lists() -> dict[str, str]:
+    """Every list by its name, as Markdown."""
+    found = {"settings common": _settings(ServiceSettings, "<SERVICE>", _common_fields())}
+    for service, kind in SETTINGS.items():
+        own = [name for name in kind.model_fields if name in kind.__annotations__]
+        found[f"settings {service}"] = _settings(kind, service.upper(), own)
+    for service, make in _METRICS.items():
+        found[f"metrics {service}"] = _metrics(make)
+    return found
+
+
+def rewritten(page: str, found: Mapping[str, str]) -> str:
+    """`page` with the lists of `found` in place of its own."""
+    return _BLOCK.sub(lambda block: block[1] + found.get(block[2], "") + block[3], page)
+
+
+def names_of(page: str) -> list[str]:
+    """Names of the lists on the page, in order."""
+    return [block[2] for block in _BLOCK.finditer(page)]
+
+
+def meanings(kind: type[Settings]) -> dict[str, str]:
+    """What the class says of each setting: the string below its field, on one line."""
+    found: dict[str, str] = {}
+    for cls in reversed(kind.__mro__):
+        if not issubclass(cls, Settings):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                found[field.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def _common_fields() -> list[str]:
+    return [name for name in ServiceSettings.model_fields if name != "node_id"]
+
+
+def _settings(kind: type[Settings], service: str, names: Iterable[str]) -> str:
+    told = meanings(kind)
+    rows = []
+    for name in names:
+        field = kind.model_fields[name]
+        variable = f"`BATON_{service}_{name.upper()}`"
+        rows.append((variable, _unit(name, field), _default(field), _allowed(field), told[name]))
+    return _table(("Variable", "Unit", "Default", "Allowed", "Meaning"), rows)
+
+
+def _unit(name: str, field: FieldInfo) -> str:
+    units = {"_ms": "ms", "_s": "s", "bytes": "bytes", "_percent": "%", "port": "port"}
+    for part, unit in units.items():
+        if name.endswith(part) or f"{part}_" in name:
+            return unit
+    kinds = {bool: "true or false", int: "count", float: "number", Path: "path"}
+    return kinds.get(field.annotation, "text") if isinstance(field.annotation, type) else "text"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "**required**"
+    text = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+    return f"`{text}`" if text else "empty"
+
+
+def _allowed(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    limits = {
+        limit: getattr(rule, limit)
+        for rule in field.metadata
+        for limit in ("gt", "ge", "lt", "le", "pattern")
+        if getattr(rule, limit, None) is not None
+    }
+    signs = {"gt": "> {:,}", "ge": "≥ {:,}", "lt": "< {:,}", "le": "≤ {:,}", "pattern": "`{}`"}
+    return ", ".join(signs[limit].format(value) for limit, value in limits.items())
+
+
+class _Recording(CollectorRegistry):
+    """Remembers what was registered: a series with labels shows nothing before its first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[Any] = []
+
+    def register(self, collector: Collector) -> None:
+        self.registered.append(collector)
+        super().register(collector)
+
+
+def _metrics(make: Callable[[CollectorRegistry], object]) -> str:
+    registry = _Recording()
+    kept = make(registry)
+    rows = []
+    for collector in registry.registered:
+        (metric,) = collector.describe()
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in collector._labelnames)
+        rows.append((f"`{name}`", metric.type, labels, metric.documentation))
+    del kept
+    return _table(("Name", "Type", "Labels", "Meaning"), sorted(rows))
+
+
+def _offsets_metrics(registry: CollectorRegistry) -> object:
+    return OffsetsMetrics(registry, ProgressTable(Limits(), 1, 0, Instant(0, 0)))
+
+
+def _nameserver_metrics(registry: CollectorRegistry) -> object:
+    etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
+    catalog = Catalog(etcd, Mirror(etcd, "nodes/"), watchers_max=1)
+    return Telemetry(registry, _hub(), catalog)
+
+
+def _hub() -> EventHub:
+    return EventHub("docs", 1, Clock())
+
+
+_METRICS: Mapping[str, Callable[[CollectorRegistry], object]] = {
+    "common": lambda registry: EdgeInterceptor(Clock(), registry),
+    "storage": StorageMetrics,
+    "offsets": _offsets_metrics,
+    "lockmgr": lambda registry: Recorder(registry, _hub()),
+    "nameserver": _nameserver_metrics,
+}
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(), lists()))

@@ -1,0 +1,268 @@
+"""Goal: what README and docs say of the repository is so: lists, links, commands, names, sections.
+
+Method: read the pages, and compare with settings classes, registries, the Makefile, the command
+line, the contracts and the file tree. Each way of reading is shown to find a planted error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from batonmq.cli import app
+from tests.docs import tables
+from tests.docs.pages import ROOT, Page, broken_links, pages
+
+PAGES = pages()
+_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+_SOURCES = ("services", "batonmq", "protos", "tests", "bench")
+
+
+def page_of(text: str) -> Page:
+    """A page in the root that says `text`."""
+    return Page(Path("planted.md"), text)
+
+
+# ---- lists of settings and metrics
+
+
+def test_lists_of_settings_and_metrics_are_those_of_the_code() -> None:
+    page, found = tables.PAGE.read_text(), tables.lists()
+    assert sorted(tables.names_of(page)) == sorted(found), "a list is missing, or belongs to nobody"
+    assert page == tables.rewritten(page, found), "run: python -m tests.docs.tables"
+
+
+def test_every_setting_says_what_it_means() -> None:
+    for kind in tables.SETTINGS.values():
+        assert kind.model_fields.keys() == tables.meanings(kind).keys()
+
+
+@pytest.mark.parametrize(
+    "change", [("`BATON_STORAGE_FLUSH`", "`BATON_STORAGE_FLASH`"), ("| ", "|")]
+)
+def test_a_changed_row_is_noticed(change: tuple[str, str]) -> None:
+    page = tables.PAGE.read_text()
+    planted = page.replace(*change)
+    assert planted != page
+    assert tables.rewritten(planted, tables.lists()) != planted
+
+
+def test_a_missing_row_is_noticed() -> None:
+    page = tables.PAGE.read_text()
+    planted = re.sub(r"\| `BATON_OFFSETS_SPAN_MAX`.*\n", "", page)
+    assert planted != page
+    assert "`BATON_OFFSETS_SPAN_MAX`" in tables.rewritten(planted, tables.lists())
+
+
+# ---- links and paths
+
+
+@_each_page
+def test_links_lead_somewhere(page: Page) -> None:
+    assert broken_links(page) == []
+
+
+def test_links_that_lead_nowhere_are_noticed() -> None:
+    planted = "[a](README.md) [b](docs/nothing.md) [c](README.md#no-such-heading) [d](https://x.y)"
+    assert broken_links(page_of(planted)) == ["docs/nothing.md", "README.md#no-such-heading"]
+
+
+def missing_paths(page: Page) -> list[str]:
+    """Files and folders that the page names as code and that are not there."""
+    named = re.compile(rf"(?:{'|'.join((*_SOURCES, 'docs', 'gen'))})/[\w./-]*")
+    return [
+        code
+        for code in page.inline()
+        if named.fullmatch(code) and not (ROOT / code).exists() and "<" not in code
+    ]
+
+
+@_each_page
+def test_named_files_exist(page: Page) -> None:
+    assert missing_paths(page) == []
+
+
+def test_named_files_that_do_not_exist_are_noticed() -> None:
+    planted = "`services/storage/` `services/storage/serve.py` `batonmq/core/`"
+    assert missing_paths(page_of(planted)) == ["services/storage/serve.py"]
+
+
+# ---- commands
+
+
+def make_verbs() -> set[str]:
+    """Targets of the Makefile."""
+    return set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def unknown_verbs(page: Page) -> list[str]:
+    """`make` verbs that the page shows and that do not exist."""
+    shown = [v for code in page.code() for v in re.findall(r"(?:^|[$ ])make ([a-z0-9-]+)", code)]
+    return [verb for verb in shown if verb not in make_verbs()]
+
+
+@_each_page
+def test_make_verbs_exist(page: Page) -> None:
+    assert unknown_verbs(page) == []
+
+
+def test_make_verbs_that_do_not_exist_are_noticed() -> None:
+    assert unknown_verbs(page_of("`make demo` `make coffee`\n```\n$ make tea\n```")) == [
+        "coffee",
+        "tea",
+    ]
+
+
+def wrong_commands(page: Page) -> list[str]:
+    """Lines with a `baton` command or option that does not exist."""
+    wrong = []
+    for code in page.code():
+        for words in re.findall(r"(?:^|\| |\$ |bin/)baton((?: [^|]+)+)", code):
+            problem = _problem(words.split())
+            if problem:
+                wrong.append(f"{code}: {problem}")
+    return wrong
+
+
+def _problem(words: list[str]) -> str:
+    command: Any = typer.main.get_command(app)  # of the click that typer brings along
+    options = _options(command)
+    for word in words:
+        if word.startswith("--"):
+            if word.partition("=")[0] not in options:
+                return f"no option {word}"
+        elif (below := getattr(command, "commands", {})) and re.fullmatch("[a-z][a-z-]*", word):
+            if word not in below:
+                return f"no command {word}"
+            command = below[word]
+            options |= _options(command)
+    return ""
+
+
+def _options(command: Any) -> set[str]:
+    own = {option for parameter in command.params for option in parameter.opts}
+    return own | {"--help"}
+
+
+@_each_page
+def test_baton_commands_exist(page: Page) -> None:
+    assert wrong_commands(page) == []
+
+
+def test_baton_commands_that_do_not_exist_are_noticed() -> None:
+    planted = "`baton lock list --group g` `baton lock steal` `baton up --quiet`"
+    planted += "\n```\n$ x | baton eat\n```"
+    assert [problem.rpartition(": ")[2] for problem in wrong_commands(page_of(planted))] == [
+        "no command steal",
+        "no option --quiet",
+        "no command eat",
+    ]
+
+
+def test_commands_are_shown_at_all() -> None:
+    shown = " ".join(code for page in PAGES for code in page.code())
+    for command in ("make demo", "make test", "baton up", "baton topic create", "baton lock list"):
+        assert command in shown
+
+
+# ---- names of the code
+
+
+def all_sources() -> str:
+    """Everything that may define a name."""
+    files: Iterator[Path] = (
+        path
+        for folder in _SOURCES
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".proto") and path != Path(__file__)
+    )
+    return "\n".join(path.read_text() for path in files)
+
+
+def unknown_names(page: Page, sources: str) -> list[str]:
+    """Reasons, states, settings and metrics the page names and the code does not have."""
+    variables = {
+        f"BATON_{service.upper()}_{name.upper()}"
+        for service, kind in tables.SETTINGS.items()
+        for name in (*kind.model_fields, "config_file")
+    }
+    metrics = set(re.findall(r"`(baton_\w+)`", "".join(tables.lists().values())))
+    unknown = []
+    for code in page.inline():
+        if re.fullmatch(r"BATON_[A-Z_]+_[A-Z_]+(=\w+)?", code) and "SYS" not in code:
+            known = code.partition("=")[0] in variables
+        elif re.fullmatch(r"baton_[a-z_]+", code):
+            known = code in metrics
+        elif re.fullmatch(r"[A-Z]{2,}(_[A-Z]+)+", code):
+            known = code in sources
+        else:
+            continue
+        if not known:
+            unknown.append(code)
+    return unknown
+
+
+def test_names_of_reasons_settings_and_metrics_exist() -> None:
+    sources = all_sources()
+    assert {page.name: found for page in PAGES if (found := unknown_names(page, sources))} == {}
+
+
+def test_names_that_do_not_exist_are_noticed() -> None:
+    planted = (
+        "`NOT_LEADER` `NOT_READER` `BATON_STORAGE_PORT` `BATON_STORAGE_SPORT` `baton_rpc_call`"
+    )
+    assert unknown_names(page_of(planted), all_sources()) == [
+        "NOT_READER",
+        "BATON_STORAGE_SPORT",
+        "baton_rpc_call",
+    ]
+
+
+# ---- sections of the protocol
+
+
+def sections() -> set[str]:
+    """Numbers of the sections of docs/ownership.md, and of the points of section 6."""
+    parts = re.split(r"^## (\d+)\. .*$", (ROOT / "docs/ownership.md").read_text(), flags=re.M)
+    found: set[str] = set()
+    for number, body in zip(parts[1::2], parts[2::2], strict=True):
+        found.add(number)
+        found |= {f"{number}.{point}" for point in re.findall(r"^(\d+)\. ", body, re.M)}
+    return found
+
+
+def cited_sections(source: str) -> list[str]:
+    """Numbers behind "protocol", with or without "section"."""
+    cited = re.findall(
+        r"[Pp]rotocol,?\s+(?:sections?\s+)?(\d+(?:\.\d+)?(?:(?:, | to | and |-)\d+(?:\.\d+)?)*)",
+        source,
+    )
+    return [number for numbers in cited for number in re.findall(r"\d+(?:\.\d+)?", numbers)]
+
+
+def test_sections_are_numbered_without_gaps() -> None:
+    numbers = sorted(int(number) for number in sections() if "." not in number)
+    assert numbers == list(range(1, 18))
+
+
+def test_cited_sections_exist() -> None:
+    cited = set(cited_sections(all_sources()))
+    assert len(cited) > 5
+    assert cited - sections() == set()
+
+
+def test_cited_sections_are_read_in_every_form() -> None:
+    text = "protocol section 9; (protocol 3, 6.8); (protocol, sections 6.3 to 6.5)"
+    text += "; protocol 16, bounds"
+    assert cited_sections(text) == ["9", "3", "6.8", "6.3", "6.5", "16"]
+
+
+def test_told_stories_exist() -> None:
+    told = {f"17.{int(n)}" for n in re.findall(r"test_story_(\d+)_", all_sources())}
+    assert len(told) > 10
+    assert told - sections() == set()

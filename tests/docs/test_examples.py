@@ -1,0 +1,61 @@
+"""Goal: the README's programs run as they stand and end by themselves.
+
+Method: a real cluster with the quickstart's topic and messages; each program as a process of
+its own, with nothing changed but the nameserver's address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.producer import Producer
+from tests.docs.pages import ROOT, Page
+from tests.support.cluster import local_cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+ADDRESS = "127.0.0.1:9876"
+
+
+async def _run(program: Path) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        program,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    return process.returncode, output.decode()
+
+
+async def test_programs_of_the_readme_run(tmp_path: Path) -> None:
+    page = Page(Path("README.md"), (ROOT / "README.md").read_text())
+    programs = page.blocks("python")
+    assert len(programs) == 3
+    outputs = []
+    async with local_cluster(tmp_path / "cluster") as cluster:
+        async with Admin(cluster.nameserver) as admin, Producer(cluster.nameserver) as producer:
+            await admin.create_topic("orders", 4)
+            for number in (1, 2, 3):
+                await producer.send(
+                    "orders", b"order %d" % number, tag="paid", ordering_key="alice"
+                )
+            await producer.send("orders", b"order 4", tag="open", ordering_key="bob")
+        for number, text in enumerate(programs):
+            assert ADDRESS in text
+            program = tmp_path / f"example_{number}.py"
+            program.write_text(text.replace(ADDRESS, cluster.nameserver))
+            status, output = await _run(program)
+            assert status == 0, output
+            outputs.append(output)
+    (shown,) = (
+        block for block in page.blocks("") if block.startswith("orders/broker-0/3 3 FSYNCED")
+    )
+    assert outputs[0] == shown
+    assert "b'order 5'" in outputs[1]
+    assert "b'order 6'" in outputs[2]

@@ -1,0 +1,87 @@
+"""Goal: no order of messages, losses, repetitions, pauses and deaths leads to a message started
+twice without flag and excuse, to two holders of one token, or to progress that falls.
+
+Method: seeded random walks of `walk.World`, which has the real rules of the lock manager and of
+offsets. That a walk finds what is wrong is shown with lock tables that break one rule each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from services.lockmgr.core.access import Decision
+from services.lockmgr.core.locks import Asker, Lock, QueueKey
+from services.lockmgr.core.table import LockTable
+from tests.lockmgr.walk import Violated, World
+
+SEEDS, STEPS = 120, 1_500
+REACHED = [
+    "CLOSED_OR_DRAINED",
+    "FENCED",
+    "HELD",
+    "IDLE",
+    "NOT_ASSIGNED",
+    "NOT_OWNER",
+    "OK",
+    "OLD_REQUEST",
+    "ORPHAN",
+    "PENDING",
+    "SAME_HOLDER",
+    "UNACKED",
+    "WANTED",
+    "closed",
+    "crash",
+    "fence repeated",
+    "fenced",
+    "late fence",
+    "late persist",
+    "phantom",
+    "released",
+    "repeated",
+    "started again",
+]
+
+
+class IgnoresSeq(LockTable):
+    """Takes a late request of the owner for a new one (story 8)."""
+
+    def decide(self, key: QueueKey, asker: Asker, now_ms: int) -> Decision | None:
+        newest = Asker(asker.incarnation, 1 << 40, asker.generation)
+        return super().decide(key, newest, now_ms)
+
+
+class ForgetsOwners(LockTable):
+    """Starts as a new leader with every queue free (story 18)."""
+
+    def load(
+        self, key: QueueKey, lock: Lock, revision: int, offsets_token: int, now_ms: int
+    ) -> None:
+        super().load(key, lock.freed(), revision, offsets_token, now_ms)
+
+
+def walk(seed: int, kind: type[LockTable] = LockTable) -> Counter[str]:
+    world = World(Random(seed), kind)
+    for _ in range(STEPS):
+        world.step()
+    return world.seen
+
+
+def test_random_walks_break_no_promise_and_reach_every_corner() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        try:
+            seen += walk(seed)
+        except Violated as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert [corner for corner in REACHED if not seen[corner]] == []
+    assert seen["started"] > 10 * SEEDS
+
+
+@pytest.mark.parametrize("kind", [IgnoresSeq, ForgetsOwners])
+def test_walk_finds_the_table_that_breaks_a_rule(kind: type[LockTable]) -> None:
+    with pytest.raises(Violated):
+        for seed in range(SEEDS):
+            walk(seed, kind)

@@ -1,0 +1,577 @@
+"""A cluster without sockets: the real lock table, the real progress table of offsets, and clients
+that keep the protocol, with every message between them lost, late, repeated or overtaken.
+
+The hand-over itself is spelled out in steps, so that a leader can die between any two of them.
+`World.step` makes one random move and then checks what must always hold (protocol section 16).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+from batonmq.common.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
+from services.lockmgr.core import locks, table
+from services.lockmgr.core.access import Condition, Deny, Grant
+from services.offsets.core import calls
+from services.offsets.core.progress import Progress
+from services.offsets.core.ranges import RangeSet
+from services.offsets.core.table import ProgressTable
+
+KEY = locks.QueueKey("g", "t", "b", 0)
+OFFSETS_KEY = calls.QueueKey("g", "t", "b", 0)
+POLICY = locks.Policy()
+MESSAGES = 300
+MARGIN_MS = 3_000
+LOST, LATE_MAX = 0.1, 6
+Offsets = frozenset[int]
+NONE: Offsets = frozenset()
+
+
+class Violated(AssertionError):
+    """Something that must always hold does not."""
+
+
+def offsets_of(ranges: RangeSet) -> Offsets:
+    """The offsets of a range set."""
+    return frozenset(o for first, next_ in ranges.runs for o in range(first, next_))
+
+
+def ranges_of(offsets: Iterable[int]) -> RangeSet:
+    """Inverse of `offsets_of`."""
+    return RangeSet.merged([(o, o + 1) for o in sorted(offsets)])
+
+
+@dataclass(eq=False)
+class Client:
+    """A consumer: what it holds (token), has in hand, has finished, knows to be acked."""
+
+    name: str
+    incarnation_id: int = 1
+    generation: int = 0
+    assigned: bool = False
+    seq: int = 0
+    asking: bool = False
+    token: int = 0
+    closing: bool = False
+    deadline_ms: int = 0
+    pull_id: int = 0
+    pulling: bool = False
+    in_hand: Offsets = NONE
+    finished: Offsets = NONE
+    known_acked: Offsets = NONE
+    flagged: Offsets = NONE
+    close_acks: Offsets | None = None
+
+    @property
+    def incarnation(self) -> locks.Incarnation:
+        return locks.Incarnation(self.name, self.incarnation_id)
+
+    def lose_token(self) -> None:
+        """Fenced: keep what is in hand only while there is a chance to go on with it."""
+        if self.closing or not self.assigned:
+            self.in_hand = self.finished = NONE
+        self.token, self.closing, self.pulling, self.close_acks = 0, False, False, None
+
+    def next_offset(self) -> int:
+        """The first message it has not seen."""
+        known = self.known_acked | self.in_hand | self.finished
+        return next((o for o in range(MESSAGES) if o not in known), MESSAGES)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """An Acquire on its way."""
+
+    client: Client
+    asker: locks.Asker
+    resume: Offsets
+    sent_ms: int
+
+
+@dataclass
+class HandOver:
+    """A hand-over as one leader carries it out."""
+
+    ask: Ask
+    term: int
+    grant: Grant
+    tried: int = 0
+    attempt: str = ""
+
+
+@dataclass
+class World:
+    """Everything there is; one move per `step`."""
+
+    random: Random
+    make_table: Callable[[locks.Policy], table.LockTable] = table.LockTable
+    now_ms: int = 1_000_000
+    term: int = 0
+    generation: int = 0
+    attempts: int = 0
+    stored: locks.Lock = field(default_factory=locks.Lock)
+    revision: int = 0
+    started: Offsets = NONE
+    excused: Offsets = NONE
+    answered_acks: Offsets = NONE
+    committed: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    mail: list[tuple[int, Client | None, Callable[[], None]]] = field(default_factory=list)
+    paused: Client | None = None
+
+    def __post_init__(self) -> None:
+        self.offsets = ProgressTable(calls.Limits(), 1, 0, self.instant())
+        self.clients = [Client("a"), Client("b"), Client("c")]
+        self.take_over()
+
+    def instant(self) -> calls.Instant:
+        return calls.Instant(self.now_ms, 0)
+
+    # One move
+
+    def step(self) -> None:
+        """Something happens, then everything is checked."""
+        self.pass_time(self.random.randint(0, 250))
+        move = self.random.random()
+        if self.random.random() < 0.4 + 0.05 * len(self.mail) and self.deliver():
+            pass
+        elif move < 0.93:
+            self.act(self.random.choice(self.clients))
+        elif move < 0.95:
+            self.rebalance()
+        elif move < 0.96:
+            self.take_over()
+        elif move < 0.965:
+            self.crash(self.random.choice(self.clients))
+        elif move < 0.98 and self.paused is None:
+            self.paused = self.random.choice(self.clients)
+            self.pass_time(self.random.choice([0, POLICY.lease_ms + 1_000]))
+        else:
+            self.paused = None
+        self.check()
+
+    def pass_time(self, ms: int) -> None:
+        self.now_ms += ms
+        for client in self.clients:
+            if client.token and self.now_ms > client.deadline_ms:
+                self.excused |= client.in_hand | client.finished
+
+    def send(
+        self,
+        deliver: Callable[[], None],
+        *,
+        to: Client | None = None,
+        lossy: bool = True,
+        twice: float = 0.0,
+    ) -> None:
+        """Put a message on its way; it may overtake others, and waits for a paused client."""
+        if lossy and self.random.random() < LOST:
+            self.seen["lost"] += 1
+            return
+        for _ in range(1 + (self.random.random() < twice)):
+            late_max = LATE_MAX if self.random.random() < 0.8 else 10 * LATE_MAX
+            self.mail.append((self.random.randint(0, late_max), to, deliver))
+
+    def deliver(self) -> bool:
+        """The next message arrives, if there is one for somebody awake."""
+        awake = [i for i, (_, to, _) in enumerate(self.mail) if to is None or to != self.paused]
+        if not awake:
+            return False
+        place = min(awake, key=lambda i: (self.mail[i][0], i))
+        _, _, message = self.mail.pop(place)
+        self.mail = [
+            (late - (to is None or to != self.paused), to, other) for late, to, other in self.mail
+        ]
+        message()
+        return True
+
+    # Faults
+
+    def take_over(self) -> None:
+        """The leader dies; another one loads, announces, marks."""
+        self.term += 1
+        self.offsets.announce(self.term)
+        self.table = self.make_table(POLICY)
+        if self.revision:
+            token = self.progress().token
+            self.table.load(KEY, self.stored, self.revision, token, self.now_ms)
+            phantom = self.stored.owner is not None and token != self.stored.token
+            self.seen["phantom"] += phantom
+        self.seen["leader"] += 1
+
+    def crash(self, client: Client) -> None:
+        """The process dies and starts anew under the same client id."""
+        self.excused |= client.in_hand | client.finished
+        client.assigned = client.asking = False
+        client.lose_token()
+        place = self.clients.index(client)
+        self.clients[place] = Client(client.name, client.incarnation_id + 1)
+        self.seen["crash"] += 1
+
+    def rebalance(self) -> None:
+        """The queue is somebody else's; each client learns of it in its own time."""
+        self.generation += 1
+        chosen, generation = self.random.choice(self.clients).name, self.generation
+        for name in [client.name for client in self.clients]:
+
+            def learn(name: str = name) -> None:
+                client = next(c for c in self.clients if c.name == name)
+                if generation > client.generation:
+                    client.generation, client.assigned = generation, name == chosen
+                    if not client.assigned and client.token:
+                        client.closing, client.pulling = True, False
+
+            self.send(learn, lossy=False)
+
+    # Clients
+
+    def act(self, client: Client) -> None:
+        """One thing that the client may do now."""
+        if client is self.paused:
+            return
+        moves: list[Callable[[Client], None]] = []
+        if client.asking:
+            moves += [self.ask_again, self.give_up]
+        elif not client.token and client.assigned:
+            moves += [self.ask]
+        elif not client.token and client.in_hand | client.finished:
+            moves += [self.drop]
+        if client.token:
+            moves += [self.keep_alive, self.finish, self.finish, self.commit]
+            in_time = self.now_ms <= client.deadline_ms
+            if not client.closing and in_time and client.next_offset() < MESSAGES:
+                moves += [self.pull, self.pull]
+            if client.closing and not client.in_hand:
+                moves += [self.close]
+        elif self.random.random() < 0.1:
+            moves += [self.keep_alive]
+        if moves:
+            self.random.choice(moves)(client)
+
+    def ask(self, client: Client) -> None:
+        client.seq += 1
+        client.asking = True
+        self.ask_again(client)
+
+    def ask_again(self, client: Client) -> None:
+        asker = locks.Asker(client.incarnation, client.seq, client.generation)
+        ask = Ask(client, asker, client.in_hand | client.finished, self.now_ms)
+        self.send(lambda: self.arrived(ask), twice=0.2)
+
+    def give_up(self, client: Client) -> None:
+        client.asking = False
+
+    def drop(self, client: Client) -> None:
+        client.in_hand = client.finished = NONE
+
+    def granted(self, ask: Ask, token: int, start: calls.Grant) -> None:
+        """The answer of an Acquire arrives."""
+        client = ask.client
+        if not client.asking or client.seq != ask.asker.acquire_seq:
+            return
+        client.asking, client.token = False, token
+        client.closing, client.pulling = not client.assigned, False
+        client.deadline_ms = ask.sent_ms + POLICY.lease_ms - MARGIN_MS
+        client.known_acked = offsets_of(start.acked) | frozenset(range(start.committed_offset))
+        client.flagged = offsets_of(start.maybe_seen)
+        client.in_hand -= client.known_acked
+        client.finished -= client.known_acked
+
+    def pull(self, client: Client) -> None:
+        client.pull_id += 1
+        client.pulling = True
+        token, pull_id, sent_ms = client.token, client.pull_id, self.now_ms
+        first = client.next_offset()
+        next_ = min(MESSAGES, first + self.random.randint(1, 2))
+
+        def record() -> None:
+            try:
+                run = (first, next_)
+                done = self.offsets.record_delivered(OFFSETS_KEY, token, run, self.instant())
+            except BatonError as error:
+                if isinstance(error, Fenced):
+                    self.send(lambda: self.fenced(client, token), to=client)
+                return
+            flagged = offsets_of(done.maybe_seen)
+            self.send(
+                lambda: self.receive(client, (token, pull_id, sent_ms), run, flagged), to=client
+            )
+
+        self.send(record)
+
+    def receive(
+        self, client: Client, pull: tuple[int, int, int], run: tuple[int, int], flagged: Offsets
+    ) -> None:
+        """Bytes arrive: the client starts what it may, in one go."""
+        token, pull_id, sent_ms = pull
+        mine = client.token == token and client.pulling and client.pull_id == pull_id
+        if not mine or client.closing or self.now_ms > client.deadline_ms:
+            return
+        client.pulling = False
+        client.deadline_ms = max(client.deadline_ms, sent_ms + POLICY.lease_ms - MARGIN_MS)
+        known = client.known_acked | client.in_hand | client.finished
+        new = frozenset(range(*run)) - known
+        again = new & self.started
+        if again - flagged - client.flagged:
+            raise Violated(f"V7: {sorted(again)} started again without a flag")
+        if again - self.excused:
+            raise Violated(f"V6: {sorted(again)} started again without an excuse")
+        if new & self.answered_acks and token == self.progress().token:
+            raise Violated(f"V9: {sorted(new)} started though its ack was answered")
+        self.seen["started again"] += len(again)
+        self.seen["started"] += len(new)
+        self.started |= new
+        self.excused -= new
+        client.in_hand |= new
+
+    def finish(self, client: Client) -> None:
+        if client.in_hand:
+            done = frozenset([self.random.choice(sorted(client.in_hand))])
+            client.in_hand -= done
+            client.finished |= done
+
+    def commit(self, client: Client) -> None:
+        if client.close_acks is not None:
+            return
+        token, acks = client.token, client.finished
+
+        def apply() -> None:
+            try:
+                wish = calls.Acks(0, 0, ranges_of(acks))
+                self.offsets.commit(OFFSETS_KEY, token, wish, self.instant())
+            except Fenced:
+                self.send(lambda: self.fenced(client, token), to=client)
+                return
+            self.send(answered, to=client)
+
+        def answered() -> None:
+            self.answered_acks |= acks
+            if client.token == token:
+                client.finished -= acks
+                client.known_acked |= acks
+
+        self.send(apply, twice=0.1)
+
+    def close(self, client: Client) -> None:
+        if client.close_acks is None:
+            client.close_acks = client.finished
+        token, acks = client.token, client.close_acks
+
+        def apply() -> None:
+            try:
+                wish = calls.Acks(0, 0, ranges_of(acks))
+                self.offsets.close(OFFSETS_KEY, token, wish, RangeSet(), self.instant())
+            except Fenced:
+                self.send(lambda: self.fenced(client, token), to=client)
+                return
+            self.send(answered, to=client)
+
+        def answered() -> None:
+            self.answered_acks |= acks
+            if client.token == token:
+                client.lose_token()
+                self.seen["closed"] += 1
+                self.send(lambda: self.release(client.incarnation, token, self.term))
+
+        self.send(apply, twice=0.1)
+
+    def fenced(self, client: Client, token: int) -> None:
+        if client.token == token:
+            self.seen["fenced"] += 1
+            client.lose_token()
+
+    def keep_alive(self, client: Client) -> None:
+        holds = [(KEY, client.token)] if client.token else []
+        seen_seq = client.seq - client.asking
+        call = table.KeepAlive(incarnation=client.incarnation, acquire_seq=seen_seq, holds=holds)
+        sent_ms, token = self.now_ms, client.token
+
+        def renew() -> None:
+            for report in self.table.keep_alive(call, self.now_ms):
+                self.seen[report.state.value] += 1
+                self.send(partial(answered, report), to=client)
+
+        def answered(report: table.Report) -> None:
+            if report.state is table.HoldState.ORPHAN:
+                if not client.token and not client.asking:
+                    owner = client.incarnation
+                    self.send(lambda: self.release(owner, report.token, self.term))
+            elif client.token == token and report.state is table.HoldState.NOT_OWNER:
+                self.fenced(client, token)
+            elif client.token == token and report.state is not table.HoldState.PENDING:
+                until_ms = sent_ms + POLICY.lease_ms - MARGIN_MS
+                client.deadline_ms = max(client.deadline_ms, until_ms)
+
+        self.send(renew)
+
+    # The lock manager, step by step
+
+    def arrived(self, ask: Ask) -> None:
+        """An Acquire reaches the leader; it looks, and the answer of offsets may be late."""
+        stamp, term = self.table.look(KEY), self.term
+        seen = self.observation()
+
+        def decide() -> None:
+            if term == self.term:
+                self.table.observe(KEY, seen, stamp, self.now_ms)
+                self.decide(ask)
+
+        self.send(decide, lossy=False)
+
+    def decide(self, ask: Ask) -> None:
+        decision = self.table.decide(KEY, ask.asker, self.now_ms)
+        if decision is None:
+            self.send(lambda: self.arrived(ask))
+        elif isinstance(decision, Deny):
+            self.seen[decision.error.reason] += 1
+            if decision.clears:
+                self.table.wait(KEY, ask.asker.incarnation, self.now_ms)
+                if ask.client.asking and ask.client.seq == ask.asker.acquire_seq:
+                    self.send(lambda: self.arrived(ask))
+        elif isinstance(decision, Grant):
+            self.table.begin(KEY, locks.Step.FENCE, ask.asker.incarnation)
+            self.fence_next(HandOver(ask, self.term, decision))
+        else:
+            self.repeat(ask)
+
+    def fence_next(self, hand_over: HandOver) -> None:
+        self.attempts += 1
+        hand_over.attempt = f"{hand_over.term}-{self.attempts}"
+        self.send(lambda: self.fence(hand_over), lossy=False)
+
+    def fence(self, hand_over: HandOver) -> None:
+        """The fence reaches offsets, whoever leads by now."""
+        condition = hand_over.grant.conditions[hand_over.tried]
+        expected = hand_over.grant.expected_token
+        wish = self.wish(hand_over.ask, condition, expected, hand_over.attempt)
+        try:
+            start = self.offsets.fence(OFFSETS_KEY, hand_over.term, wish, self.instant())
+        except OldEpoch:
+            self.seen["late fence"] += 1
+            return
+        except BatonError as error:
+            if hand_over.term == self.term:
+                self.fence_refused(hand_over, error)
+            return
+        if self.random.random() < LOST:
+            self.seen["fence repeated"] += 1
+            self.send(lambda: self.fence(hand_over), lossy=False)
+        else:
+            self.seen[condition.value] += 1
+            self.send(lambda: self.persist(hand_over, start), lossy=False)
+
+    def fence_refused(self, hand_over: HandOver, error: BatonError) -> None:
+        hand_over.tried += 1
+        known = isinstance(error, TokenMismatch | Superseded)
+        if not known and hand_over.tried < len(hand_over.grant.conditions):
+            self.fence_next(hand_over)
+            return
+        self.table.refused(KEY)
+        if known:
+            self.table.distrust(KEY)
+        self.send(lambda: self.arrived(hand_over.ask))
+
+    def persist(self, hand_over: HandOver, start: calls.Grant) -> None:
+        """The transaction reaches etcd, whoever leads by now."""
+        if hand_over.term != self.term:
+            self.seen["late persist"] += 1
+            return
+        asker = hand_over.ask.asker
+        lock = locks.Lock(
+            owner=asker.incarnation,
+            token=start.token,
+            acquire_seq=asker.acquire_seq,
+            attempt=hand_over.attempt,
+            generation=asker.generation,
+        )
+        entry = self.table.get(KEY)
+        assert entry is not None
+        if self.stored != lock:
+            if entry.revision != self.revision:
+                raise Violated("two changes of one entry at once")
+            self.stored, self.revision = lock, self.revision + 1
+            if self.random.random() < LOST:
+                self.send(lambda: self.persist(hand_over, start), lossy=False)
+                return
+        newly = hand_over.grant.newly_acquired
+        self.table.granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly)
+        self.seen["granted"] += 1
+        self.send(lambda: self.granted(hand_over.ask, start.token, start), to=hand_over.ask.client)
+
+    def repeat(self, ask: Ask) -> None:
+        lock = self.stored
+        wish = self.wish(ask, Condition.SAME_HOLDER, lock.token - 1, lock.attempt)
+        start = self.offsets.fence(OFFSETS_KEY, self.term, wish, self.instant())
+        if start.token != lock.token or start.changed:
+            raise Violated("a repeated grant is another one")
+        self.table.renew(KEY, self.now_ms)
+        self.seen["repeated"] += 1
+        self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
+
+    def release(self, owner: locks.Incarnation, token: int, term: int) -> None:
+        if not self.table.owns(KEY, owner, token):
+            return
+        entry = self.table.get(KEY)
+        assert entry is not None
+        if entry.pending is not None:
+            self.send(lambda: self.release(owner, token, term))
+            return
+        self.table.begin(KEY, locks.Step.RELEASE, owner)
+        leader = self.term
+
+        def write() -> None:
+            if leader == self.term:
+                self.stored, self.revision = self.stored.freed(), self.revision + 1
+                self.table.freed(KEY, self.revision)
+                self.seen["released"] += 1
+
+        self.send(write, lossy=False)
+
+    def wish(self, ask: Ask, condition: Condition, expected: int, attempt: str) -> calls.Fence:
+        incarnation = ask.asker.incarnation
+        return calls.Fence(
+            attempt=attempt,
+            expected_token=expected,
+            condition=calls.Condition(condition.value),
+            holder=calls.Holder(incarnation.client_id, incarnation.incarnation_id),
+            resume=ranges_of(ask.resume),
+            idle_ms=POLICY.lease_ms if condition is Condition.IDLE else 0,
+            token_min=self.stored.token,
+        )
+
+    # What must hold
+
+    def progress(self) -> Progress:
+        return self.offsets.query(OFFSETS_KEY)
+
+    def observation(self) -> locks.Observation:
+        try:
+            progress = self.progress()
+        except BatonError:
+            return locks.Observation()
+        return locks.Observation(
+            token=progress.token,
+            closed=progress.closed,
+            committed=progress.committed_offset,
+            delivered=progress.delivered_offset,
+            unacked_count=progress.in_flight().count,
+        )
+
+    def check(self) -> None:
+        seen = self.observation()
+        if self.stored.token > seen.token:
+            raise Violated(f"V1: etcd knows token {self.stored.token}, offsets {seen.token}")
+        holders = [c.name for c in self.clients if c.token and c.token == seen.token]
+        if len(holders) > 1 and not seen.closed:
+            raise Violated(f"V2: {holders} hold token {seen.token}")
+        if seen.committed < self.committed:
+            raise Violated(f"V5: committed fell from {self.committed} to {seen.committed}")
+        if seen.delivered < seen.committed:
+            raise Violated("V10: delivered is below committed")
+        if any(client.token > self.stored.token for client in self.clients):
+            raise Violated("V11: a client uses a token that etcd does not have")
+        self.committed = seen.committed

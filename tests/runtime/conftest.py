@@ -1,0 +1,23 @@
+"""Fixtures of the runtime's tests: a cluster of one's own in the etcd that all tests share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from batonmq.common.clock import Clock
+from services.runtime.etcd import EtcdSession
+
+
+@pytest.fixture
+def cluster() -> str:
+    return f"test-{secrets.token_hex(8)}"
+
+
+@pytest_asyncio.fixture
+async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
+    async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
+        yield session

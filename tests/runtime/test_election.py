@@ -1,0 +1,251 @@
+"""Leadership under an etcd lease.
+
+Goal: one leader at a time, with rising terms; a leader that says so is followed at once, one that
+falls silent within its lease; a leader that can't reach etcd stops in time by itself.
+Method: a real etcd; leases of a minute where nothing may wait for a lease to run out; a clock of
+the test's where it is about moments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq.common.clock import Clock
+from batonmq.local.etcd import EtcdProcess
+from services.runtime.election import SAFETY_MS, Election
+from services.runtime.etcd import EtcdSession, Put
+from tests.runtime.compaction import compact
+from tests.support.waiting import until
+
+LONG_MS = 60_000
+SHORT_MS = 3_000
+
+
+class SetClock(Clock):
+    """Stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_000_000
+
+    def monotonic_ms(self) -> int:
+        return self.now_ms
+
+
+class Candidate:
+    """Campaigns, and notes what happens."""
+
+    def __init__(self, session: EtcdSession, name: str, ttl_ms: int = LONG_MS) -> None:
+        self.election = Election(session, "lockmgr", name, ttl_ms=ttl_ms)
+        self.terms: list[int] = []
+        self.leads = False
+        self.valid_at_end: list[bool] = []
+
+    async def lead(self, term: int) -> None:
+        self.terms.append(term)
+        self.leads = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.leads = False
+            self.valid_at_end.append(self.election.valid())
+
+
+@asynccontextmanager
+async def campaigning(*candidates: Candidate) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """All of them campaign until the block ends."""
+    async with asyncio.TaskGroup() as tasks:
+        loops = [tasks.create_task(c.election.run(c.lead)) for c in candidates]
+        yield loops
+        for loop in loops:
+            loop.cancel()
+
+
+async def end_lease_of(etcd: EtcdSession, key: str) -> None:
+    stored = await etcd.get(key)
+    assert stored is not None
+    await etcd.attach(stored.lease_id).revoke()
+
+
+async def test_leader_is_valid_and_its_term_is_the_create_revision(etcd: EtcdSession) -> None:
+    a = Candidate(etcd, "a")
+    assert not a.election.valid()
+    async with campaigning(a):
+        await until(lambda: a.leads)
+        stored = await etcd.get("elections/lockmgr")
+        assert stored is not None
+        assert stored.value == b"a"
+        assert a.terms == [a.election.term] == [stored.create_revision]
+        assert a.election.valid()
+
+
+async def test_one_leads_and_the_other_follows_at_once_when_it_leaves(etcd: EtcdSession) -> None:
+    a, b = Candidate(etcd, "a"), Candidate(etcd, "b")
+    async with campaigning(a) as (loop_a,):
+        await until(lambda: a.leads)
+        async with campaigning(b):
+            loop_a.cancel()
+            await until(lambda: b.leads)  # long before the lease of a minute ends
+            assert not a.leads
+            assert b.terms[0] > a.terms[0]
+            assert not a.election.valid()
+            assert b.election.valid()
+
+
+async def test_never_two_lead_at_once_through_many_changes(etcd: EtcdSession) -> None:
+    candidates = [Candidate(etcd, name) for name in "abc"]
+    leading: list[int] = []
+
+    async def lead(term: int) -> None:
+        assert not leading, "two at once"
+        leading.append(term)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            leading.remove(term)
+
+    terms: list[int] = []
+    async with asyncio.TaskGroup() as tasks:
+        loops = [tasks.create_task(c.election.run(lead)) for c in candidates]
+        for _ in range(6):
+            await until(lambda: leading and leading[0] not in terms)
+            terms.append(leading[0])
+            (at,) = [i for i, c in enumerate(candidates) if c.election.term == leading[0]]
+            loops[at].cancel()
+            loops[at] = tasks.create_task(candidates[at].election.run(lead))
+        for loop in loops:
+            loop.cancel()
+    assert terms == sorted(terms)
+
+
+async def test_leader_whose_lease_ends_stops_leading(etcd: EtcdSession) -> None:
+    a = Candidate(etcd, "a", SHORT_MS)
+    async with campaigning(a):
+        await until(lambda: a.leads)
+        await end_lease_of(etcd, a.election.key)
+        await until(lambda: len(a.terms) == 2)
+        assert a.terms[1] > a.terms[0]
+        assert a.valid_at_end == [False], "it answers no more while it cleans up"
+
+
+async def test_silent_leader_is_followed_when_its_lease_has_run_out(etcd: EtcdSession) -> None:
+    """What a process leaves behind that was killed just after it was elected."""
+    clock = Clock()
+    begin_ms = clock.monotonic_ms()
+    lease = await etcd.lease(2_000)
+    await etcd.put("elections/lockmgr", b"dead", lease)
+    b = Candidate(etcd, "b", LONG_MS)
+    async with campaigning(b):
+        await until(lambda: b.leads)
+    assert clock.monotonic_ms() - begin_ms >= 1_000, "not before its lease ran out"
+
+
+async def test_lead_that_raises_gives_leadership_up_and_passes_the_error_on(
+    etcd: EtcdSession,
+) -> None:
+    election = Election(etcd, "lockmgr", "a", ttl_ms=LONG_MS)
+
+    async def lead(term: int) -> None:
+        raise ValueError("on purpose")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await election.run(lead)
+    assert raised.group_contains(ValueError, match="on purpose")
+    assert await etcd.get(election.key) is None
+    assert not election.valid()
+
+
+# ---- conditions
+
+
+async def test_condition_passes_for_the_term_and_for_no_other(etcd: EtcdSession) -> None:
+    a, b = Candidate(etcd, "a"), Candidate(etcd, "b")
+    async with campaigning(a) as (loop_a,):
+        await until(lambda: a.leads)
+        condition = a.election.compare()
+        assert await etcd.txn(compare=[condition], put=[Put("x", b"")]) is not None
+        async with campaigning(b):
+            loop_a.cancel()
+            await until(lambda: b.leads)
+            assert await etcd.txn(compare=[condition], put=[Put("x", b"")]) is None
+            assert await etcd.txn(compare=[b.election.compare()], put=[Put("x", b"")]) is not None
+
+
+async def test_condition_of_who_does_not_lead_never_passes(etcd: EtcdSession) -> None:
+    """Also while nobody leads: "no such key" is what it must not mean."""
+    a = Candidate(etcd, "a")
+    write = [Put("x", b"")]
+    assert await etcd.txn(compare=[a.election.compare()], put=write) is None
+    async with campaigning(a):
+        await until(lambda: a.leads)
+    assert await etcd.get(a.election.key) is None
+    assert await etcd.txn(compare=[a.election.compare()], put=write) is None
+
+
+# ---- time
+
+
+async def test_leader_is_valid_until_a_second_before_its_lease_ends(
+    etcd_endpoint: str, cluster: str
+) -> None:
+    clock = SetClock()
+    async with EtcdSession(etcd_endpoint, cluster, clock) as session:
+        a = Candidate(session, "a", LONG_MS)
+        async with campaigning(a):
+            await until(lambda: a.leads)
+            clock.now_ms += LONG_MS - SAFETY_MS - 1
+            assert a.election.valid()
+            clock.now_ms += 1
+            assert not a.election.valid()
+
+
+@pytest.mark.e2e
+async def test_leader_without_etcd_stops_leading_by_itself(tmp_path: Path) -> None:
+    async with (
+        EtcdProcess(tmp_path) as process,
+        EtcdSession(process.endpoint, "c", Clock()) as session,
+    ):
+        a = Candidate(session, "a", SHORT_MS)
+        async with campaigning(a):
+            await until(lambda: a.leads)
+            process.child.kill_now()
+            await until(lambda: not a.election.valid())
+            await until(lambda: not a.leads)
+
+
+# ---- waiting
+
+
+class NotingSession(EtcdSession):
+    """Notes from which revisions it is asked to watch."""
+
+    watched: list[int]
+
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Any]:
+        self.watched.append(revision)
+        async for answer in super().watch(prefix, revision):
+            yield answer
+
+
+async def test_candidate_waits_for_an_old_leader_after_a_compaction(
+    etcd: EtcdSession, etcd_endpoint: str, cluster: str
+) -> None:
+    """The revision of the leader's key may be gone: watching from there would fail at once."""
+    a = Candidate(etcd, "a")
+    async with campaigning(a), NotingSession(etcd_endpoint, cluster, Clock()) as session:
+        await until(lambda: a.leads)
+        for _ in range(3):
+            revision = await etcd.put("x", b"")
+        await compact(etcd_endpoint, revision)
+        session.watched = []
+        b = Candidate(session, "b")
+        async with campaigning(b):
+            await until(lambda: session.watched)
+            assert session.watched[0] > revision
+            await end_lease_of(etcd, a.election.key)
+            await until(lambda: b.leads or len(a.terms) == 2)

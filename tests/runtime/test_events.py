@@ -1,0 +1,159 @@
+"""What a service tells live of itself.
+
+Goal: publishing never waits; a slow watcher loses the oldest events and is told how many; watchers
+do not disturb each other.
+Method: the hub itself, then its servicer behind a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import Overloaded
+from services.runtime import events
+from services.runtime.events import EVENTS_MAX, WATCHERS_MAX, EventHub, MetricsServicer
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+
+class SetClock(Clock):
+    def unix_ms(self) -> int:
+        return 1_234
+
+
+def new_hub() -> EventHub:
+    return EventHub("storage/broker-a", 77, SetClock())
+
+
+def event(number: int) -> pb.MetricEvent:
+    return pb.MetricEvent(appended=pb.Appended(message_count=number))
+
+
+class Watcher:
+    """Reads batches in the background."""
+
+    def __init__(self, hub: EventHub, tasks: asyncio.TaskGroup) -> None:
+        self.batches: list[pb.MetricBatch] = []
+        self.task = tasks.create_task(self._read(hub))
+
+    async def _read(self, hub: EventHub) -> None:
+        async for batch in hub.watch():
+            self.batches.append(batch)
+
+    def numbers(self) -> list[int]:
+        return [one.appended.message_count for batch in self.batches for one in batch.events]
+
+
+@asynccontextmanager
+async def watched(hub: EventHub) -> AsyncIterator[Watcher]:
+    """A watcher that hears of everything from now on."""
+    async with asyncio.TaskGroup() as tasks:
+        watcher = Watcher(hub, tasks)
+        await until(lambda: hub.watched)
+        yield watcher
+        watcher.task.cancel()
+
+
+async def test_events_arrive_in_order_with_source_and_time() -> None:
+    hub = new_hub()
+    async with watched(hub) as watcher:
+        for number in range(3):
+            hub.publish(event(number))
+        await until(lambda: watcher.batches)
+    (batch,) = watcher.batches
+    assert watcher.numbers() == [0, 1, 2]
+    assert (batch.source, batch.incarnation_id) == ("storage/broker-a", 77)
+    assert (batch.seq, batch.dropped_count) == (1, 0)
+    assert {one.unix_ms for one in batch.events} == {1_234}
+
+
+async def test_nobody_hears_of_what_was_before() -> None:
+    hub = new_hub()
+    hub.publish(event(1))
+    async with watched(hub) as watcher:
+        hub.publish(event(2))
+        await until(lambda: watcher.batches)
+    assert watcher.numbers() == [2]
+
+
+async def test_beyond_the_bound_the_oldest_are_dropped_and_counted() -> None:
+    hub = new_hub()
+    async with watched(hub) as watcher:
+        for number in range(EVENTS_MAX + 7):
+            hub.publish(event(number))
+        await until(lambda: watcher.batches)
+    assert watcher.numbers() == list(range(7, EVENTS_MAX + 7))
+    assert watcher.batches[0].dropped_count == 7
+
+
+async def test_batches_are_numbered_and_dropped_events_counted_since_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "BATCH_INTERVAL_S", 0.01)
+    hub = new_hub()
+    async with watched(hub) as watcher:
+        for number in range(EVENTS_MAX + 1):
+            hub.publish(event(number))
+        await until(lambda: len(watcher.batches) == 1)
+        for number in range(EVENTS_MAX + 2):
+            hub.publish(event(number))
+        await until(lambda: len(watcher.batches) == 2)
+    assert [batch.seq for batch in watcher.batches] == [1, 2]
+    assert [batch.dropped_count for batch in watcher.batches] == [1, 3]
+
+
+async def test_each_watcher_gets_everything() -> None:
+    hub = new_hub()
+    async with watched(hub) as first, watched(hub) as second:
+        await until(lambda: len(hub._watchers) == 2)
+        hub.publish(event(1))
+        await until(lambda: first.batches and second.batches)
+    assert first.numbers() == second.numbers() == [1]
+
+
+async def test_watcher_beyond_the_limit_is_refused_until_one_leaves() -> None:
+    hub = new_hub()
+    async with asyncio.TaskGroup() as tasks:
+        watchers = [Watcher(hub, tasks) for _ in range(WATCHERS_MAX)]
+        await until(lambda: len(hub._watchers) == WATCHERS_MAX)
+        with pytest.raises(Overloaded) as refused:
+            await anext(hub.watch())
+        watchers[0].task.cancel()
+        await until(watchers[0].task.done)
+        late = Watcher(hub, tasks)
+        await until(lambda: len(hub._watchers) == WATCHERS_MAX)
+        hub.publish(event(1))
+        await until(lambda: late.batches)
+        for watcher in [*watchers, late]:
+            watcher.task.cancel()
+    assert refused.value.facts == {"limit": str(WATCHERS_MAX)}
+
+
+async def test_hub_is_not_watched_once_the_last_has_left() -> None:
+    hub = new_hub()
+    async with watched(hub):
+        assert hub.watched
+    await until(lambda: not hub.watched)
+
+
+async def test_stream_over_the_wire_ends_with_its_caller() -> None:
+    hub = new_hub()
+    add: Any = partial(pb_grpc.add_MetricsServiceServicer_to_server, MetricsServicer(hub))
+    async with serving(add) as channel:
+        call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())
+        await until(lambda: hub.watched)
+        hub.publish(event(5))
+        answer = await call.read()
+        assert isinstance(answer, pb.WatchResponse)
+        assert [one.appended.message_count for one in answer.batch.events] == [5]
+        call.cancel()
+        await until(lambda: not hub.watched)

@@ -1,0 +1,151 @@
+"""The life of a service process, from the outside.
+
+Goal: what the runtime gives every service is there: health by name, reflection, metrics, an entry
+among the nodes; on SIGTERM it goes in good order.
+Method: a real offsets process on a real etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from batonmq.channels import connect
+from batonmq.common.errors import NoDeadline
+from batonmq.common.health import SERVING, ask_health
+from batonmq.common.rpc import from_rpc_error
+from batonmq.local.child import Child, Program
+from services.runtime.etcd import EtcdSession
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+SERVICE = "baton.offsets.v1.OffsetsService"
+KEY = "nodes/offsets/offsets-7"
+
+
+@dataclass
+class Running:
+    """A process that serves."""
+
+    child: Child
+    node: pb.Node
+
+    def log(self) -> str:
+        return "\n".join(self.child.last_lines(200))
+
+
+@asynccontextmanager
+async def offsets(etcd: EtcdSession, endpoint: str, folder: Path) -> AsyncIterator[Running]:
+    async def registered() -> bool:
+        return await etcd.get(KEY) is not None
+
+    settings = {
+        "cluster": etcd.prefix.split("/")[2],
+        "etcd": endpoint,
+        "node_id": "offsets-7",
+        "data_dir": str(folder / "data"),
+        "log_format": "json",
+    }
+    child = Child(
+        Program(
+            name="offsets",
+            command=[sys.executable, "-m", "services.offsets"],
+            log_path=folder / "log",
+            is_ready=registered,
+            env={f"BATON_OFFSETS_{key.upper()}": value for key, value in settings.items()},
+            drop=("BATON_",),
+        )
+    )
+    child.spawn()
+    try:
+        await child.ready(30)
+        stored = await etcd.get(KEY)
+        assert stored is not None
+        yield Running(child, pb.Node.FromString(stored.value))
+    finally:
+        child.kill_now()
+
+
+async def test_process_shows_what_every_service_shows_and_leaves_in_good_order(
+    etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with offsets(etcd, etcd_endpoint, tmp_path) as running:
+        async with connect(running.node.address) as channel:
+            await until(lambda: _serves(channel, ""))
+            assert await ask_health(channel, service=SERVICE) == SERVING
+            assert await ask_health(channel, service="baton.metrics.v1.MetricsService") == SERVING
+            assert SERVICE in await _listed(channel)
+            stub = offsets_grpc.OffsetsServiceStub(channel)
+            request = offsets_pb.QueryGroupRequest(group="g")
+            assert not (await stub.QueryGroup(request, timeout=10)).queues
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.QueryGroup(request)
+            assert type(from_rpc_error(refused.value)) is NoDeadline
+        shown = await _metrics(running.node.metrics_address)
+        assert 'baton_rpc_calls_total{method="QueryGroup",reason="OK"' in shown
+        assert 'method="QueryGroup",reason="NO_DEADLINE"' in shown
+        assert (await etcd.get(KEY)) is not None
+        running.child.send(signal.SIGTERM)
+        assert await running.child.ended() == 0
+        assert await etcd.get(KEY) is None, "at once, not when the lease ends"
+        assert '"event": "draining' in running.log()
+        assert '"event": "stopped"' in running.log()
+
+
+async def test_process_that_finds_its_port_taken_ends_with_an_error(
+    etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with offsets(etcd, etcd_endpoint, tmp_path) as running:
+        port = running.node.address.rpartition(":")[2]
+        other = Child(
+            Program(
+                name="other",
+                command=[sys.executable, "-m", "services.offsets"],
+                log_path=tmp_path / "other.log",
+                is_ready=running.child.program.is_ready,
+                env=dict(running.child.program.env)
+                | {"BATON_OFFSETS_PORT": port, "BATON_OFFSETS_DATA_DIR": str(tmp_path / "other")},
+                drop=("BATON_",),
+            )
+        )
+        other.spawn()
+        assert await other.ended() == 1
+
+
+async def _serves(channel: grpc.aio.Channel, service: str) -> bool:
+    return await ask_health(channel, service=service) == SERVING
+
+
+async def _listed(channel: grpc.aio.Channel) -> list[str]:
+    """Services by reflection."""
+    generated: Any = reflection_pb2_grpc
+    stub = generated.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async for answer in stub.ServerReflectionInfo(iter([request]), timeout=10):
+        return [found.name for found in answer.list_services_response.service]
+    return []
+
+
+async def _metrics(address: str) -> str:
+    return await asyncio.to_thread(_get, f"http://{address}/metrics")
+
+
+def _get(url: str) -> str:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(url, timeout=10) as answer:
+        text: bytes = answer.read()
+    return text.decode()

@@ -1,0 +1,20 @@
+"""`python -m tests.simulation SEED [graceful]` plays one run and prints what happened in it."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.simulation.scenario import play
+from tests.simulation.seeds import graceful_options_of, options_of
+
+
+def main(seed: str, kind: str = "") -> int:
+    """Print every event of the run; exit status 1 if a property was broken."""
+    options = (graceful_options_of if kind == "graceful" else options_of)(int(seed))
+    outcome = play(seed, options, kept_max=None)
+    print("\n".join(outcome.lines))
+    return int(outcome.violation is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

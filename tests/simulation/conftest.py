@@ -1,0 +1,20 @@
+"""What the simulations need of pytest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def only_errors_are_logged() -> Iterator[None]:
+    """A run logs thousands of warnings: they are what it is about. Errors go into its trace."""
+    names = ("batonmq", "services", "asyncio")
+    before = [logging.getLogger(name).level for name in names]
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    yield
+    for name, level in zip(names, before, strict=True):
+        logging.getLogger(name).setLevel(level)

@@ -1,0 +1,131 @@
+"""What may happen in a run.
+
+Fault model. The cluster must keep its promises while
+- messages between any two processes are lost, come late (also after the caller has given up),
+  overtake each other, and calls arrive twice;
+- links are cut, in one direction or both, and whole processes are cut off;
+- any process but etcd is killed at any event and started again later, without its memory. Its
+  disk has what was synced; what offsets was just writing is there or not; of what storage had
+  not synced any part may be there, torn (after a power cut), or all of it (after `kill -9`);
+- any process is frozen at any event for longer than its leases, and then goes on with what was
+  in its sockets;
+- wall clocks jump by hours;
+- consumers join, leave, are killed and come back under the same or another name, and handlers
+  run longer than a queue that is lost may drain.
+
+Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
+rates, damaged disks. More than one node of offsets, and storage replicas, do not exist yet.
+
+What happens is drawn from the seed, and so is what may happen at all (`Options`), so that runs
+differ in kind and not just in luck.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from random import Random
+
+from batonmq.core.rebalance import Strategy
+from tests.support.network import Faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What may happen in a run. Numbers of actions are weights among all that are drawn.
+
+    Attributes:
+        steps: Actions until the faults cease.
+        queues: Queues of the topic.
+        consumers: Members at the start.
+        parallel: Messages of a queue that one member handles at once.
+        faults: What the network does to every message.
+        joins: Weight of a new member.
+        leaves: Weight of a member that leaves gracefully.
+        kills: Weight of a member that is killed; it comes back later, or another one does.
+        pauses: Weight of a member that is frozen.
+        service_kills: Weight of a service that is killed, and started again.
+        service_pauses: Weight of a service that is frozen.
+        service_restarts: Weight of a service that is stopped gracefully, and started again.
+        cuts: Weight of a link, or a process, that is cut off for a while.
+        deaf: Weight of a member that reaches only storage and offsets for a while.
+        jumps: Weight of a wall clock that jumps.
+        pause_ms_max: Longest pause or cut.
+        slow_handlers: Probability that a handler runs longer than the drain timeout.
+        power_cuts: Whether a killed storage node loses or tears what it had not synced.
+        strategy: How members share the queues.
+    """
+
+    steps: int = 30
+    queues: int = 4
+    consumers: int = 3
+    parallel: int = 3
+    faults: Faults = field(default_factory=Faults)
+    joins: int = 4
+    leaves: int = 4
+    kills: int = 0
+    pauses: int = 0
+    service_kills: int = 0
+    service_pauses: int = 0
+    service_restarts: int = 0
+    cuts: int = 0
+    deaf: int = 0
+    jumps: int = 0
+    pause_ms_max: int = 25_000
+    slow_handlers: float = 0.0
+    power_cuts: bool = False
+    strategy: Strategy = Strategy.AVERAGE
+
+    @staticmethod
+    def drawn(random: Random, steps: int) -> Options:
+        """Each kind of fault is there, or not, or there is a lot of it."""
+
+        def some(most: int) -> int:
+            return random.choice([0, 0, most // 2, most])
+
+        faults = Faults(
+            loss=random.choice([0, 0, 0.01, 0.05]),
+            duplicate=random.choice([0, 0.02, 0.1]),
+            slow=random.choice([0, 0.01, 0.04]),
+            delay_ms_max=random.choice([3, 20, 150]),
+        )
+        return Options(
+            steps=steps,
+            queues=random.randint(2, 6),
+            consumers=random.randint(2, 4),
+            parallel=random.randint(1, 4),
+            faults=faults,
+            joins=random.randint(1, 4),
+            leaves=random.randint(1, 4),
+            kills=some(4),
+            pauses=some(4),
+            service_kills=some(6),
+            service_pauses=some(4),
+            service_restarts=some(4),
+            cuts=some(4),
+            deaf=some(2),
+            jumps=some(2),
+            pause_ms_max=random.choice([4_000, 20_000, 40_000]),
+            slow_handlers=random.choice([0, 0, 0.05]),
+            power_cuts=random.random() < 0.5,
+            strategy=random.choice(list(Strategy)),
+        )
+
+    @staticmethod
+    def graceful(random: Random, steps: int) -> Options:
+        """Members come and go, services are replaced one by one; nothing breaks."""
+        return Options(
+            steps=steps,
+            queues=random.randint(2, 6),
+            consumers=random.randint(2, 4),
+            parallel=random.randint(1, 4),
+            faults=Faults(delay_ms_max=random.choice([3, 20, 80])),
+            service_restarts=random.choice([0, 0, 2]),
+            strategy=random.choice(list(Strategy)),
+        )
+
+    def __str__(self) -> str:
+        """The options that are not as they are by default."""
+        plain = Options()
+        names = [each.name for each in fields(self)]
+        changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in changed)

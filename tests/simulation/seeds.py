@@ -1,0 +1,35 @@
+"""Which runs are played: BATON_SIM_SEEDS, BATON_SIM_FIRST_SEED, BATON_SIM_STEPS."""
+
+from __future__ import annotations
+
+from random import Random
+
+from pydantic import Field
+
+from batonmq.common.config import Settings, load
+from tests.simulation.options import Options
+
+
+class SimSettings(Settings):
+    """Read from the environment."""
+
+    seeds: int = Field(50, ge=1)
+    """How many runs with faults are played."""
+    first_seed: int = Field(1, ge=0)
+    """Their numbers count from here."""
+    steps: int = Field(30, ge=1)
+    """How much happens in a run: actions until the faults cease."""
+
+
+SETTINGS = load(SimSettings, "BATON_SIM")
+SEEDS = range(SETTINGS.first_seed, SETTINGS.first_seed + SETTINGS.seeds)
+
+
+def options_of(seed: int) -> Options:
+    """What may happen in the run of a seed."""
+    return Options.drawn(Random(f"{seed}/options"), SETTINGS.steps)
+
+
+def graceful_options_of(seed: int) -> Options:
+    """The same for a run in which nothing breaks."""
+    return Options.graceful(Random(f"{seed}/options"), SETTINGS.steps)

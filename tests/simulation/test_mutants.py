@@ -1,0 +1,52 @@
+"""Goal: the simulator would find a mistake in the protocol.
+
+Method: each mutant leaves out one of the protocol's rules in the real code (`mutants`); some
+run, of a bounded number, must then break a promise. Which one it breaks is in its report.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS, Mutant
+from tests.simulation.scenario import Outcome, play
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_protocol_with_a_rule_left_out_is_found(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant.break_it(monkeypatch)
+    for number in range(mutant.seeds_max):
+        outcome = play(f"{mutant.name}/{number}", mutant.options)
+        if outcome.violation is not None:
+            break
+    rule = broken_rule(outcome)
+    assert rule in mutant.rules, f"{mutant.name} broke {rule or 'nothing'}"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_whole_protocol_passes_where_the_mutant_fails(mutant: Mutant) -> None:
+    play(f"{mutant.name}/0", mutant.options).check()
+
+
+def test_a_violation_shows_the_seed_the_options_and_the_events_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutant = MUTANTS[0]
+    mutant.break_it(monkeypatch)
+    outcome = play(f"{mutant.name}/0", mutant.options)
+    with pytest.raises(AssertionError) as raised:
+        outcome.check()
+    text = str(raised.value)
+    assert f"seed {mutant.name}/0" in text
+    assert "VIOLATION V1" in text
+    assert "Acquire to lock-" in text
+    assert len(text.splitlines()) > 20
+
+
+def broken_rule(outcome: Outcome) -> str:
+    """The property that did not hold, such as "V3"."""
+    return str(outcome.violation).partition(":")[0] if outcome.violation else ""

@@ -1,0 +1,71 @@
+"""What happened in a run, event by event, for people; and for comparing two runs."""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+from google.protobuf import text_format
+
+from batonmq.common.errors import BatonError
+from tests.support.network import Call
+
+TAIL = 100
+_LENGTH = 300
+_NOISE = re.compile(r"incarnation_id: \d+ |pull_id: \d+ |\\[0-7]{3}|batches: \"[^\"]*\" ?")
+_QUEUE = re.compile(
+    r'queue \{ group: "[^"]*" queue \{ topic: "[^"]*" broker: "([^"]*)" (?:queue_id: (\d+) )?\} \}'
+)
+
+
+class Trace(logging.Handler):
+    """Keeps the last events, or all; messages are put into words only when somebody reads."""
+
+    def __init__(self, now_ms: Callable[[], int], *, kept_max: int | None = 4_000) -> None:
+        super().__init__(logging.ERROR)
+        self._now_ms = now_ms
+        self._events: deque[tuple[int, str, str, Any]] = deque(maxlen=kept_max)
+
+    def note(self, who: str, what: str, message: Any = None) -> None:
+        """Something has happened now; `message` belongs to it."""
+        self._events.append((self._now_ms(), who, what, message))
+
+    def called(self, call: Call, request: Any) -> None:
+        self.note(call.source, f"#{call.number} {call.method} to {call.target}", request)
+
+    def told(self, call: Call, answer: Any) -> None:
+        self.note(call.source, f"#{call.number} {call.method} answered by {call.target}", answer)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A process has logged an error."""
+        self.note("log", record.getMessage(), record.exc_info[1] if record.exc_info else None)
+
+    def lines(self) -> list[str]:
+        """Every event that is kept."""
+        return [
+            f"{ms / 1000:9.3f}  {who:<12} {what}{_words(message)}"
+            for ms, who, what, message in self._events
+        ]
+
+    def tail(self) -> str:
+        """The last events."""
+        return "\n".join(self.lines()[-TAIL:])
+
+
+def _words(message: Any) -> str:
+    if message is None:
+        return ""
+    if isinstance(message, BatonError):
+        return f": {message.reason} {message.message}"
+    if isinstance(message, grpc.aio.AioRpcError):
+        return f": {message.code()}"
+    if isinstance(message, BaseException):
+        return ":\n" + "".join(traceback.format_exception(message))
+    text = text_format.MessageToString(message, as_one_line=True)
+    text = _QUEUE.sub(lambda m: f"{m[1]}/{m[2] or 0}", _NOISE.sub("", text))
+    return f": {text[:_LENGTH]}"

@@ -1,0 +1,72 @@
+"""The data directory whose bytes stand in `tests/storage/golden`.
+
+`python -m tests.storage.golden` writes them anew: a format has changed, and so must its version and
+docs/format.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batonmq.core.records import Message
+from services.storage.core import floors
+from services.storage.core.checkpointing import Checkpointing
+from services.storage.core.delay import Delayed
+from services.storage.core.floors import Floor
+from services.storage.core.recovery import encode_synced
+from services.storage.core.schedule import TOPIC as SCHEDULE_TOPIC
+from tests.storage.batches import TOPIC, TOPIC_ID, Opened, append, batch, open_store, sync
+from tests.storage.memory import MemoryDisk
+
+FOLDER = Path(__file__).parent / "golden"
+SEGMENT_BYTES, RUN_ENTRIES = 900, 6
+NOW = 1_700_000_000_000
+FLOORS = [Floor(TOPIC, TOPIC_ID, 5, 77), Floor(SCHEDULE_TOPIC, 0, 1, 1 << 40)]
+
+
+def build() -> Opened:
+    """The directory."""
+    made = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES, run_entries=RUN_ENTRIES)
+    batches = [
+        batch(
+            Message(b"body %d" % n, tag="TagA", keys=(f"order-{n}", "customer-9")),
+            Message(b"plain"),
+            Message(b"", tag="ü", properties={"name": "value", "other": ""}),
+            queue_id=n % 2,
+            producer=(5 + n % 2, 3),
+            sequence=3 * (n // 2),
+        )
+        for n in range(6)
+    ]
+    for number, raw in enumerate(batches):
+        append(made.store, raw, now=NOW + 1_000 * number)
+    sync(made.store)
+    made.store.schedule.waiting.add(Delayed(NOW + 86_400_000, 446, 669))
+    Checkpointing(made.disk, made.store, 0).run()
+    made.disk.replace(floors.PATH, floors.encode(FLOORS))
+    made.disk.replace("synced", encode_synced(made.store.log.synced_position))
+    return made
+
+
+def files(disk: MemoryDisk) -> dict[str, bytes]:
+    """What is compared: paths with `/` as `__`."""
+    return {
+        path.replace("/", "__"): bytes(file.content) for path, file in sorted(disk.files.items())
+    }
+
+
+def written() -> dict[str, bytes]:
+    """What is in the folder."""
+    return {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir())}
+
+
+def main() -> None:
+    """Write the folder anew."""
+    for path in FOLDER.iterdir():
+        path.unlink()
+    for name, content in files(build().disk).items():
+        (FOLDER / name).write_bytes(content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Goal: a start that trusts a checkpoint ends where one that reads the whole log does, byte for
+byte; and one that can't be trusted is not.
+
+Method: a disk in memory; stores that came up with and without the checkpoint, or with a spoiled
+index, are compared by what they serve and by the bytes of their indexes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batonmq.common.errors import DataLoss
+from batonmq.core.records import Message
+from services.storage.core import checkpoint, floors
+from services.storage.core.checkpoint import Checkpoint, QueueState
+from services.storage.core.checkpointing import Checkpointing
+from services.storage.core.consumequeue import ENTRY, folder_of
+from services.storage.core.floors import Floor
+from services.storage.core.keyindex import OpenRun, Stretch
+from services.storage.core.producers import ProducerState, Receipt
+from services.storage.core.store import Store
+from tests.storage.batches import (
+    NOW,
+    TOPIC,
+    TOPIC_ID,
+    Opened,
+    append,
+    batch,
+    bodies,
+    open_store,
+    stored,
+    sync,
+)
+from tests.storage.memory import MemoryDisk
+
+SEGMENT_BYTES = 1_200
+INDEXES = ("consumequeue/", "keyindex/", "checkpoint")
+
+
+def take(opened: Opened) -> None:
+    """A checkpoint at the end of the log."""
+    Checkpointing(opened.disk, opened.store, 0).run()
+
+
+def reopened(disk: MemoryDisk) -> Opened:
+    return open_store(disk.killed(), segment_bytes=SEGMENT_BYTES, run_entries=4)
+
+
+def fresh() -> Opened:
+    return open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES, run_entries=4)
+
+
+def fill(opened: Opened, begin: int = 0, count: int = 20) -> None:
+    """Messages with keys for three queues, from an idempotent producer each."""
+    for number in range(begin, begin + count):
+        queue_id = number % 3
+        message = Message(b"%d" % number * 30, tag=f"t{number % 4}", keys=(f"k{number % 5}", "all"))
+        raw = batch(message, queue_id=queue_id, producer=(queue_id + 1, 1), sequence=number // 3)
+        stored(opened.store, raw)
+
+
+def indexes(disk: MemoryDisk) -> dict[str, bytes]:
+    """The files of the indexes."""
+    return {
+        path: bytes(file.content) for path, file in disk.files.items() if path.startswith(INDEXES)
+    }
+
+
+def served(store: Store) -> list[object]:
+    """Everything the store shows."""
+    return [
+        [bodies(store, queue_id) for queue_id in range(3)],
+        [store.offsets((TOPIC_ID, queue_id)) for queue_id in range(3)],
+        store.producers.snapshot(),
+        store.store_unix_ms,
+        store.log.next_position,
+        [
+            [sorted(zip(part.positions.tolist(), part.indexes.tolist(), strict=True))
+             for part in store.keys.find(TOPIC_ID, key_hash)]
+            for key_hash in range(3)
+        ],
+    ]  # fmt: skip
+
+
+def test_after_a_clean_stop_nothing_is_read_again() -> None:
+    opened = fresh()
+    fill(opened)
+    take(opened)
+    again = reopened(opened.disk)
+    assert (again.report.batches, again.report.scanned_bytes, again.report.rebuilt) == (0, 0, "")
+    assert again.report.checkpoint_position == opened.store.log.next_position
+    assert served(again.store) == served(opened.store)
+
+
+def test_after_a_crash_only_the_log_behind_the_checkpoint_is_read() -> None:
+    opened = fresh()
+    fill(opened)
+    take(opened)
+    fill(opened, 20, 10)
+    again = reopened(opened.disk)
+    assert (again.report.batches, again.report.rebuilt) == (10, "")
+    assert served(again.store) == served(opened.store)
+
+
+def test_a_retry_has_its_receipt_also_if_the_batch_lies_below_the_checkpoint() -> None:
+    opened = fresh()
+    raw = batch(b"once", producer=(5, 1))
+    (receipt,) = stored(opened.store, raw)
+    take(opened)
+    assert append(reopened(opened.disk).store, raw) == [replace(receipt, duplicate=True)]
+
+
+def test_store_times_do_not_go_back_after_a_restart() -> None:
+    opened = fresh()
+    append(opened.store, batch(b"a"), now=NOW + 5_000)
+    sync(opened.store)
+    take(opened)
+    (receipt,) = append(reopened(opened.disk).store, batch(b"b"), now=NOW)
+    assert isinstance(receipt, Receipt)
+    assert receipt.store_unix_ms == NOW + 5_000
+
+
+def test_without_a_checkpoint_the_indexes_are_made_anew_byte_for_byte() -> None:
+    opened = fresh()
+    fill(opened, count=40)
+    take(opened)
+    before = indexes(opened.disk)
+    opened.disk.remove("checkpoint")
+    again = reopened(opened.disk)
+    assert again.report.rebuilt == "there is no checkpoint"
+    take(again)
+    assert indexes(again.disk) == before
+    assert len(before) > 10
+
+
+def test_a_checkpoint_does_not_change_what_the_next_one_says() -> None:
+    opened, twin = fresh(), fresh()
+    for begin in (0, 10, 20, 30):
+        fill(opened, begin, 10)
+        take(opened)
+        fill(twin, begin, 10)
+    take(twin)
+    assert indexes(opened.disk) == indexes(twin.disk)
+
+
+def _remove(disk: MemoryDisk, path: str) -> None:
+    disk.remove(path)
+
+
+def _cut(disk: MemoryDisk, path: str) -> None:
+    del disk.files[path].content[-1:]
+
+
+def _flip_last(disk: MemoryDisk, path: str) -> None:
+    disk.files[path].content[-ENTRY.itemsize] ^= 1
+
+
+QUEUE_FILE = f"{folder_of(TOPIC, TOPIC_ID, 1)}/{0:020d}"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "path"),
+    [
+        (_remove, "consumequeue"),
+        (_remove, QUEUE_FILE),
+        (_cut, QUEUE_FILE),
+        (_flip_last, QUEUE_FILE),
+        (_remove, "keyindex"),
+        (_remove, f"keyindex/{0:020d}"),
+        (_cut, f"keyindex/{0:020d}"),
+        (_cut, "checkpoint"),
+        (_flip_last, "checkpoint"),
+    ],
+)
+def test_an_index_that_is_spoiled_is_made_anew_byte_for_byte(
+    spoil: Callable[[MemoryDisk, str], None], path: str
+) -> None:
+    opened = fresh()
+    fill(opened, count=40)
+    take(opened)
+    before, shown = indexes(opened.disk), served(opened.store)
+    spoil(opened.disk, path)
+    again = reopened(opened.disk)
+    assert again.report.rebuilt != ""
+    assert again.report.batches == 40
+    assert served(again.store) == shown
+    take(again)
+    assert indexes(again.disk) == before
+
+
+def test_an_entry_that_points_to_another_queue_is_not_served() -> None:
+    opened = fresh()
+    fill(opened, count=12)
+    take(opened)
+    other = opened.disk.files[f"{folder_of(TOPIC, TOPIC_ID, 2)}/{0:020d}"].content
+    opened.disk.files[QUEUE_FILE].content[: ENTRY.itemsize] = other[: ENTRY.itemsize]
+    with pytest.raises(DataLoss, match="another queue"):
+        bodies(reopened(opened.disk).store, 1)
+
+
+def test_every_step_of_a_checkpoint_may_be_the_last() -> None:
+    opened = fresh()
+    fill(opened)
+    take(opened)
+    fill(opened, 20, 15)
+    shown, steps = served(opened.store), Checkpointing(opened.disk, opened.store, 0)
+    states = [opened.disk.killed()]
+    capture = steps.begin()
+    states.extend(opened.disk.killed() for _ in steps.flush(capture))
+    states.append(opened.disk.killed())
+    steps.write(capture)
+    states.append(opened.disk.killed())
+    for state in states:
+        again = reopened(state)
+        assert again.report.rebuilt == ""
+        assert served(again.store) == shown
+
+
+def test_what_is_appended_while_a_checkpoint_is_taken_belongs_to_the_next() -> None:
+    opened = fresh()
+    fill(opened)
+    steps = Checkpointing(opened.disk, opened.store, 0)
+    capture = steps.begin()
+    fill(opened, 20, 15)
+    for _ in steps.flush(capture):
+        pass
+    steps.write(capture)
+    steps.done(capture)
+    again = reopened(opened.disk)
+    assert again.report.batches == 15
+    assert served(again.store) == served(opened.store)
+    fill(opened, 35, 5)
+    take(opened)
+    assert served(reopened(opened.disk).store) == served(opened.store)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_after_a_power_cut_a_start_with_checkpoint_ends_where_one_without_does(
+    data: st.DataObject,
+) -> None:
+    opened = fresh()
+    number = 0
+    for _ in range(data.draw(st.integers(1, 8))):
+        count = data.draw(st.integers(1, 8))
+        fill(opened, number, count)
+        number += count
+        if data.draw(st.booleans()):
+            take(opened)
+    count = data.draw(st.integers(0, 4))
+    append(
+        opened.store,
+        *(batch(b"unsynced" * 20, queue_id=queue_id % 3) for queue_id in range(count)),
+    )
+    cut = opened.disk.power_cut(lambda length: data.draw(st.integers(0, length)))
+    with_checkpoint = reopened(cut)
+    cut.remove("checkpoint")
+    without = reopened(cut)
+    assert with_checkpoint.report.next_position == without.report.next_position
+    assert served(with_checkpoint.store) == served(without.store)
+    take(with_checkpoint)
+    take(without)
+    kept = {path: raw for path, raw in indexes(without.disk).items() if "keyindex" in path}
+    assert {p: r for p, r in indexes(with_checkpoint.disk).items() if "keyindex" in p} == kept
+
+
+@pytest.mark.parametrize("lost", [(), ("checkpoint",), ("checkpoint", "consumequeue", "keyindex")])
+def test_offsets_go_on_once_the_first_segment_is_gone(lost: tuple[str, ...]) -> None:
+    opened = fresh()
+    stored(opened.store, batch(b"only one", queue_id=4))
+    fill(opened, count=40)
+    take(opened)
+    dropped = opened.store.log.sealed()[0][1]
+    for queue in opened.store.queues.values():
+        queue.trim_before(dropped)
+    left = opened.store.queues[TOPIC_ID, 4]
+    assert left.first_offset == left.next_offset == 1
+    opened.disk.replace(floors.PATH, floors.encode([Floor(TOPIC, TOPIC_ID, 4, 1)]))
+    shown = served(opened.store)
+    for path in opened.store.log.drop_before(dropped):
+        opened.disk.remove(path)
+    for path in lost:
+        opened.disk.remove(path)
+    again = reopened(opened.disk)
+    assert (again.report.rebuilt == "") == (not lost)
+    assert served(again.store)[:2] == shown[:2]
+    (receipt,) = stored(again.store, batch(b"next", queue_id=4))
+    assert receipt.first_offset == 1
+
+
+def test_damaged_floors_stop_a_start_that_needs_them_unless_loss_is_accepted() -> None:
+    opened = fresh()
+    fill(opened)
+    take(opened)
+    opened.disk.replace(floors.PATH, b"rubbish")
+    assert reopened(opened.disk).report.rebuilt == ""
+    opened.disk.remove("checkpoint")
+    with pytest.raises(DataLoss, match="floors"):
+        reopened(opened.disk)
+    lossy = open_store(opened.disk.killed(), segment_bytes=SEGMENT_BYTES, accept_loss=True)
+    assert len(bodies(lossy.store)) == 7
+
+
+def test_a_checkpoint_ahead_of_the_log_is_not_trusted() -> None:
+    opened = fresh()
+    fill(opened, count=40)
+    take(opened)
+    assert len(opened.disk.names("log")) > 2
+    for name in opened.disk.names("log")[1:]:
+        opened.disk.remove(f"log/{name}")
+    again = reopened(opened.disk)
+    assert "no position" in again.report.rebuilt
+    assert again.report.next_position <= SEGMENT_BYTES
+
+
+receipts = st.builds(
+    Receipt,
+    *[st.integers(0, 2**63 - 1)] * 4,
+)
+states = st.builds(
+    ProducerState,
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**63 - 1),
+    st.dictionaries(
+        st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 65_535)),
+        st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 65_535), receipts),
+                 min_size=1, max_size=5).map(tuple),
+        max_size=4,
+    ),
+)  # fmt: skip
+queues = st.builds(
+    QueueState,
+    st.text("abcXYZ_%-0", min_size=1, max_size=127),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 65_535),
+    *[st.integers(0, 2**63 - 1)] * 2,
+    st.integers(-1, 2**63 - 1),
+)
+
+
+@given(
+    queues=st.lists(queues, max_size=6),
+    producers=st.lists(states, max_size=4),
+    waiting=st.integers(0, 3).map(lambda count: bytes(range(24)) * count),
+    numbers=st.tuples(*[st.integers(0, 2**62)] * 5),
+)
+def test_checkpoints_survive_their_codec(
+    queues: list[QueueState],
+    producers: list[ProducerState],
+    waiting: bytes,
+    numbers: tuple[int, ...],
+) -> None:
+    position, now, begin, first_ms, last_ms = numbers
+    run = OpenRun(Stretch(begin, position, first_ms, last_ms), 5, 77)
+    taken = Checkpoint(position, now, run, queues, producers, waiting)
+    raw = checkpoint.encode(taken)
+    assert checkpoint.decode(raw) == taken
+    for at in range(0, len(raw), 7):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1
+        assert checkpoint.decode(bytes(damaged)) is None
+    assert checkpoint.decode(raw[:-1]) is checkpoint.decode(b"") is None

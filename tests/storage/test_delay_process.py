@@ -1,0 +1,129 @@
+"""Goal: a node that is killed again and again delivers each scheduled message once, and none early.
+
+Method: `python -m services.storage` as a child process, killed while messages are due; the store
+time of a delivered batch is compared with the time its body names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+
+from batonmq.channels import connect
+from batonmq.common.clock import Clock
+from batonmq.core.records import check_batch, decode_records
+from tests.storage.batches import batch
+from tests.storage.running import pull_request
+from tests.storage.test_process import QUEUES, Site, site
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+COUNT = 8_000
+SPREAD_MS = 4_000
+ROUNDS = 4
+
+
+async def schedule(stub: schedule_grpc.ScheduleServiceAsyncStub, begin_unix_ms: int) -> list[str]:
+    """Schedule all; ids of those that are due last."""
+    items = []
+    for number in range(COUNT):
+        at = begin_unix_ms + number * 7_919 % SPREAD_MS
+        raw = batch(b"%d %d" % (number, at), queue_id=number % QUEUES, producer=(number + 1, 0))
+        items.append(schedule_pb.ScheduleItem(batch=raw, deliver_unix_ms=at))
+    receipts = []
+    for begin in range(0, COUNT, 500):
+        request = schedule_pb.ScheduleRequest(items=items[begin : begin + 500])
+        for _ in range(2):  # the second time is a repetition
+            answer = await stub.Schedule(request, timeout=10)
+        refused = [one for one in answer.outcomes if not one.receipt.duplicate]
+        assert not refused, refused[0]
+        receipts += [one.receipt for one in answer.outcomes]
+    receipts.sort(key=lambda one: one.deliver_unix_ms)
+    return [one.schedule_id for one in receipts[-10:]]
+
+
+async def visible(stub: pb_grpc.StorageServiceAsyncStub) -> list[tuple[int, int, int]]:
+    """Number, time and store time of every message in the queues."""
+    found = []
+    for queue_id in range(QUEUES):
+        offset = 0
+        while True:
+            request = pull_request(queue_id=queue_id, offset=offset)
+            answer = await stub.Pull(request, timeout=5)
+            if answer.next_offset == offset:
+                break
+            for raw in answer.batches:
+                header = check_batch(raw, stamped=True)
+                for record in decode_records(raw, header, range(header.count)):
+                    number, at = map(int, record.body.split())
+                    found.append((number, at, header.store_unix_ms))
+            offset = answer.next_offset
+    return found
+
+
+async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse:
+    return await stub.Describe(pb.DescribeRequest(), timeout=5)
+
+
+async def kill_while_due(here: Site, started_ms: int) -> tuple[int, bool]:
+    """Start a node and kill it in the middle of delivering; when it started, and if it was so."""
+    process = await here.start()
+    node = await here.serving(started_ms)
+    async with connect(node.address) as channel:
+        stub = pb_grpc.StorageServiceStub(channel)
+
+        async def delivers() -> bool:
+            now = await describe(stub)
+            return now.appended_count > 0 or now.scheduled_count == 0
+
+        await until(delivers)
+        left = (await describe(stub)).scheduled_count
+        process.kill()
+    await process.wait()
+    return node.start_unix_ms, 0 < left < COUNT
+
+
+async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_path: Path) -> None:
+    clock = Clock()
+    async with site(etcd_endpoint, tmp_path) as here:
+        process = await here.start()
+        node = await here.serving()
+        async with connect(node.address) as channel:
+            begin_unix_ms = clock.unix_ms() + 1_500
+            last = await schedule(schedule_grpc.ScheduleServiceStub(channel), begin_unix_ms)
+        process.kill()
+        await process.wait()
+        started_ms = node.start_unix_ms
+        rounds = 0
+        for _ in range(ROUNDS):
+            started_ms, in_the_middle = await kill_while_due(here, started_ms)
+            rounds += in_the_middle
+        assert rounds, "no kill came in the middle"
+        await here.start()
+        node = await here.serving(started_ms)
+        async with connect(node.address) as channel:
+            stub = pb_grpc.StorageServiceStub(channel)
+
+            async def idle() -> bool:
+                return (await describe(stub)).scheduled_count == 0
+
+            await until(idle)
+            found = await visible(stub)
+            for schedule_id in last:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await schedule_grpc.ScheduleServiceStub(channel).CancelScheduled(
+                        schedule_pb.CancelScheduledRequest(schedule_id=schedule_id), timeout=5
+                    )
+                assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    times = Counter(number for number, _, _ in found)
+    assert set(times) == set(range(COUNT)), "something is lost"
+    assert [number for number, count in times.items() if count > 1] == [], "something came twice"
+    assert all(stored >= at for _, at, stored in found), "something came early"

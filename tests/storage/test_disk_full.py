@@ -1,0 +1,269 @@
+"""Goal: a full disk refuses writes with numbers, keeps serving, and takes writes again by itself.
+
+Method: a disk in memory that has no room in the middle of a write, and the whole node over gRPC on
+a small file system that really runs full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import DiskFull
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.core.records import decode_records, read_header
+from services.storage.core.files import File
+from services.storage.core.producers import Receipt
+from services.storage.core.store import check
+from tests.storage.batches import (
+    NOW,
+    TOPIC,
+    TOPICS,
+    append,
+    batch,
+    bodies,
+    open_store,
+    stored,
+    sync,
+)
+from tests.storage.memory import MemoryDisk, MemoryFile
+from tests.storage.running import BROKER, TIMEOUT_S, Running, running
+from tests.support.tmpfs import fill_up, small_file_system
+from tests.support.waiting import until
+
+PROPER: dict[str, Any] = {
+    "disk_warn_percent": 70,
+    "disk_clean_percent": 75,
+    "disk_clean_forcibly_percent": 85,
+    "disk_full_percent": 90,
+    "disk_interval_ms": 20,
+}
+SEGMENT_BYTES = 256 * 1024
+BODY = bytes(60_000)
+
+
+class Sparse(MemoryFile):
+    """Has no room behind byte `room`: what fits is written, the rest is an error."""
+
+    room: int | None = None
+
+    def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
+        raw = b"".join(parts)
+        if self.room is None or at + len(raw) <= self.room:
+            super().write(at, parts)
+            return
+        if at < self.room:
+            super().write(at, [raw[: self.room - at]])
+        raise OSError(errno.ENOSPC, "no space")
+
+
+class SparseDisk(MemoryDisk):
+    """Gives files that are allocated only when they are written, as copy-on-write disks do."""
+
+    def create(self, path: str, size: int) -> File:
+        super().create(path, size)
+        file = self.files[path] = Sparse(size)
+        return file
+
+
+def test_a_write_that_finds_no_space_is_refused_and_leaves_nothing() -> None:
+    disk = SparseDisk()
+    opened = open_store(disk)
+    store = opened.store
+    stored(store, batch(b"a" * 500, producer=(5, 1)))
+    end = store.log.next_position
+    file = disk.files["log/00000000000000000000"]
+    assert isinstance(file, Sparse)
+    sizes = len(batch(b"b" * 300))
+    file.room = end + 2 * sizes + 50  # the third batch of three is torn
+    outcomes = append(store, *(batch(bytes((n,)) * 300, queue_id=n) for n in (1, 2, 3)))
+    assert [type(one) for one in outcomes] == [DiskFull] * 3
+    assert store.log.next_position == end
+    assert bytes(file.content[end:]) == bytes(4_096 - end)
+    file.room = None
+    (receipt,) = append(store, batch(b"b" * 300, producer=(5, 1), sequence=1))
+    assert isinstance(receipt, Receipt)
+    assert (receipt.position, receipt.first_offset) == (end, 1)
+    sync(store)
+    again = open_store(disk.killed()).store
+    assert bodies(again) == [b"a" * 500, b"b" * 300]
+    assert [bodies(again, queue_id) for queue_id in (1, 2, 3)] == [[], [], []]
+
+
+def test_no_refused_batch_comes_back_behind_a_later_one_of_the_same_length() -> None:
+    """The bytes of the second of two refused batches stand where the next append ends."""
+    disk = SparseDisk()
+    store = open_store(disk).store
+    stored(store, batch(b"a"))
+    file = disk.files["log/00000000000000000000"]
+    assert isinstance(file, Sparse)
+    size = len(batch(b"x"))
+    file.room = 3 * size + 1
+    refused = append(store, batch(b"x"), batch(b"y"), batch(b"z"))
+    assert {type(one) for one in refused} == {DiskFull}
+    file.room = None
+    stored(store, batch(b"b"))
+    assert bodies(open_store(disk.killed()).store) == [b"a", b"b"]
+
+
+def test_a_batch_that_needs_two_segments_leaves_nothing_in_the_first() -> None:
+    disk = SparseDisk()
+    store = open_store(disk, segment_bytes=1_000).store
+    stored(store, batch(bytes(500)))
+    end = store.log.next_position
+    disk.room = 1_000
+
+    class Late(Sparse):
+        room = 0
+
+    create = disk.create
+
+    def created(path: str, size: int) -> File:
+        create(path, size)
+        file = disk.files[path] = Late(size)
+        return file
+
+    disk.create = created  # type: ignore[method-assign]
+    outcomes = append(store, batch(bytes(100), queue_id=1), batch(bytes(500), queue_id=2))
+    assert [type(one) for one in outcomes] == [DiskFull] * 2
+    assert store.log.next_position == end
+    after = open_store(disk.killed(), segment_bytes=1_000).store
+    assert [len(bodies(after, queue_id)) for queue_id in (0, 1, 2)] == [1, 0, 0]
+
+
+def test_another_error_of_a_write_is_not_taken_for_a_full_disk() -> None:
+    disk = SparseDisk()
+    store = open_store(disk).store
+    stored(store, batch(b"a"))
+    disk.files["log/00000000000000000000"].failure = OSError(errno.EIO, "input/output error")
+    with pytest.raises(OSError, match="input/output"):
+        append(store, batch(b"b"))
+
+
+def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
+    store = open_store(MemoryDisk()).store
+    raw = batch(b"a", producer=(5, 1))
+    (first,) = stored(store, raw)
+    batches = [check(raw), check(batch(b"b", producer=(5, 1), sequence=1))]
+    again, fresh = store.append(batches, TOPICS, NOW, DiskFull("full"))
+    assert isinstance(again, Receipt)
+    assert (again.first_offset, again.position, again.duplicate) == (0, first.position, True)
+    assert isinstance(fresh, DiskFull)
+
+
+async def refusals(node: Running, *batches: bytes) -> list[DiskFull | None]:
+    """The error of each batch; None if it was stored."""
+    found: list[DiskFull | None] = []
+    for outcome in await node.outcomes(*batches):
+        error = error_from_pb(outcome.error) if outcome.HasField("error") else None
+        assert error is None or isinstance(error, DiskFull), error
+        found.append(error)
+    return found
+
+
+async def next_offset(node: Running) -> int:
+    queue = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=0)
+    request = pb.QueryOffsetsRequest(queues=[queue])
+    try:
+        answer = await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return answer.outcomes[0].offsets.next_offset
+
+
+async def state(node: Running) -> pb.DiskState.ValueType:
+    return (await node.describe()).disk_state
+
+
+async def test_a_disk_that_others_fill_refuses_writes_and_serves_reads_until_they_leave(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    with small_file_system(tmp_path / "disk", 8) as disk:
+        async with running(
+            etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
+        ) as node:
+            await node.append(batch(b"a"))
+            ballast = fill_up(disk, leave_bytes=512 * 1024)
+            await until(lambda: _is(node, pb.DISK_STATE_FULL))
+            (refused,) = await refusals(node, batch(b"b"))
+            assert refused is not None
+            assert float(refused.facts["used_percent"]) >= 90
+            assert refused.facts["limit_percent"] == "90"
+            assert 0 < int(refused.facts["free_bytes"]) <= 512 * 1024
+            assert "below 85 %" in refused.remedy
+            answer = await node.pull()
+            (raw,) = answer.batches
+            assert [r.body for r in decode_records(raw, read_header(raw), [0])] == [b"a"]
+            assert await next_offset(node) == 1
+            described = await node.describe()
+            assert described.disk_used_percent >= 90
+            ballast.unlink()
+            await until(lambda: _is(node, pb.DISK_STATE_OK))
+            assert await refusals(node, batch(b"b")) == [None]
+            assert await next_offset(node) == 2
+
+
+async def _is(node: Running, wanted: pb.DiskState.ValueType) -> bool:
+    return await state(node) == wanted
+
+
+async def test_a_log_that_outgrows_its_disk_loses_its_oldest_and_goes_on(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Twice as much as the disk holds is written; what is refused on the way is sent again."""
+    with small_file_system(tmp_path / "disk", 8) as disk:
+        async with running(
+            etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
+        ) as node:
+            stored_count = 0
+            async with asyncio.timeout(60):
+                while stored_count < 260:
+                    (refused,) = await refusals(node, batch(BODY))
+                    if refused is None:
+                        stored_count += 1
+                    else:
+                        await asyncio.sleep(0.01)
+            assert await next_offset(node) == stored_count
+            first = (await node.pull(offset=stored_count)).queue_first_offset
+            assert first > stored_count / 2, "half of it does not fit"
+            answer = await node.pull(offset=first, bytes_max=1)
+            assert read_header(answer.batches[0]).first_offset == first
+        async with running(
+            etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
+        ) as node:
+            assert await next_offset(node) == stored_count
+            assert (await node.append(batch(b"x")))[0].first_offset == stored_count
+
+
+async def test_a_segment_that_does_not_fit_is_refused_until_it_does(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The real ENOSPC, below every watermark."""
+    segment_bytes = 2 * 1024 * 1024
+    with small_file_system(tmp_path / "disk", 8) as disk:
+        async with running(
+            etcd_endpoint, disk / "data", segment_bytes=segment_bytes, disk_interval_ms=20
+        ) as node:
+            await node.append(batch(b"a"))
+            ballast = fill_up(disk, leave_bytes=segment_bytes // 2)
+            outcomes: list[DiskFull | None] = []
+            while not outcomes or outcomes[-1] is None:
+                outcomes += await refusals(node, batch(bytes(200_000)))
+            assert 5 <= len(outcomes) <= 12, "what was allocated before is used up first"
+            last = outcomes[-1]
+            assert last is not None
+            assert 0 < int(last.facts["free_bytes"]) < segment_bytes
+            assert await next_offset(node) == len(outcomes)
+            assert await state(node) == pb.DISK_STATE_FULL
+            assert await refusals(node, batch(b"b")) != [None]
+            ballast.unlink()
+            await until(lambda: _is(node, pb.DISK_STATE_OK))
+            assert await refusals(node, batch(b"b")) == [None]

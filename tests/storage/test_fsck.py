@@ -1,0 +1,264 @@
+"""Goal: fsck calls a good directory clean, finds whatever is spoiled, and never touches the log.
+
+Method: directories in memory, with one thing spoiled each; then the command itself on real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq.core.records import Message
+from services.storage.core.checkpointing import Checkpointing
+from services.storage.core.consumequeue import ENTRY, folder_of
+from services.storage.core.fsck import Fsck, FsckReport
+from services.storage.core.recovery import encode_synced
+from services.storage.node import SYNCED, Node, opened
+from tests.storage.batches import (
+    TOPIC,
+    TOPIC_ID,
+    Opened,
+    append,
+    batch,
+    bodies,
+    open_store,
+    stored,
+)
+from tests.storage.memory import MemoryDisk
+
+FIRST = f"log/{0:020d}"
+QUEUE_FILE = f"{folder_of(TOPIC, TOPIC_ID, 1)}/{0:020d}"
+
+
+def filled(count: int = 40, *, with_checkpoint: bool = True) -> Opened:
+    made = open_store(MemoryDisk(), segment_bytes=1_200)
+    for number in range(count):
+        message = Message(b"%d" % number * 20, keys=(f"k{number}",))
+        stored(made.store, batch(message, queue_id=number % 3))
+    if with_checkpoint:
+        Checkpointing(made.disk, made.store, 0).run()
+    return made
+
+
+def examined(made: Opened) -> tuple[FsckReport, MemoryDisk]:
+    disk = made.disk.killed()
+    before = {path: bytes(file.content) for path, file in disk.files.items()}
+    report = Fsck(disk, made.store.log.synced_position).run()
+    assert {path: bytes(file.content) for path, file in disk.files.items()} == before
+    return report, disk
+
+
+def parts(report: FsckReport) -> set[str]:
+    return {problem.part for problem in report.problems}
+
+
+def test_a_directory_that_was_stopped_is_clean() -> None:
+    made = filled()
+    report, _ = examined(made)
+    assert (report.problems, report.notes) == ([], [])
+    assert (report.batches, report.messages, report.queues) == (40, 40, 3)
+    assert report.next_position == made.store.log.next_position
+    assert report.segments == len(made.disk.names("log"))
+    assert report.indexes_compared
+
+
+def test_a_directory_that_crashed_is_clean_too() -> None:
+    made = filled()
+    for number in range(40, 55):
+        stored(made.store, batch(b"%d" % number, queue_id=number % 3))
+    made.store.flush()
+    append(made.store, batch(b"torn" * 10))
+    made.disk.files[f"log/{made.disk.names('log')[-1]}"].content[-1] = 0
+    cut = Opened(made.disk.power_cut(lambda length: length // 2), made.store, made.report)
+    report, _ = examined(cut)
+    assert report.problems == []
+    assert (report.batches, len(report.notes)) == (55, 1)
+    assert report.notes[0].startswith("torn tail")
+
+
+def test_an_empty_directory_is_clean() -> None:
+    report, _ = examined(open_store(MemoryDisk()))
+    assert (report.problems, report.notes, report.batches) == ([], [], 0)
+
+
+def test_a_directory_without_a_checkpoint_is_noted() -> None:
+    report, _ = examined(filled(with_checkpoint=False))
+    assert report.problems == []
+    assert len(report.notes) == 1
+    assert not report.indexes_compared
+
+
+def _flip(path: str, at: int) -> Callable[[MemoryDisk], None]:
+    def flip(disk: MemoryDisk) -> None:
+        disk.files[path].content[at] ^= 1
+
+    return flip
+
+
+def _remove(path: str) -> Callable[[MemoryDisk], None]:
+    return lambda disk: disk.remove(path)
+
+
+def _swap_entries(disk: MemoryDisk) -> None:
+    content, size = disk.files[QUEUE_FILE].content, ENTRY.itemsize
+    content[:size], content[size : 2 * size] = content[size : 2 * size], content[:size]
+
+
+def _cut(disk: MemoryDisk) -> None:
+    del disk.files[QUEUE_FILE].content[-3:]
+
+
+def _older_checkpoint(disk: MemoryDisk) -> None:
+    older = filled(20).disk
+    disk.replace("checkpoint", bytes(older.files["checkpoint"].content))
+
+
+INDEX_DAMAGE = [
+    (_flip(QUEUE_FILE, 3), "consumequeue"),
+    (_flip(QUEUE_FILE, 25 * 4), "consumequeue"),
+    (_swap_entries, "consumequeue"),
+    (_cut, "consumequeue"),
+    (_remove(QUEUE_FILE), "consumequeue"),
+    (_remove("consumequeue"), "consumequeue"),
+    (_flip(f"keyindex/{0:020d}", 200), "keyindex"),
+    (_remove(f"keyindex/{0:020d}"), "keyindex"),
+    (_flip("checkpoint", 30), "checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "part"), INDEX_DAMAGE)
+def test_a_spoiled_index_is_found_and_repaired(
+    spoil: Callable[[MemoryDisk], None], part: str
+) -> None:
+    made = filled()
+    good = {path: bytes(file.content) for path, file in made.disk.files.items()}
+    spoil(made.disk)
+    disk = made.disk.killed()
+    fsck = Fsck(disk, made.store.log.synced_position)
+    assert parts(fsck.run()) == {part}
+    assert fsck.repair()
+    assert fsck.report.repaired
+    assert {path: bytes(file.content) for path, file in disk.files.items()} == good
+    assert Fsck(disk, made.store.log.synced_position).run().problems == []
+
+
+@pytest.mark.parametrize("at", [0, 5, 20, 30, 60, 100, 130])
+def test_a_damaged_batch_is_found_and_the_rest_examined(at: int) -> None:
+    made = filled()
+    third = made.store.queues[TOPIC_ID, 2].first_position
+    made.disk.files[FIRST].content[third + at] ^= 1
+    disk = made.disk.killed()
+    before = {path: bytes(file.content) for path, file in disk.files.items()}
+    fsck = Fsck(disk, made.store.log.synced_position)
+    report = fsck.run()
+    assert (report.damaged_batches, report.batches) == (1, 39)
+    assert report.problems[0].position == third
+    assert parts(report) == {"log"}
+    assert not fsck.repair()
+    assert {path: bytes(file.content) for path, file in disk.files.items()} == before
+
+
+def test_a_hole_in_the_log_is_found() -> None:
+    made = filled()
+    middle = made.disk.names("log")[2]
+    made.disk.remove(f"log/{middle}")
+    report, _ = examined(made)
+    assert parts(report) == {"log"}
+    assert f"no segment at {int(middle)}" in report.problems[0].detail
+
+
+def test_a_log_that_ends_below_what_was_synced_is_found() -> None:
+    made = filled()
+    last = made.disk.names("log")[-1]
+    made.disk.files[f"log/{last}"].content[:] = bytes(1_200)
+    report, _ = examined(made)
+    assert [problem.position for problem in report.problems] == [int(last)]
+
+
+def test_offsets_that_leave_one_out_are_found() -> None:
+    made = filled(with_checkpoint=False)
+    # A batch in the place of another of its size: everything about it is right but its offset.
+    other = open_store(MemoryDisk(), segment_bytes=1_200)
+    for number in range(40):
+        queue_id = 1 if number == 2 else number % 3
+        message = Message(b"%d" % number * 20, keys=(f"k{number}",))
+        stored(other.store, batch(message, queue_id=queue_id))
+    made.disk.files[FIRST].content[:] = other.disk.files[FIRST].content
+    report, _ = examined(made)
+    assert parts(report) == {"log"}
+    assert any("goes on at" in problem.detail for problem in report.problems)
+
+
+def node_in(folder: Path) -> Any:
+    return opened(folder, segment_bytes=4_096, monotonic_ms=lambda: 0)
+
+
+def write(node: Node, *batches: bytes) -> None:
+    append(node.store, *batches)
+    unsynced = node.store.log.unsynced()
+    node.sync(unsynced)
+    node.store.synced(unsynced.position)
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.storage.fsck", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_tells_people_and_programs(tmp_path: Path) -> None:
+    with node_in(tmp_path) as node:
+        write(node, *(batch(b"x" * 100, queue_id=queue_id) for queue_id in range(8)))
+        node.checkpointing.run()
+    clean = command(tmp_path)
+    assert (clean.returncode, clean.stdout.splitlines()[-1]) == (0, "clean")
+    with (tmp_path / QUEUE_FILE).open("r+b") as file:
+        file.write(b"rubbish")
+    spoiled = command(tmp_path, "--format", "json")
+    found = json.loads(spoiled.stdout)
+    assert (spoiled.returncode, found["clean"], found["problem_count"]) == (1, False, 1)
+    assert found["problems"][0]["part"] == "consumequeue"
+    assert "--repair" in command(tmp_path).stdout
+    repaired = command(tmp_path, "--repair", "--format", "json")
+    assert (repaired.returncode, json.loads(repaired.stdout)["repaired"]) == (0, True)
+    assert command(tmp_path).returncode == 0
+    with node_in(tmp_path) as node:
+        assert (node.report.rebuilt, bodies(node.store, 1)) == ("", [b"x" * 100])
+
+
+def test_the_command_refuses_a_directory_in_use_and_one_that_is_none(tmp_path: Path) -> None:
+    with node_in(tmp_path) as node:
+        write(node, batch(b"a"))
+        refused = command(tmp_path, "--format", "json")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert json.loads(refused.stderr)["error"]["reason"] == "DATA_DIR_IN_USE"
+    (tmp_path / "empty").mkdir()
+    none = command(tmp_path / "empty")
+    assert (none.returncode, none.stdout) == (1, "")
+    assert "NOT_A_DATA_DIR" in none.stderr
+    assert list((tmp_path / "empty").iterdir()) == []
+    assert command().returncode == 2
+
+
+def test_a_damaged_log_is_not_repaired(tmp_path: Path) -> None:
+    with node_in(tmp_path) as node:
+        write(node, batch(b"a"), batch(b"b"))
+        node.checkpointing.run()
+    log = tmp_path / FIRST
+    content = bytearray(log.read_bytes())
+    content[len(batch(b"a")) - 1] ^= 1
+    log.write_bytes(content)
+    done = command(tmp_path, "--repair")
+    assert done.returncode == 1
+    assert "can't be repaired here" in done.stdout
+    assert log.read_bytes() == content
+    assert (tmp_path / SYNCED).read_bytes() == encode_synced(2 * len(batch(b"a")))

@@ -1,0 +1,99 @@
+"""Goal: no byte of what is on disk changes unseen, and what was written before can be read.
+
+Method: a data directory built from fixed input is compared with the files in `golden`, which are
+also opened as they are.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import google_crc32c
+
+from batonmq.core.records import key_hash, tag_hash
+from services.storage.core import checkpoint, floors
+from services.storage.core.keyindex import search_hash
+from services.storage.core.query import Queries, Window
+from services.storage.core.recovery import decode_synced
+from tests.storage import golden
+from tests.storage.batches import TOPIC_ID, Opened, bodies, open_store
+from tests.storage.memory import MemoryDisk, MemoryFile
+
+
+def opened() -> Opened:
+    """A store on the golden files."""
+    disk = MemoryDisk()
+    for name, content in golden.written().items():
+        path = name.replace("__", "/")
+        file = disk.files[path] = MemoryFile()
+        file.write(0, [content])
+        file.sync()
+    return open_store(disk, segment_bytes=golden.SEGMENT_BYTES, run_entries=golden.RUN_ENTRIES)
+
+
+def test_what_is_written_today_is_what_was_written_then() -> None:
+    assert golden.files(golden.build().disk) == golden.written()
+
+
+def test_every_kind_of_file_is_there() -> None:
+    names = golden.written()
+    assert {name.split("__")[0] for name in names} == {
+        "log", "consumequeue", "keyindex", "checkpoint", "floors", "synced",
+    }  # fmt: skip
+    assert any(name.endswith(".open") for name in names)
+    assert any(b"BTNF" in content for name, content in names.items() if name.startswith("log"))
+
+
+def test_what_was_written_then_is_read_today() -> None:
+    store = opened().store
+    assert opened().report.rebuilt == ""
+    assert bodies(store, 1) == [body for n in (1, 3, 5) for body in (b"body %d" % n, b"plain", b"")]
+    found = Queries(store).find(
+        TOPIC_ID, "customer-9", Window(0, 1 << 62), messages_max=9, bytes_max=1 << 20
+    )
+    assert len(found.messages) == 6
+    assert len(store.producers) == 2
+    assert store.schedule.waiting.next_unix_ms() is not None
+
+
+def test_a_consume_queue_entry_byte_by_byte() -> None:
+    (name,) = (name for name in golden.written() if name.startswith("consumequeue__orders-7__1"))
+    content = golden.written()[name]
+    first = opened().store.queues[TOPIC_ID, 1]
+    size = int(first.read(0, 1).sizes[0])
+    entries = list(struct.iter_unpack(">qiq", content))
+    assert entries[:3] == [(first.first_position, size, tag_hash(tag)) for tag in ("TagA", "", "ü")]
+
+
+def test_a_run_of_the_key_index_byte_by_byte() -> None:
+    content = golden.written()[f"keyindex__{0:020d}"]
+    magic, version, _, begin, end, first_ms, last_ms, count, crc, head_crc = struct.unpack_from(
+        ">4sHHqqqqIII", content
+    )
+    assert (magic, version, begin, first_ms, last_ms, count) == (
+        b"BTNK", 1, 0, golden.NOW, golden.NOW + 2_000, 6,
+    )  # fmt: skip
+    assert crc == google_crc32c.value(content[52:])
+    assert head_crc == google_crc32c.value(content[:48])
+    fence, *hashes = struct.unpack_from(">7Q", content, 52)
+    keys = ["order-0", "order-1", "order-2", *["customer-9"] * 3]
+    assert sorted(hashes) == hashes == sorted(search_hash(7, key_hash(key)) for key in keys)
+    assert fence == hashes[0]
+    positions = struct.unpack_from(">6q", content, 52 + 7 * 8)
+    assert set(positions) == {0, end // 3, 2 * end // 3}
+    assert content[52 + 13 * 8 :] == bytes(2 * 6)
+
+
+def test_floors_and_the_synced_position_byte_by_byte() -> None:
+    assert floors.decode(golden.written()["floors"]) == golden.FLOORS
+    content = golden.written()["synced"]
+    assert content[:8] == decode_synced(content).to_bytes(8, "big")
+    assert content[8:] == google_crc32c.value(content[:8]).to_bytes(4, "big")
+
+
+def test_the_checkpoint_is_of_version_1() -> None:
+    content = golden.written()["checkpoint"]
+    assert content[:6] == b"BTNC\x00\x01"
+    found = checkpoint.decode(content)
+    assert found is not None
+    assert found.position == opened().store.log.next_position

@@ -1,0 +1,181 @@
+"""Goal: a key finds exactly the places that were indexed under it, wherever they lie by now.
+
+Method: a plain list beside the index; small runs and segments, so that a few batches make many;
+the index is asked before, between and after checkpoints, and after it was opened again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.storage.core.files import BadIndex, FileCache
+from services.storage.core.keyindex import (
+    FENCE_STEP,
+    KeyIndex,
+    Unsaved,
+    encode_run,
+    open_path,
+)
+from tests.storage.memory import MemoryDisk
+
+SEGMENT_BYTES = 1_000
+Entry = tuple[int, int, int, int]
+"""Topic id, key hash, position, index in the batch."""
+
+
+def open_index(disk: MemoryDisk, first_position: int = 0, run_entries: int = 5) -> KeyIndex:
+    return KeyIndex(
+        disk,
+        FileCache(disk),
+        lambda position: (position // SEGMENT_BYTES + 1) * SEGMENT_BYTES,
+        first_position,
+        run_entries=run_entries,
+    )
+
+
+def add(index: KeyIndex, position: int, topic_id: int, keys: list[tuple[int, int]]) -> list[Entry]:
+    """Index a batch of 100 bytes; its entries."""
+    columns = (
+        np.array([at for at, _ in keys], np.uint16),
+        np.array([key_hash for _, key_hash in keys], np.uint32),
+    )
+    index.append((position, position + 100), topic_id, columns, 1_000 + position)
+    return [(topic_id, key_hash, position, at) for at, key_hash in keys]
+
+
+def found(index: KeyIndex, topic_id: int, key_hash: int) -> list[tuple[int, int]]:
+    """Positions and indexes, newest run first, oldest first within a run."""
+    return [
+        (int(position), int(at))
+        for part in index.find(topic_id, key_hash)
+        for position, at in zip(part.positions, part.indexes, strict=True)
+    ]
+
+
+def save(disk: MemoryDisk, index: KeyIndex, position: int) -> Unsaved:
+    """What a checkpoint at `position` does."""
+    unsaved = index.unsaved(position)
+    for run in unsaved.ended:
+        disk.replace(run.path, encode_run(run))
+    path = open_path(unsaved.open_run.stretch.first_position)
+    file = disk.open(path, create=True)
+    file.write(unsaved.rows_from * unsaved.rows.itemsize, [unsaved.rows.tobytes()])
+    index.saved(unsaved)
+    return unsaved
+
+
+batches = st.lists(
+    st.tuples(
+        st.integers(1, 3),
+        st.lists(st.tuples(st.integers(0, 65_534), st.integers(1, 4)), max_size=7),
+    ),
+    max_size=40,
+)
+
+
+@given(batches=batches, save_after=st.sets(st.integers(0, 39)), reopen=st.booleans())
+def test_every_entry_is_found_and_no_other(
+    batches: list[tuple[int, list[tuple[int, int]]]], save_after: set[int], reopen: bool
+) -> None:
+    disk = MemoryDisk()
+    index, model = open_index(disk), list[Entry]()
+    for number, (topic_id, keys) in enumerate(batches):
+        model += add(index, number * 100, topic_id, keys)
+        if number in save_after:
+            unsaved = save(disk, index, number * 100 + 100)
+            if reopen:
+                index = open_index(disk)
+                index.resume(unsaved.open_run, 0)
+    for topic_id in range(1, 4):
+        for key_hash in range(1, 6):
+            wanted = [
+                (at, i) for topic, key, at, i in model if (topic, key) == (topic_id, key_hash)
+            ]
+            assert sorted(found(index, topic_id, key_hash)) == sorted(wanted)
+
+
+def test_runs_are_given_newest_first_with_their_times() -> None:
+    disk = MemoryDisk()
+    index = open_index(disk, run_entries=2)
+    for number in range(7):
+        add(index, number * 100, 1, [(0, 9)])
+    save(disk, index, 700)
+    stretches = [part.stretch for part in index.find(1, 9)]
+    assert [(s.first_unix_ms, s.last_unix_ms) for s in stretches] == [
+        (1_600, 1_600), (1_400, 1_500), (1_200, 1_300), (1_000, 1_100),
+    ]  # fmt: skip
+
+
+def test_no_run_covers_two_segments() -> None:
+    disk = MemoryDisk()
+    index = open_index(disk, run_entries=4)
+    for number in range(25):
+        add(index, number * 100, 1, [(0, number + 1)])
+    save(disk, index, 2_500)
+    names = [int(name) for name in disk.names("keyindex") if "." not in name]
+    assert names == [0, 400, 800, 1_000, 1_400, 1_800, 2_000]
+    assert index.drop_before(1_000) == [f"keyindex/{at:020d}" for at in (0, 400, 800)]
+    assert found(index, 1, 4) == []
+    assert found(index, 1, 11) == [(1_000, 0)]
+
+
+def test_a_run_of_many_fences_is_searched_to_its_ends() -> None:
+    disk = MemoryDisk()
+    index = open_index(disk, run_entries=3 * FENCE_STEP + 1)
+    hashes = [1] + [7] * (2 * FENCE_STEP) + list(range(10, 10 + FENCE_STEP))
+    add(index, 0, 1, list(enumerate(hashes)))
+    save(disk, index, 100)
+    assert disk.names("keyindex")[0] == f"{0:020d}"
+    assert found(index, 1, 7) == [(0, at) for at in range(1, 1 + 2 * FENCE_STEP)]
+    assert found(index, 1, 1) == [(0, 0)]
+    assert found(index, 1, 9 + FENCE_STEP) == [(0, 3 * FENCE_STEP)]
+    assert found(index, 1, 8) == found(index, 1, 10 + FENCE_STEP) == found(index, 2, 7) == []
+
+
+@pytest.mark.parametrize("spoiled", ["run missing", "run cut", "run head", "open row", "open cut"])
+def test_files_that_are_not_as_they_were_are_refused(spoiled: str) -> None:
+    disk = MemoryDisk()
+    index = open_index(disk)
+    for number in range(8):
+        add(index, number * 100, 1, [(0, number + 1)])
+    unsaved = save(disk, index, 800)
+    run, rows = disk.files[f"keyindex/{0:020d}"], disk.files[open_path(500)]
+    if spoiled == "run missing":
+        disk.remove(f"keyindex/{0:020d}")
+    elif spoiled == "run cut":
+        del run.content[-1:]
+    elif spoiled == "run head":
+        run.content[20] ^= 1
+    elif spoiled == "open row":
+        rows.content[3] ^= 1
+    else:
+        del rows.content[-1:]
+    with pytest.raises(BadIndex):
+        open_index(disk).resume(unsaved.open_run, 0)
+
+
+def test_what_no_checkpoint_knows_is_removed() -> None:
+    disk = MemoryDisk()
+    index = open_index(disk)
+    for number in range(3):
+        add(index, number * 100, 1, [(0, 9)])
+    unsaved = save(disk, index, 300)
+    for number in range(3, 8):
+        add(index, number * 100, 1, [(0, 9)])
+    save(disk, index, 800)  # its checkpoint was never written
+    again = open_index(disk)
+    again.resume(unsaved.open_run, 0)
+    assert disk.names("keyindex") == [f"{0:020d}.open"]
+    assert found(again, 1, 9) == [(0, 0), (100, 0), (200, 0)]
+
+
+def test_ended_runs_that_nobody_saves_do_not_pile_up() -> None:
+    disk = MemoryDisk()
+    index = open_index(disk, run_entries=1)
+    for number in range(30):
+        add(index, number * 100, 1, [(0, 9)])
+    assert len(disk.names("keyindex")) >= 20
+    assert sorted(found(index, 1, 9)) == [(number * 100, 0) for number in range(30)]

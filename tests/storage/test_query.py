@@ -1,0 +1,239 @@
+"""Goal: a message is found by time, key and id, exactly, and never one that is not there.
+
+Method: a store in memory beside a plain list of what was stored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.common.errors import DataLoss, MessageNotFound
+from batonmq.core.records import Message, decode_records, key_hash, read_header
+from services.storage.core.query import Match, Queries, Window
+from services.storage.core.store import Store
+from tests.storage.batches import (
+    NOW,
+    TOPIC_ID,
+    Opened,
+    append,
+    batch,
+    open_store,
+    stored,
+    sync,
+)
+from tests.storage.memory import MemoryDisk
+
+EVER = Window(0, 1 << 62)
+
+
+class Stored(NamedTuple):
+    """A message of the model."""
+
+    queue_id: int
+    offset: int
+    position: int
+    at: int
+    store_unix_ms: int
+    keys: tuple[str, ...]
+
+
+def fresh() -> Opened:
+    return open_store(MemoryDisk(), segment_bytes=1_500, run_entries=3)
+
+
+def store_at(store: Store, now: int, queue_id: int, *keys: tuple[str, ...]) -> list[Stored]:
+    """Store one batch; its messages."""
+    raw = batch(*(Message(b"x" * 20, keys=each) for each in keys), queue_id=queue_id)
+    (receipt,) = append(store, raw, now=now)
+    sync(store)
+    assert not isinstance(receipt, Exception)
+    return [
+        Stored(queue_id, receipt.first_offset + n, receipt.position, n, receipt.store_unix_ms, each)
+        for n, each in enumerate(keys)
+    ]
+
+
+def place(match: Match) -> tuple[int, int]:
+    return read_header(match.batch).position, match.index
+
+
+keys = st.lists(st.sampled_from(["a", "b", "c"]), max_size=3).map(tuple)
+histories = st.lists(
+    st.tuples(
+        st.integers(-3, 3),  # the clock may step back
+        st.integers(0, 1),
+        st.lists(keys, min_size=1, max_size=4),
+    ),
+    max_size=30,
+)
+
+
+def play(history: list[tuple[int, int, list[tuple[str, ...]]]]) -> tuple[Opened, list[Stored]]:
+    opened, model, now = fresh(), list[Stored](), NOW
+    for step, queue_id, messages in history:
+        now += step
+        model += store_at(opened.store, now, queue_id, *messages)
+    return opened, model
+
+
+def trim(opened: Opened, segments: int) -> int:
+    """Drop sealed segments as retention does; the new first position."""
+    sealed = opened.store.log.sealed()[:segments]
+    if sealed:
+        position = sealed[-1][1]
+        for queue in opened.store.queues.values():
+            queue.trim_before(position)
+        opened.store.keys.drop_before(position)
+        opened.store.log.drop_before(position)
+    return opened.store.log.first_position
+
+
+@given(history=histories, dropped=st.integers(0, 2))
+def test_the_first_message_at_or_after_a_time_is_found(
+    history: list[tuple[int, int, list[tuple[str, ...]]]], dropped: int
+) -> None:
+    opened, model = play(history)
+    kept_from = trim(opened, dropped)
+    queries = Queries(opened.store)
+    for queue_id in (0, 1):
+        here = [m for m in model if m.queue_id == queue_id and m.position >= kept_from]
+        end = opened.store.offsets((TOPIC_ID, queue_id)).next_offset
+        for unix_ms in {0, NOW + 1_000, *(m.store_unix_ms + d for m in here for d in (-1, 0, 1))}:
+            later = [m.offset for m in here if m.store_unix_ms >= unix_ms]
+            wanted = min(later, default=end)
+            assert queries.search_offset((TOPIC_ID, queue_id), unix_ms) == wanted
+
+
+def test_a_queue_without_messages_begins_at_0_for_any_time() -> None:
+    assert Queries(fresh().store).search_offset((TOPIC_ID, 5), NOW) == 0
+
+
+def test_what_is_not_synced_is_found_neither_by_time_nor_by_key_nor_by_id() -> None:
+    store = fresh().store
+    store_at(store, NOW, 0, ("a",))
+    (receipt,) = append(store, batch(Message(b"b", keys=("a",))), now=NOW + 5)
+    assert not isinstance(receipt, Exception)
+    queries = Queries(store)
+    assert queries.search_offset((TOPIC_ID, 0), NOW + 5) == 1
+    assert len(find(queries, "a")) == 1
+    with pytest.raises(MessageNotFound):
+        queries.message(receipt.position, 0)
+    sync(store)
+    assert len(find(queries, "a")) == 2
+    assert queries.message(receipt.position, 0).index == 0
+
+
+def find(queries: Queries, key: str, window: Window = EVER, **limits: int) -> list[Match]:
+    limits = {"messages_max": 1_000, "bytes_max": 1 << 30} | limits
+    return queries.find(TOPIC_ID, key, window, **limits).messages
+
+
+@given(history=histories, dropped=st.integers(0, 2), data=st.data())
+def test_messages_with_a_key_are_found_newest_first(
+    history: list[tuple[int, int, list[tuple[str, ...]]]], dropped: int, data: st.DataObject
+) -> None:
+    opened, model = play(history)
+    kept_from = trim(opened, dropped)
+    queries = Queries(opened.store)
+    begin = NOW + data.draw(st.integers(-20, 20))
+    window = data.draw(st.sampled_from([EVER, Window(begin, begin + 10)]))
+    for key in ("a", "b", "c", "d"):
+        wanted = [
+            (m.position, m.at)
+            for m in model
+            if key in m.keys
+            and m.position >= kept_from
+            and window.from_unix_ms <= m.store_unix_ms < window.to_unix_ms
+        ]
+        assert [place(m) for m in find(queries, key, window)] == sorted(wanted, reverse=True)
+
+
+def test_a_bounded_search_says_that_there_is_more() -> None:
+    opened, _ = play([(1, 0, [("a",), ("a",)])] * 5)
+    queries = Queries(opened.store)
+    every = [place(match) for match in find(queries, "a")]
+    assert len(every) == 10
+    for count in range(1, 12):
+        found = queries.find(TOPIC_ID, "a", EVER, messages_max=count, bytes_max=1 << 30)
+        assert [place(match) for match in found.messages] == every[:count]
+        assert found.more == (count < 10)
+    one = queries.find(TOPIC_ID, "a", EVER, messages_max=10, bytes_max=1)
+    assert (len(one.messages), one.more) == (1, True)
+
+
+def test_a_key_with_the_hash_of_another_is_not_taken_for_it() -> None:
+    # CRC-32 of both is 0x4ddb0c25.
+    assert key_hash("plumless") == key_hash("buckeroo")
+    store = fresh().store
+    store_at(store, NOW, 0, ("plumless",), ("buckeroo",))
+    assert [match.index for match in find(Queries(store), "buckeroo")] == [1]
+
+
+def test_a_key_of_another_topic_is_not_found() -> None:
+    store = fresh().store
+    store_at(store, NOW, 0, ("a",))
+    other = TOPIC_ID + (1 << 32)
+    found = Queries(store).find(other, "a", EVER, messages_max=9, bytes_max=1 << 20)
+    assert found.messages == []
+
+
+def test_a_message_that_repeats_a_key_is_found_once() -> None:
+    store = fresh().store
+    store_at(store, NOW, 0, ("a", "b", "a"))
+    assert len(find(Queries(store), "a")) == 1
+
+
+@given(history=histories.filter(bool), dropped=st.integers(0, 2))
+def test_a_message_is_found_by_its_place_and_nothing_is_anywhere_else(
+    history: list[tuple[int, int, list[tuple[str, ...]]]], dropped: int
+) -> None:
+    opened, model = play(history)
+    kept_from = trim(opened, dropped)
+    queries = Queries(opened.store)
+    for message in model:
+        if message.position < kept_from:
+            with pytest.raises(MessageNotFound):
+                queries.message(message.position, message.at)
+            continue
+        found = queries.message(message.position, message.at)
+        (record,) = decode_records(found.batch, read_header(found.batch), [found.index])
+        assert (record.offset, record.keys) == (message.offset, message.keys)
+    places = {message.position for message in model}
+    end = opened.store.log.next_position
+    for position in set(range(kept_from, min(end + 200, kept_from + 400))) - places:
+        with pytest.raises(MessageNotFound):
+            queries.message(position, 0)
+    with pytest.raises(MessageNotFound):
+        queries.message(model[-1].position, model[-1].at + 1)
+
+
+def test_bytes_in_a_body_that_look_like_a_batch_are_no_message() -> None:
+    opened = fresh()
+    (first,) = stored(opened.store, batch(b"first"))
+    inner = bytes(opened.disk.files[f"log/{0:020d}"].content[: first.next_position])
+    outer_at = first.next_position
+    inner_at = outer_at + len(batch(b""))
+    moved = inner[:16] + inner_at.to_bytes(8, "big") + inner[24:]
+    stored(opened.store, batch(moved))
+    content = opened.disk.files[f"log/{0:020d}"].content
+    assert read_header(bytes(content[inner_at:])).position == inner_at
+    with pytest.raises(MessageNotFound):
+        Queries(opened.store).message(inner_at, 0)
+
+
+def test_damaged_batches_are_not_served() -> None:
+    opened = fresh()
+    (stored_,) = store_at(opened.store, NOW, 0, ("a",))
+    opened.disk.files[f"log/{0:020d}"].content[opened.store.log.next_position - 1] ^= 1
+    queries = Queries(opened.store)
+    with pytest.raises(DataLoss):
+        queries.message(stored_.position, 0)
+    with pytest.raises(DataLoss):
+        find(queries, "a")
+    opened.disk.files[f"log/{0:020d}"].content[stored_.position + 34] ^= 1
+    with pytest.raises(DataLoss):
+        queries.search_offset((TOPIC_ID, 0), NOW)

@@ -1,0 +1,241 @@
+"""Goal: QueryService finds what was appended, and refuses what its contract refuses.
+
+Method: the whole node over gRPC with a real etcd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc.aio
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.storage.v1 import query_service_pb2 as pb
+from baton.storage.v1 import query_service_pb2_grpc as pb_grpc
+
+from batonmq.common.errors import BatonError, DataLoss, NotReadable, WrongBroker
+from batonmq.common.rpc import from_rpc_error
+from batonmq.core.records import Message, decode_records, read_header
+from tests.storage.batches import TOPIC, TOPIC_ID, batch, tagged
+from tests.storage.running import BROKER, TIMEOUT_S, Running, running
+from tests.support.waiting import until
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A node and a stub for its queries."""
+
+    node: Running
+    stub: pb_grpc.QueryServiceAsyncStub
+
+    async def search(self, unix_ms: int, queue_id: int = 0) -> int:
+        request = pb.SearchOffsetRequest(queue=queue(queue_id=queue_id), unix_ms=unix_ms)
+        return (await said(self.stub.SearchOffset(request, timeout=TIMEOUT_S))).offset
+
+    async def read(self, **fields: object) -> pb.ReadResponse:
+        request = pb.ReadRequest(**({"queue": queue()} | fields))  # type: ignore[arg-type]
+        return await said(self.stub.Read(request, timeout=TIMEOUT_S))
+
+    async def find(self, **fields: object) -> pb.FindByKeyResponse:
+        request = pb.FindByKeyRequest(**({"topic": TOPIC} | fields))  # type: ignore[arg-type]
+        return await said(self.stub.FindByKey(request, timeout=TIMEOUT_S))
+
+    async def get(self, message_id: str) -> bytes:
+        """The body of a message."""
+        request = pb.GetMessageRequest(message_id=message_id)
+        return body((await said(self.stub.GetMessage(request, timeout=TIMEOUT_S))).message)
+
+
+async def said(call: Awaitable[Answer]) -> Answer:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.Queue:
+    return queue_pb2.Queue(topic=topic, broker=broker, queue_id=queue_id)
+
+
+def body(message: pb.StoredMessage) -> bytes:
+    (record,) = decode_records(message.batch, read_header(message.batch), [message.index])
+    return record.body
+
+
+@asynccontextmanager
+async def asking(etcd_endpoint: str, folder: Path, **settings: object) -> AsyncIterator[Asking]:
+    async with running(etcd_endpoint, folder, cluster="", **settings) as node:
+        yield Asking(node, node.queries)
+
+
+async def test_times_keys_and_ids_lead_to_messages(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        messages = [Message(b"one", keys=("k", "x")), Message(b"two"), Message(b"3", keys=("k",))]
+        (first,) = await ask.node.append(batch(*messages))
+        (second,) = await ask.node.append(batch(Message(b"four", keys=("k",)), queue_id=1))
+        assert await ask.search(first.store_unix_ms) == 0
+        assert await ask.search(first.store_unix_ms + 60_000) == 3
+        assert await ask.search(0, queue_id=5) == 0
+        found = await ask.find(key="k")
+        assert [body(one) for one in found.messages] == [b"four", b"3", b"one"]
+        assert not found.more
+        limited = await ask.find(key="k", messages_max=1)
+        assert ([body(one) for one in limited.messages], limited.more) == ([b"four"], True)
+        assert not (await ask.find(key="k", to_unix_ms=first.store_unix_ms)).messages
+        assert len((await ask.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
+        assert not (await ask.find(key="nobody")).messages
+        assert await ask.get(f"{BROKER}-{first.position:x}-2") == b"3"
+        assert await ask.get(f"{BROKER}-{second.position:x}-0") == b"four"
+
+
+async def test_read_gives_stored_batches_without_recording_a_delivery(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        await ask.node.append(tagged("a", "b", "a"), tagged("c"))
+        everything = await ask.read()
+        assert len(everything.batches) == 2
+        assert (everything.next_offset, everything.queue_next_offset) == (4, 4)
+        filtered = await ask.read(expression="c")
+        assert (len(filtered.batches), filtered.next_offset) == (1, 4)
+        one = await ask.read(offset=1, messages_max=1)
+        assert (one.next_offset, one.queue_first_offset) == (2, 0)
+        end = await ask.read(offset=4)
+        assert (len(end.batches), end.next_offset) == (0, 4)
+        assert ask.node.offsets.recorded == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"offset": 5}, "OFFSET_OUT_OF_RANGE"),
+        ({"offset": -1}, "INVALID_ARGUMENT"),
+        ({"queue": None}, "INVALID_ARGUMENT"),
+        ({"queue": queue(topic="nobody")}, "TOPIC_NOT_FOUND"),
+        ({"queue": queue(queue_id=8)}, "QUEUE_NOT_FOUND"),
+        ({"queue": queue(broker="broker-b")}, "WRONG_BROKER"),
+        ({"expression": "a || "}, "BAD_EXPRESSION"),
+        ({"bytes_max": (4 << 20) + 1}, "LIMIT_EXCEEDED"),
+        ({"messages_max": 65_536}, "LIMIT_EXCEEDED"),
+    ],
+)
+async def test_read_refuses(
+    etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
+) -> None:
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        with pytest.raises(BatonError) as refused:
+            await ask.read(**fields)
+        assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "INVALID_ARGUMENT"),
+        ({"key": "a b"}, "INVALID_ARGUMENT"),
+        ({"key": " a"}, "INVALID_ARGUMENT"),
+        ({"key": "k" * 1_025}, "LIMIT_EXCEEDED"),
+        ({"key": "k", "messages_max": 1_001}, "LIMIT_EXCEEDED"),
+        ({"key": "k", "topic": "nobody"}, "TOPIC_NOT_FOUND"),
+        ({"key": "k", "topic": "a/b"}, "INVALID_NAME"),
+    ],
+)
+async def test_find_by_key_refuses(
+    etcd_endpoint: str, tmp_path: Path, fields: dict[str, object], reason: str
+) -> None:
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        with pytest.raises(BatonError) as refused:
+            await ask.find(**fields)
+        assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("message_id", "reason"),
+    [
+        ("", "INVALID_NAME"),
+        ("broker-a", "INVALID_ARGUMENT"),
+        ("broker-a-0", "WRONG_BROKER"),
+        ("broker-a-0-x", "INVALID_ARGUMENT"),
+        ("broker-a-0x1-0", "INVALID_ARGUMENT"),
+        ("broker-a-01-0", "INVALID_ARGUMENT"),
+        ("broker-a-8000000000000000-0", "INVALID_ARGUMENT"),
+        ("broker-a-1_0-0", "INVALID_ARGUMENT"),
+        ("Broker-0-0", "INVALID_NAME"),
+        ("broker-b-0-0", "WRONG_BROKER"),
+        ("broker-a-0-1", "MESSAGE_NOT_FOUND"),
+        ("broker-a-1-0", "MESSAGE_NOT_FOUND"),
+        ("broker-a-7fffffffffffffff-ffffffffff", "MESSAGE_NOT_FOUND"),
+    ],
+)
+async def test_ids_that_lead_nowhere_are_refused(
+    etcd_endpoint: str, tmp_path: Path, message_id: str, reason: str
+) -> None:
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        await ask.node.append(batch(b"here"))
+        with pytest.raises(BatonError) as refused:
+            await ask.get(message_id)
+        assert refused.value.reason == reason
+
+
+async def test_messages_of_a_deleted_topic_are_gone(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        (receipt,) = await ask.node.append(batch(Message(b"old", keys=("k",))))
+        await ask.node.put_topic(topic_id=TOPIC_ID + 1)
+
+        async def forgotten() -> bool:
+            return not (await ask.find(key="k")).messages
+
+        await until(forgotten)
+        with pytest.raises(BatonError, match="deleted"):
+            await ask.get(f"{BROKER}-{receipt.position:x}-0")
+
+
+async def test_a_topic_that_gives_no_messages_is_not_read(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        await ask.node.append(batch(b"a"))
+        spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
+        topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+        topic.permission = nameserver_pb.TOPIC_PERMISSION_WRITE
+        await ask.node.write_topic(topic)
+
+        async def refused() -> bool:
+            try:
+                await ask.read()
+            except NotReadable:
+                return True
+            return False
+
+        await until(refused)
+
+
+async def test_damage_is_told_counted_once_and_not_served(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with asking(etcd_endpoint, tmp_path, scrub_bytes_per_s=0) as ask:
+        (receipt,) = await ask.node.append(batch(Message(b"precious", keys=("k",))))
+        with (tmp_path / "log" / f"{0:020d}").open("r+b") as file:
+            file.seek(len(batch(Message(b"precious", keys=("k",)))) - 1)
+            file.write(b"?")
+        for _ in range(2):
+            with pytest.raises(DataLoss):
+                await ask.read()
+            with pytest.raises(DataLoss):
+                await ask.find(key="k")
+            with pytest.raises(DataLoss):
+                await ask.get(f"{BROKER}-{receipt.position:x}-0")
+        assert (await ask.node.describe()).damaged_batch_count == 1
+
+
+async def test_a_queue_of_another_broker_is_told_apart(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with asking(etcd_endpoint, tmp_path, node_id="broker-x") as ask:
+        with pytest.raises(WrongBroker):
+            await ask.search(0)

@@ -1,0 +1,234 @@
+"""Goal: what goes is the oldest, no more than has to, and never what policy or others protect.
+
+Method: the decisions as plain functions of plain values; the disk's states by the numbers of the
+watermarks, then properties over arbitrary logs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batonmq.common.errors import DataLoss
+from services.storage.core.floors import Floor, decode, encode
+from services.storage.core.retention import (
+    SEGMENTS_PER_ROUND,
+    DiskState,
+    Moment,
+    Policy,
+    Retention,
+    Sealed,
+    Usage,
+)
+
+SIZE = 100
+HOUR_MS = 3_600_000
+NOW = 1_000 * HOUR_MS
+
+
+def policy(age_ms_max: int = 48 * HOUR_MS, log_bytes_max: int = 0) -> Policy:
+    return Policy(age_ms_max=age_ms_max, hours=frozenset({4}), log_bytes_max=log_bytes_max)
+
+
+def log_of(count: int) -> list[Sealed]:
+    return [Sealed(n * SIZE, (n + 1) * SIZE) for n in range(count)]
+
+
+def removed(
+    retention: Retention, ages_h: list[int], *, hour: int = 4, log_bytes: int | None = None
+) -> int:
+    """How many of the segments, oldest first with these ages, go."""
+    sealed = log_of(len(ages_h))
+    size = SIZE * (len(ages_h) + 1) if log_bytes is None else log_bytes
+    keep_from = retention.keep_from(
+        sealed,
+        size,
+        Moment(NOW, hour),
+        lambda segment: NOW - ages_h[segment.first_position // SIZE] * HOUR_MS,
+    )
+    return keep_from // SIZE
+
+
+def at(percent: float, *, total: int = 1_000, **settings: int) -> Retention:
+    """Retention that has seen the disk so full."""
+    retention = Retention(policy(**settings), SIZE)
+    observe(retention, percent, total=total)
+    return retention
+
+
+def observe(
+    retention: Retention, percent: float, *, total: int = 1_000, now_ms: int = 0
+) -> DiskState:
+    used = round(total * percent / 100)
+    return retention.observe(Usage(used, total - used), 0, now_ms)
+
+
+def test_what_is_too_old_goes_at_the_hour_set() -> None:
+    assert removed(at(50), [60, 50, 49, 47, 10]) == 3
+    assert removed(at(50), [60, 50, 49], hour=5) == 0
+
+
+def test_what_is_exactly_as_old_as_allowed_goes() -> None:
+    assert removed(at(50), [48]) == 1
+
+
+def test_a_younger_segment_protects_the_older_ones_behind_it() -> None:
+    assert removed(at(50), [60, 10, 60]) == 1
+
+
+def test_a_segment_of_unknown_age_does_not_go_by_age() -> None:
+    retention = at(50)
+    keep_from = retention.keep_from(log_of(2), 300, Moment(NOW, 4), lambda _: None)
+    assert keep_from == 0
+
+
+def test_without_an_age_nothing_goes_by_age() -> None:
+    assert removed(at(80, age_ms_max=0), [10_000]) == 0
+
+
+def test_the_log_is_cut_to_its_size_at_any_hour() -> None:
+    assert removed(at(50, log_bytes_max=400), [0] * 5, hour=12) == 2
+    assert removed(at(50, log_bytes_max=600), [0] * 5, hour=12) == 0
+
+
+@pytest.mark.parametrize(
+    ("percent", "state"),
+    [
+        (0, DiskState.OK),
+        (69.9, DiskState.OK),
+        (70, DiskState.WARN),
+        (75, DiskState.CLEAN),
+        (85, DiskState.CLEAN_FORCIBLY),
+        (89.9, DiskState.CLEAN_FORCIBLY),
+        (90, DiskState.FULL),
+        (100, DiskState.FULL),
+    ],
+)
+def test_states_begin_at_their_watermarks(percent: float, state: DiskState) -> None:
+    assert at(percent).state is state
+
+
+def test_from_clean_on_what_is_too_old_goes_at_any_hour() -> None:
+    assert removed(at(74.9), [60, 10], hour=12) == 0
+    assert removed(at(75), [60, 10], hour=12) == 1
+
+
+def test_forced_cleaning_removes_just_enough() -> None:
+    assert removed(at(84.9), [0] * 5, hour=12) == 0
+    assert removed(at(85), [0] * 5, hour=12) == 1, "85 % itself is too much"
+    assert removed(at(94.8), [0] * 5, hour=12) == 1
+    assert removed(at(95.0), [0] * 5, hour=12) == 2
+
+
+def test_writing_stops_at_the_last_watermark_and_resumes_below_the_one_before() -> None:
+    retention = at(89.9)
+    seen = [
+        retention.refusal() is not None
+        for percent in (90, 86, 85, 84.9, 89.9, 90.1)
+        if observe(retention, percent)
+    ]
+    assert seen == [True, True, True, False, False, True]
+
+
+def test_the_refusal_has_numbers_and_a_remedy() -> None:
+    refusal = at(92.5).refusal()
+    assert refusal is not None
+    assert refusal.facts == {"used_percent": "92.5", "limit_percent": "90", "free_bytes": "75"}
+    assert "below 85 %" in refusal.remedy
+    assert refusal.retry_after_ms > 0
+
+
+def test_no_space_refuses_until_a_segment_fits() -> None:
+    retention = at(50, total=150)
+    retention.met_no_space()
+    assert retention.refusal() is not None
+    assert removed(retention, [0] * 5, hour=12) == 1, "room is made for one"
+    assert observe(retention, 40, total=150) is DiskState.FULL
+    assert observe(retention, 30, total=150) is DiskState.OK
+    assert retention.refusal() is None
+
+
+def test_a_round_is_bounded() -> None:
+    assert removed(at(50), [60] * (SEGMENTS_PER_ROUND + 5)) == SEGMENTS_PER_ROUND
+
+
+def test_seconds_until_full_follow_the_rate_of_the_last_minutes() -> None:
+    retention = at(10, total=100_000)
+    for second in range(1, 61):
+        observe(retention, 10 + second * 0.1, total=100_000, now_ms=second * 1_000)
+    assert retention.seconds_until_full == pytest.approx((90 - 16) / 0.1, rel=0.01)
+    for second in range(61, 400):
+        observe(retention, 16, total=100_000, now_ms=second * 1_000)
+    assert retention.seconds_until_full == math.inf
+    observe(retention, 95, total=100_000, now_ms=400_000)
+    assert retention.seconds_until_full == 0
+
+
+def test_allocated_space_that_is_not_written_yet_does_not_count_as_growth() -> None:
+    retention = Retention(policy(), SIZE)
+    for second in range(100):
+        retention.observe(
+            Usage(500 + 100 * (second >= 20), 400), 100 * (second >= 20), 1_000 * second
+        )
+    assert retention.seconds_until_full == math.inf
+
+
+def test_a_disk_of_no_size_is_not_full() -> None:
+    assert Retention(policy(), SIZE).observe(Usage(0, 0), 0, 0) is DiskState.OK
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 100), max_size=30).map(lambda ages: sorted(ages, reverse=True)),
+    st.integers(0, 23),
+    st.floats(0, 100),
+    st.integers(0, 4_000),
+)
+def test_whatever_goes_had_a_reason(
+    ages_h: list[int], hour: int, percent: float, log_bytes_max: int
+) -> None:
+    if not ages_h:
+        return
+    retention = at(percent, total=3_000, log_bytes_max=log_bytes_max)
+    count = removed(retention, ages_h, hour=hour)
+    size_before_last = SIZE * (len(ages_h) + 1) - SIZE * (count - 1)
+    used_before_last = retention.usage.used_bytes - SIZE * (count - 1)
+    if count:
+        assert (
+            (ages_h[count - 1] >= 48 and (hour == 4 or percent >= 74.9))
+            or 0 < log_bytes_max < size_before_last
+            or used_before_last >= 0.85 * 3_000
+        )
+    if count < min(len(ages_h), SEGMENTS_PER_ROUND):
+        assert not (ages_h[count] >= 48 and hour == 4)
+        assert not 0 < log_bytes_max < size_before_last - SIZE
+        assert used_before_last - SIZE < 0.85 * 3_000
+
+
+FLOORS = [Floor("orders", 7, 3, 1 << 40), Floor("a" * 127, 1 << 50, 65_535, 1), Floor("b", 1, 0, 9)]
+
+
+def test_floors_survive_their_file() -> None:
+    assert decode(encode(FLOORS)) == FLOORS
+    assert decode(encode([])) == []
+    assert decode(b"") == []
+
+
+def test_the_bytes_of_floors_do_not_change() -> None:
+    assert encode([Floor("ab", 7, 3, 258)]).hex() == (
+        "42544e4f" "0001" "0000" "00000001"
+        "02" "6162" "0000000000000007" "00000003" "0000000000000102" "4e366154"
+    )  # fmt: skip
+
+
+def test_damaged_floors_are_never_taken_for_fewer() -> None:
+    raw = encode(FLOORS)
+    for at_ in range(len(raw)):
+        with pytest.raises(DataLoss):
+            decode(raw[:at_] + bytes((raw[at_] ^ 1,)) + raw[at_ + 1 :])
+        if at_:
+            with pytest.raises(DataLoss):
+                decode(raw[:at_])

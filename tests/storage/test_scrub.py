@@ -1,0 +1,127 @@
+"""Goal: the scrub goes over everything that is safe on disk, and finds every damaged batch, once.
+
+Method: the core on a disk in memory, piece by piece; the loop on a temporary folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from services.storage.core import scrub as core
+from services.storage.core.scrub import Scrub
+from services.storage.damage import Damage
+from services.storage.node import opened
+from services.storage.scrub import Scrubber
+from tests.storage.batches import Opened, append, batch, open_store, stored
+from tests.storage.memory import MemoryDisk
+from tests.support.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "PIECE_BYTES", 300)
+
+
+def filled(count: int = 60) -> Opened:
+    made = open_store(MemoryDisk(), segment_bytes=1_500)
+    for number in range(count):
+        stored(made.store, batch(b"x" * (number * 37 % 400), queue_id=number % 3))
+    return made
+
+
+def round_of(scrub: Scrub) -> tuple[dict[int, str], int]:
+    """What one round finds, and how many pieces it has."""
+    damaged: dict[int, str] = {}
+    pieces = 0
+    while (piece := scrub.next_piece()) is not None:
+        begin = piece.position
+        scrub.check(piece)
+        assert piece.position > begin
+        scrub.checked(piece)
+        damaged |= piece.damaged
+        pieces += 1
+    return damaged, pieces
+
+
+def test_a_good_log_is_gone_over_to_its_end_again_and_again() -> None:
+    made = filled()
+    scrub = Scrub(made.disk, made.store.log)
+    for _ in range(2):
+        damaged, pieces = round_of(scrub)
+        assert damaged == {}
+        assert pieces > made.store.log.next_position // 1_500
+        assert scrub.position == made.store.log.first_position
+
+
+def test_every_damaged_batch_is_found_wherever_it_is_damaged() -> None:
+    made = filled()
+    positions = sorted({int(queue.first_position) for queue in made.store.queues.values()})
+    entries = made.store.queues[7, 0]
+    positions += entries.read(0, entries.next_offset).positions.tolist()[1:]
+    for number, position in enumerate(positions):
+        path, begin, _ = made.store.log.segment_of(position)
+        spoiled = made.disk.killed()
+        spoiled.files[path].content[position - begin + number * 7 % 100] ^= 4
+        damaged, _ = round_of(Scrub(spoiled, made.store.log))
+        assert list(damaged) == [position]
+
+
+def test_a_part_that_became_zero_is_damage() -> None:
+    made = filled()
+    path, begin, end = made.store.log.segment_of(1_500)
+    made.disk.files[path].content[:] = bytes(end - begin)
+    damaged, _ = round_of(Scrub(made.disk, made.store.log))
+    assert damaged == {1_500: "nothing is there"}
+
+
+def test_what_is_not_synced_is_not_looked_at() -> None:
+    made = filled(3)
+    append(made.store, batch(b"unsynced"))
+    last = made.disk.files[f"log/{0:020d}"]
+    last.content[made.store.log.synced_position] ^= 1
+    scrub = Scrub(made.disk, made.store.log)
+    assert round_of(scrub)[0] == {}
+
+
+def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
+    made = filled()
+    scrub = Scrub(made.disk, made.store.log)
+    piece = scrub.next_piece()
+    assert piece is not None
+    (_, position), *_ = made.store.log.sealed()
+    for path in made.store.log.drop_before(position):
+        made.disk.remove(path)
+    with pytest.raises(FileNotFoundError):
+        scrub.check(piece)
+    following = scrub.next_piece()
+    assert following is not None
+    assert following.position == position
+
+
+async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Path) -> None:
+    counter = Counter("found", "Damage.", registry=CollectorRegistry())
+    damage = Damage(counter)
+    with opened(tmp_path, segment_bytes=4_096, monotonic_ms=lambda: 0) as node:
+        raw = batch(b"x" * 200)
+        append(node.store, raw, raw, raw)
+        unsynced = node.store.log.unsynced()
+        node.sync(unsynced)
+        node.store.synced(unsynced.position)
+        with (tmp_path / "log" / f"{0:020d}").open("r+b") as file:
+            file.seek(2 * len(raw) - 1)
+            file.write(b"?")
+        scrubber = Scrubber(node, damage, bytes_per_s=1 << 30)
+        for _ in range(2):  # the second round finds it again
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(scrubber.run())
+                await until(lambda: len(damage) and scrubber.position == 0)
+                running.cancel()
+        assert len(damage) == 1
+        assert counter._value.get() == 1
+        stopped = Scrubber(node, damage, bytes_per_s=0)
+        await stopped.run()
+        assert stopped.position == 0

@@ -1,0 +1,39 @@
+"""A file system of a few megabytes, to fill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_file_system(folder: Path, megabytes: int) -> Iterator[Path]:
+    """`folder` as a file system of its own; the test is skipped where that is not allowed."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"NOT TESTED: no file system may be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_up(folder: Path, *, leave_bytes: int) -> Path:
+    """Put a file on the file system of `folder` that leaves so much free; the file."""
+    ballast = folder / "ballast"
+    found = os.statvfs(folder)
+    size = found.f_bavail * found.f_frsize - leave_bytes
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    return ballast

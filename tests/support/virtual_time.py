@@ -1,0 +1,181 @@
+"""An event loop whose clock jumps to the next timer instead of waiting for it.
+
+It can also play several processes: what a `Host` has begun, and whatever that begins, belongs to
+the host, and can be frozen and thawed like a process under SIGSTOP and SIGCONT. Everything in
+the loop happens in an order that depends on nothing outside: no thread, no socket, no hash of an
+address or a string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SPINS_MAX = 1_000_000
+_HOST: ContextVar[Host | None] = ContextVar("host", default=None)
+
+
+class Deadlock(Exception):
+    """Every task waits and no timer is set: the program can never go on."""
+
+
+class Livelock(Exception):
+    """The program runs on and on without time passing."""
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Same ready queue and timers as asyncio's; no real waiting."""
+
+    def __init__(self) -> None:
+        super().__init__(_NeverWaits(self))
+        self.now_s = 0.0
+        self._task_numbers = itertools.count()
+        self.set_task_factory(self._new_task)  # type: ignore[arg-type]
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        context = context or copy_context()
+        host = context.get(_HOST)
+        if host is None:
+            return super().call_soon(callback, *args, context=context)
+        gate = _Gate(host, callback, args, context)
+        gate.handle = super().call_soon(gate, context=context)
+        return gate.handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        context = context or copy_context()
+        host = context.get(_HOST)
+        if host is None:
+            return super().call_at(when, callback, *args, context=context)
+        gate = _Gate(host, callback, args, context)
+        gate.handle = handle = super().call_at(when, gate, context=context)
+        return handle
+
+    def outside(self, delay_s: float, callback: Callable[[], object]) -> None:
+        """Call `callback` later, on behalf of no host."""
+        super().call_at(self.now_s + delay_s, callback, context=Context())
+
+    def run_again(self, gate: _Gate) -> None:
+        """Queue what a host had held."""
+        super().call_soon(gate, context=gate.context)
+
+    def run_in_executor(self, *_: Any) -> Any:  # type: ignore[override]
+        raise RuntimeError("a thread would not keep to virtual time")
+
+    def _new_task(
+        self, _: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **kwargs: Any
+    ) -> asyncio.Task[T]:
+        task: _NumberedTask = _NumberedTask.__new__(_NumberedTask)
+        task.number = next(self._task_numbers)
+        task.__init__(coroutine, loop=self, **kwargs)  # type: ignore[misc]
+        return task
+
+
+class Host:
+    """One process: its tasks and timers stand still while it is frozen."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.frozen = name, False
+        self._held: deque[_Gate] = deque()
+        self._context = Context()
+        self._context.run(_HOST.set, self)
+
+    def post(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Call `callback` as part of the process, once it runs."""
+        _loop().call_soon(callback, *args, context=self._context.copy())
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of the process; the caller keeps it."""
+        return _loop().create_task(work, context=self._context.copy())
+
+    def freeze(self) -> None:
+        """Stop, in the middle of whatever it does."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Go on: first with what has happened meanwhile, in the order in which it did."""
+        self.frozen = False
+        while self._held:
+            _loop().run_again(self._held.popleft())
+
+    def hold(self, gate: _Gate) -> None:
+        """Keep what would run now until the process goes on."""
+        self._held.append(gate)
+
+
+def current_host() -> Host | None:
+    """The process that runs at this moment."""
+    return _HOST.get()
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main)
+
+
+def _loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
+
+
+class _Gate:
+    """A callback of a host; waits while the host is frozen, and can be cancelled all the time."""
+
+    __slots__ = ("args", "callback", "context", "handle", "host")
+    handle: asyncio.Handle
+
+    def __init__(
+        self, host: Host, callback: Callable[..., Any], args: tuple[Any, ...], context: Context
+    ) -> None:
+        self.host, self.callback, self.args, self.context = host, callback, args, context
+
+    def __call__(self) -> None:
+        if self.handle.cancelled():
+            return
+        if self.host.frozen:
+            self.host.hold(self)
+        else:
+            self.callback(*self.args)
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    """A task whose hash does not depend on its address, so that sets of tasks have an order."""
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class _NeverWaits(selectors.SelectSelector):
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._spins = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise Deadlock
+        self._spins = 0 if timeout > 0 else self._spins + 1
+        if self._spins > SPINS_MAX:
+            raise Livelock
+        self._loop.now_s += max(timeout, 0)
+        return []

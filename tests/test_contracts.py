@@ -1,0 +1,168 @@
+"""The contracts and the code that serves them, compared.
+
+Goal: no call of a proto is left unserved, no reason goes without an error class or the other way
+round, and an error is the same on both ends of the wire.
+Method: reflection over all generated modules and all modules of `services`, so that a new proto,
+reason or service is checked without a change here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import baton
+import grpc
+import pytest
+from baton.common.v1 import error_pb2
+from google.protobuf.descriptor import EnumDescriptor, FileDescriptor, ServiceDescriptor
+
+import services
+from batonmq.common import errors
+from batonmq.common.errors import BatonError, Difference, Retry
+from batonmq.common.rpc import ERROR_OF, error_from_pb, error_to_pb, status_of
+
+
+def modules(package: ModuleType, pattern: str) -> list[ModuleType]:
+    """Every module below `package`, but not the programs, whose file is like `pattern`."""
+    found: list[ModuleType] = []
+    for root in sorted(set(package.__path__)):
+        for file in sorted(Path(root).rglob(pattern)):
+            parts = file.relative_to(root).with_suffix("").parts
+            if not parts[-1].startswith("__"):
+                found.append(import_module(".".join((package.__name__, *parts))))
+    return found
+
+
+FILES: list[FileDescriptor] = [found.DESCRIPTOR for found in modules(baton, "*_pb2.py")]
+SERVICES: list[ServiceDescriptor] = [s for f in FILES for s in f.services_by_name.values()]
+SERVED = modules(services, "*.py")
+REASONS = [name.removeprefix("REASON_") for name in error_pb2.Reason.keys()][1:]  # noqa: SIM118
+ERRORS: list[type[BatonError]] = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, BatonError) and cls is not BatonError
+]
+
+
+def enums() -> Iterator[EnumDescriptor]:
+    for file in FILES:
+        yield from file.enum_types_by_name.values()
+        for message in file.message_types_by_name.values():
+            yield from message.enum_types
+
+
+def generated_base(service: ServiceDescriptor) -> type:
+    name = service.file.name.removesuffix(".proto").replace("/", ".")
+    base = getattr(import_module(f"{name}_pb2_grpc"), f"{service.name}Servicer")
+    assert isinstance(base, type)
+    return base
+
+
+def below(cls: type) -> Iterator[type]:
+    direct: list[type] = type.__subclasses__(cls)
+    for found in direct:
+        yield found
+        yield from below(found)
+
+
+# ---- services
+
+
+def test_there_are_contracts_and_services_to_compare() -> None:
+    assert {"StorageService", "OffsetsService", "LockmgrService", "NameserverService"} <= {
+        service.name for service in SERVICES
+    }
+    assert SERVED
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.full_name)
+def test_every_call_is_served(service: ServiceDescriptor) -> None:
+    base = generated_base(service)
+    served_by = [c for c in below(base) if c.__module__.startswith("services.")]
+    assert len(served_by) == 1, f"{service.full_name} is served by {served_by}"
+    inherited = [m for m in service.methods_by_name if getattr(served_by[0], m) is getattr(base, m)]
+    assert not inherited, f"{served_by[0]} does not serve {inherited}"
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.full_name)
+def test_no_call_takes_a_stream_and_only_open_ended_ones_are_called_watch(
+    service: ServiceDescriptor,
+) -> None:
+    """The edge of the services relies on both."""
+    for name, method in service.methods_by_name.items():
+        assert not method.client_streaming, name
+        assert method.server_streaming or not name.startswith("Watch"), name
+
+
+@pytest.mark.parametrize("enum", list(enums()), ids=lambda enum: enum.full_name)
+def test_zero_of_every_enum_means_unspecified(enum: EnumDescriptor) -> None:
+    assert enum.values_by_number[0].name.endswith("_UNSPECIFIED")
+
+
+# ---- errors
+
+
+def test_every_reason_has_one_class_and_every_class_a_reason() -> None:
+    assert sorted(error.reason for error in ERRORS) == sorted(REASONS)
+    assert sorted(ERROR_OF) == sorted(REASONS)
+    assert set(ERROR_OF.values()) == set(ERRORS), "whatever subclasses some module has"
+
+
+def test_every_advice_on_retrying_has_its_value() -> None:
+    values = [name.removeprefix("RETRY_") for name in error_pb2.Retry.keys()]  # noqa: SIM118
+    assert values[1:] == [retry.value for retry in Retry]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
+def test_class_tells_kind_advice_and_remedy(error: type[BatonError]) -> None:
+    assert error.kind in grpc.StatusCode.__members__
+    assert error.kind != "OK"
+    assert isinstance(error.retry, Retry)
+    assert error.__doc__
+    assert error.remedy.endswith("."), "a sentence that says what to do"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
+def test_error_is_the_same_on_both_ends(error: type[BatonError]) -> None:
+    sent = error(
+        "two of three, ü included",
+        remedy="Do this instead.",
+        retry_after_ms=1_234,
+        facts={"limit": 3, "queue": "t/b/0"},
+        differences=(Difference("t", "expression", "new", "a", "old", "b"),),
+    )
+    got = error_from_pb(error_pb2.Error.FromString(error_to_pb(sent).SerializeToString()))
+    assert type(got) is error
+    assert str(got) == str(sent)
+    assert (got.message, got.remedy, got.retry_after_ms) == (
+        sent.message,
+        "Do this instead.",
+        1_234,
+    )
+    assert got.facts == {"limit": "3", "queue": "t/b/0"}
+    assert got.differences == sent.differences
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
+def test_status_carries_code_message_and_the_error(error: type[BatonError]) -> None:
+    status = status_of(error("why"))
+    assert status.code == grpc.StatusCode[error.kind].value[0]
+    assert status.message == "why"
+    packed = error_pb2.Error()
+    assert status.details[0].Unpack(packed)
+    assert packed == error_to_pb(error("why"))
+    assert packed.remedy == error.remedy
+
+
+def test_reason_of_a_later_version_becomes_internal() -> None:
+    got = error_from_pb(error_pb2.Error(reason=9_999, message="what is new"))  # type: ignore[arg-type]
+    assert type(got) is errors.Internal
+    assert got.message == "what is new"
+
+
+def test_unset_reason_becomes_internal() -> None:
+    assert type(error_from_pb(error_pb2.Error(message="?"))) is errors.Internal
