@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from bench import core, growth, memory, pages, pulls, starts, wire
+from bench import core, delay, growth, memory, pages, pulls, rebuilds, starts, wire
 from bench.figures import Figure, write
 from bench.setup import Setup
 
@@ -27,6 +27,8 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "pulls": pulls.pulls,
     "memory": memory.memory,
     "starts": starts.starts,
+    "rebuilds": rebuilds.rebuilds,
+    "delays": delay.delays,
 }
 
 

@@ -72,7 +72,7 @@ class Offsets:
         return {key_from_pb(queue.queue): queue.token for queue in answer.queues}
 
     async def observe(self, key: QueueKey) -> Observation:
-        """The queue as it is now; all zero if offsets does not know it.
+        """The queue as it is now; without progress, closed under the token to be expected.
 
         Raises:
             OffsetsUnreachable: it can't be seen.
@@ -84,7 +84,8 @@ class Offsets:
         except BatonError as error:
             raise unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
-            return Observation()
+            token = int(outcome.facts.get("token", 0))
+            return Observation(token=token, closed=True, begins_anew=token > 0)
         if isinstance(outcome, BatonError):
             raise unreachable(outcome)
         return outcome

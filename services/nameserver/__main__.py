@@ -13,6 +13,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
 from services.nameserver.expiry import Expiry
+from services.nameserver.progress import Progress
 from services.nameserver.server import NameserverServicer
 from services.nameserver.shrinking import Shrinking
 from services.nameserver.store import Store
@@ -28,9 +29,10 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     store = Store(runtime.etcd, runtime.random, member_lease_ms=settings.member_lease_ms)
     telemetry = Telemetry(runtime.registry, runtime.hub, catalog)
     expiry = Expiry(catalog, store, telemetry, runtime.random, sweep_ms=settings.member_lease_ms)
-    servicer = NameserverServicer(settings, catalog, store, telemetry)
-    name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name
     offsets = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect)
+    progress = Progress(offsets.stub)
+    servicer = NameserverServicer(settings, catalog, store, telemetry, progress)
+    name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name
     shrinking = Shrinking(
         catalog,
         store,

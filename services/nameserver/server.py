@@ -39,6 +39,7 @@ from services.nameserver.core import (
     Terms,
     Topic,
 )
+from services.nameserver.progress import Progress
 from services.nameserver.spread import resized
 from services.nameserver.store import CreatedTopic, Store, topic_not_found
 from services.nameserver.telemetry import Telemetry
@@ -57,10 +58,15 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     """
 
     def __init__(
-        self, settings: NameserverSettings, catalog: Catalog, store: Store, telemetry: Telemetry
+        self,
+        settings: NameserverSettings,
+        catalog: Catalog,
+        store: Store,
+        telemetry: Telemetry,
+        progress: Progress,
     ) -> None:
         self._settings, self._catalog = settings, catalog
-        self._store, self._telemetry = store, telemetry
+        self._store, self._telemetry, self._progress = store, telemetry, progress
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
@@ -222,7 +228,9 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         return pb.DescribeGroupResponse(group=group_to_pb(await self._group(request.group)))
 
     async def _create(self, name: str, queue_count: int) -> CreatedTopic:
-        done = await self._store.create_topic(name, queue_count, self._catalog.addresses)
+        done = await self._store.create_topic(
+            name, queue_count, self._catalog.addresses, self._progress.forget
+        )
         await self._catalog.caught_up(topics=done.revision)
         if done.created:
             log.info("topic created topic=%s topic_id=%d", name, done.topic.topic_id)

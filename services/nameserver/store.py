@@ -43,6 +43,7 @@ TRIES_MAX = 20
 _BACKOFF = Backoff(first_ms=5, delay_ms_max=250)
 _TOPIC_ID = "counters/topic_id"
 Outcome = TypeVar("Outcome")
+Forget = Callable[[str, int], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,13 @@ class Store:
         return (topic_from_bytes(stored.value), stored.mod_revision) if stored else None
 
     async def create_topic(
-        self, name: str, queue_count: int, brokers: Collection[str]
+        self, name: str, queue_count: int, brokers: Collection[str], forget: Forget
     ) -> CreatedTopic:
         """Create the topic, or find it as it should be.
+
+        Args:
+            forget: Called with the new topic's name and id before anything is written, to end
+                what is left of earlier topics of the name; if it raises, nothing is written.
 
         Raises:
             TopicExists: it has another number of queues.
@@ -111,9 +116,11 @@ class Store:
         """
 
         async def attempt() -> CreatedTopic | None:
+            # The counter first: a topic of this name that is created from here on has an id that
+            # is not smaller than ours, so that what we have forgotten can't be its progress.
+            counter = await self._etcd.get(_TOPIC_ID)
             if found := await self.read_topic(name):
                 return _found(*found, queue_count)
-            counter = await self._etcd.get(_TOPIC_ID)
             topic_id = int(counter.value) + 1 if counter else 1
             topic = Topic(
                 name=name,
@@ -121,6 +128,7 @@ class Store:
                 spread=spread_queues(queue_count, brokers, first=topic_id),
                 create_unix_ms=self._etcd.clock.unix_ms(),
             )
+            await forget(name, topic_id)
             key = self._etcd.key("topics", name)
             revision = await self._etcd.txn(
                 compare=[Compare(key, mod_revision=0), _as_read(_TOPIC_ID, counter)],

@@ -11,7 +11,7 @@ from baton.offsets.v1 import stored_progress_pb2
 from google.protobuf.message import DecodeError
 
 from batonmq.common.errors import DataLoss
-from services.offsets.core.calls import Grant, Holder, QueueKey
+from services.offsets.core.calls import Grant, Holder, QueueKey, Tombstone
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 
@@ -37,8 +37,16 @@ def decode_key(stored: bytes) -> QueueKey:
         raise DataLoss(f"stored key {stored[:80]!r} can't be read") from error
 
 
-def encode_progress(progress: Progress) -> bytes:
+def encode_progress(progress: Progress | Tombstone) -> bytes:
     """The durable part of a queue's progress: all but D and the time of the last access."""
+    if isinstance(progress, Tombstone):
+        return stored_progress_pb2.StoredProgress(
+            token=progress.token,
+            reset_epoch=progress.reset_epoch,
+            closed=True,
+            update_unix_ms=progress.update_unix_ms,
+            deleted=True,
+        ).SerializeToString()
     grant, holder = progress.grant, progress.holder
     return stored_progress_pb2.StoredProgress(
         token=progress.token,
@@ -58,7 +66,7 @@ def encode_progress(progress: Progress) -> bytes:
     ).SerializeToString()
 
 
-def decode_progress(key: QueueKey, stored: bytes) -> Progress:
+def decode_progress(key: QueueKey, stored: bytes) -> Progress | Tombstone:
     """Inverse of `encode_progress`, with D at its upper bound.
 
     Raises:
@@ -69,9 +77,11 @@ def decode_progress(key: QueueKey, stored: bytes) -> Progress:
         progress = _progress(read)
     except (DecodeError, ValueError) as error:
         raise DataLoss(f"stored progress of {key} can't be read: {error}") from error
+    if read.deleted and read.token > 1 and read.reset_epoch > 0:
+        return Tombstone(read.token, read.reset_epoch, read.update_unix_ms)
     lowest = progress.acked.runs[0][0] if progress.acked else progress.committed_offset + 1
     if not 0 <= progress.committed_offset <= progress.delivered_reserved or (
-        progress.token < 1 or lowest <= progress.committed_offset
+        read.deleted or progress.token < 1 or lowest <= progress.committed_offset
     ):
         raise DataLoss(
             f"stored progress of {key} contradicts itself: token {progress.token}, committed "

@@ -14,12 +14,15 @@ from services.offsets.disk import Entry
 
 log = logging.getLogger(__name__)
 
-DurableKey = QueueKey | None
-"""What can change: a queue, or, as None, the term of the lock manager."""
+DurableKey = QueueKey | str | None
+"""What can change: a queue, by its name for which id a topic was deleted, or, as None, the term
+of the lock manager."""
 
 FORMAT = META + b"format"
 EPOCH = META + b"epoch"
 TERM = META + b"term"
+TOPIC = META + b"topic\0"
+"""Followed by the name of a topic."""
 _FORMAT_VERSION = b"1"
 
 
@@ -57,6 +60,9 @@ def recover(disk: Stored, limits: Limits, now: Instant) -> ProgressTable:
     if queues and EPOCH not in meta:
         raise DataLoss("the stored progress has queues, but no epoch")
     table = ProgressTable(limits, _number(meta, EPOCH) + 1, _number(meta, TERM), now)
+    for key in meta:
+        if key.startswith(TOPIC):
+            table.restore_topic(key.removeprefix(TOPIC).decode(), _number(meta, key))
     for stored_key, stored in queues:
         queue = decode_key(stored_key)
         table.restore(queue, decode_progress(queue, stored))
@@ -71,7 +77,9 @@ def entry_of(table: ProgressTable) -> Callable[[DurableKey], Entry]:
     def entry(key: DurableKey) -> Entry:
         if key is None:
             return TERM, b"%d" % table.term
-        return encode_key(key), encode_progress(table.query(key))
+        if isinstance(key, str):
+            return TOPIC + key.encode(), b"%d" % table.deleted_for(key)
+        return encode_key(key), encode_progress(table.state(key))
 
     return entry
 

@@ -20,7 +20,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, Fenced
 from batonmq.common.rpc import error_to_pb
-from batonmq.core.names import check_group
+from batonmq.core.names import check_group, check_topic
 from services.offsets.core.calls import Committed, Condition, Fence, Grant, Instant, QueueKey
 from services.offsets.core.table import ProgressTable
 from services.offsets.group_commit import GroupCommit
@@ -176,6 +176,22 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         queues = [progress_pb(key, self._table.query(key), now) for key in keys]
         await self._commits.settled(keys)
         return pb.QueryGroupResponse(offsets_epoch=self._table.epoch, queues=queues)
+
+    async def DeleteTopic(
+        self, request: pb.DeleteTopicRequest, context: Context
+    ) -> pb.DeleteTopicResponse:
+        """See the proto."""
+        self._table.check_epoch(request.offsets_epoch)
+        topic, topic_id = check_topic(request.topic), number(request.topic_id, "topic_id", 1)
+        ended = self._table.delete_topic(topic, topic_id, self._now())
+        if ended is not None:
+            # All in one step, so in one write: whoever waits for the name waits for the queues.
+            self._commits.changed(topic)
+            for key in ended:
+                self._commits.changed(key)
+            log.info("progress deleted topic=%s queues=%d", topic, len(ended))
+        await self._commits.settled([topic])
+        return pb.DeleteTopicResponse(offsets_epoch=self._table.epoch, queue_count=len(ended or ()))
 
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())

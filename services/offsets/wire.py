@@ -11,7 +11,16 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 
 from batonmq.common.errors import BatonError, InvalidArgument, LimitExceeded
 from batonmq.core.names import check_broker, check_client_id, check_group, check_topic
-from services.offsets.core.calls import Acks, Condition, Fence, Grant, Holder, Instant, QueueKey
+from services.offsets.core.calls import (
+    Acks,
+    Condition,
+    Fence,
+    Grant,
+    Holder,
+    Instant,
+    QueueKey,
+    Tombstone,
+)
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import EMPTY, RangeSet
 
@@ -204,8 +213,10 @@ def fenced_pb(grant: Grant) -> pb.Fenced:
     )
 
 
-def token_pb(key: QueueKey, progress: Progress) -> pb.QueueToken:
+def token_pb(key: QueueKey, progress: Progress | Tombstone) -> pb.QueueToken:
     """Who holds a queue, as a message."""
+    if isinstance(progress, Tombstone):
+        return pb.QueueToken(queue=queue_pb(key), token=progress.token, closed=True)
     return pb.QueueToken(
         queue=queue_pb(key),
         token=progress.token,

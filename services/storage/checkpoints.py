@@ -61,9 +61,9 @@ class Checkpointer:
         async with self._one_at_a_time:
             begin = asyncio.get_running_loop().time()
             capture = self._steps.begin()
-            position = capture.checkpoint.position
+            position = capture.position
             try:
-                for _ in self._steps.flush(capture):
+                for _ in self._steps.collect(capture):
                     await asyncio.sleep(0)
                 await self._flusher.reached(position)
                 await self._in_thread(self._steps.write, capture)
@@ -75,7 +75,8 @@ class Checkpointer:
             except BatonError as error:  # the log can't be written, and the process ends
                 log.warning("no checkpoint position=%d error=%s", position, error)
                 return False
-            self._steps.done(capture)
+            for _ in self._steps.done(capture):
+                await asyncio.sleep(0)
             seconds = asyncio.get_running_loop().time() - begin
             log.info("checkpoint taken position=%d ms=%d", position, seconds * 1000)
             return True

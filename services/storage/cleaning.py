@@ -1,7 +1,7 @@
 """Carries out what retention decides: looks at the disk, gives up queues' heads, removes files.
 
 The order keeps every state good that a crash, or a reader in between, may meet: queues give up
-their messages first; then the floors of those that are empty now are made durable; then the log
+their messages first; then the floors of those without a safe one are made durable; then the log
 forgets its segments; then these are removed, oldest first. Files of indexes go later.
 """
 
@@ -202,12 +202,12 @@ class Cleaner:
         return paths
 
     async def _write_floors(self) -> None:
-        """Make durable where the queues go on of which the log holds nothing any more."""
+        """Make durable where the queues go on of which the log holds nothing that is safe."""
         content = floors.encode(
             [
-                Floor(topic_of(queue.folder), *key, queue.next_offset)
+                Floor(topic_of(queue.folder), *key, queue.first_offset)
                 for key, queue in self._store.queues.items()
-                if queue.first_offset == queue.next_offset > 0
+                if queue.first_offset >= max(queue.visible_offset, 1)
             ]
         )
         if content == self._floors:

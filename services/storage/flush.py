@@ -97,7 +97,7 @@ class Flusher:
         """
         while True:
             await self._wrote.wait()
-            if self._interval_ms:
+            if self._interval_ms and not self._urgent.is_set():
                 await self._pause()
             self._wrote.clear()
             self._urgent.clear()

@@ -179,7 +179,8 @@ async def test_kill_9_of_the_storage_loses_and_doubles_no_message_for_later(tmp_
                 for number, one in enumerate(pending, start=begin):
                     sent[number] = (await one).deliver_unix_ms
 
-    async with local_cluster(tmp_path) as cluster:
+    storage = {"segment_bytes": 16 * 1024 * 1024}
+    async with local_cluster(tmp_path, storage=storage) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic("later", 4)
         async with (
@@ -189,7 +190,7 @@ async def test_kill_9_of_the_storage_loses_and_doubles_no_message_for_later(tmp_
 
             async def consume() -> None:
                 async for message in consumer:
-                    found.append(message)
+                    found.append(message)  # noqa: PERF401  others look at it meanwhile
 
             producing = tasks.create_task(produce(cluster.nameserver))
             tasks.create_task(consume())

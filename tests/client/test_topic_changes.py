@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from batonmq.admin import Admin
-from batonmq.common.errors import NotWritable, QueueNotFound
+from batonmq.common.errors import NotWritable, QueueNotFound, TopicNotFound
 from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.records import Message
@@ -217,3 +217,56 @@ async def _first_offset(admin: Admin) -> int:
     assert first is not None
     assert first > 60, "four segments hold 32 messages"
     return first
+
+
+async def test_a_topic_created_again_shares_nothing_with_the_deleted_one(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path) as cluster, Admin(cluster.nameserver) as admin:
+        await admin.create_topic(TOPIC, 2)
+        async with Producer(cluster.nameserver) as producer:
+            for n in range(10):
+                await producer.send(TOPIC, b"old-%d" % n)
+        async with reading(cluster.nameserver) as bodies:
+            await until(lambda: len(bodies) == 10)
+        await admin.delete_topic(TOPIC)
+        await admin.create_topic(TOPIC, 2)
+        rows = (await admin.group_progress("g")).queues
+        assert {row.committed_offset for row in rows} <= {None}
+        sent = [b"new-%d" % n for n in range(5)]
+        async with Producer(cluster.nameserver) as producer:
+            for body in sent:
+                await producer.send(TOPIC, body)
+        async with reading(cluster.nameserver) as bodies:
+            await until(lambda: len(bodies) >= 5)
+        assert sorted(bodies) == sent
+        rows = (await admin.group_progress("g")).queues
+        assert [(row.committed_offset, row.lag) for row in rows] == [
+            (row.log_end_offset, 0) for row in rows
+        ]
+        assert sum(row.committed_offset or 0 for row in rows) == 5
+        assert min(row.token or 0 for row in rows) >= 3, "tokens go on over a deletion"
+
+
+async def test_a_consumer_that_runs_while_its_topic_is_created_again_is_told(
+    tmp_path: Path,
+) -> None:
+    async with local_cluster(tmp_path) as cluster, Admin(cluster.nameserver) as admin:
+        await admin.create_topic(TOPIC, 2)
+        async with Producer(cluster.nameserver) as producer:
+            await producer.send(TOPIC, b"old")
+        handled: list[bytes] = []
+
+        async def read() -> None:
+            with pytest.raises(TopicNotFound):
+                async with Consumer(cluster.nameserver, "g", {TOPIC: "*"}, FROM_FIRST) as consumer:
+                    async for message in consumer:
+                        handled.append(message.body)  # noqa: PERF401  one by one, as above
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(read())
+            await until(lambda: handled == [b"old"])
+            await admin.delete_topic(TOPIC)
+            await admin.create_topic(TOPIC, 2)
+        async with Producer(cluster.nameserver) as producer:
+            await producer.send(TOPIC, b"new")
+        async with reading(cluster.nameserver) as bodies:
+            await until(lambda: bodies == [b"new"])

@@ -21,11 +21,12 @@ SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
 
 def test_the_levels_are_those_of_rocketmq() -> None:
-    assert LEVELS_MS == (
+    expected = (
         SECOND, 5 * SECOND, 10 * SECOND, 30 * SECOND,
         *(n * MINUTE for n in range(1, 11)),
         20 * MINUTE, 30 * MINUTE, HOUR, 2 * HOUR,
     )  # fmt: skip
+    assert expected == LEVELS_MS
 
 
 def test_a_time_a_delay_and_a_level_are_one_mechanism() -> None:

@@ -207,6 +207,11 @@ class Scene:
         assert answer.outcomes[0].HasField("progress"), answer
         return answer.outcomes[0].progress
 
+    async def recreate_topic(self, topic_id: int = 2) -> None:
+        """End the progress on the topic, as a nameserver does before it creates another."""
+        request = offsets_pb.DeleteTopicRequest(topic=TOPIC, topic_id=topic_id)
+        await self.offsets.DeleteTopic(request, timeout=TIMEOUT_S)
+
     async def deliver(self, token: int, first: int, next_: int, queue_id: int = 0) -> None:
         """Record a delivery, as storage does before bytes leave."""
         item = offsets_pb.DeliveryItem(

@@ -253,3 +253,24 @@ def test_no_decision_passes_without_a_condition() -> None:
     ]
     assert len(granted) > 50
     assert all(decision.conditions for decision in granted)
+
+
+# A topic that was deleted and created again
+
+ANEW = Observation(token=9, closed=True, begins_anew=True)
+
+
+@pytest.mark.parametrize("now_ms", [0, LEASE_END_MS + 1])
+def test_owner_in_an_earlier_topic_of_the_name_does_not_keep_the_queue(now_ms: int) -> None:
+    decision = decide(owned(), newcomer(), ANEW, now_ms)
+    assert decision == Grant((CLOSED_OR_DRAINED,), 9)
+
+
+def test_queue_that_begins_anew_is_still_refused_to_an_older_generation() -> None:
+    older = Asker(B, 1, owned().lock.generation - 1)
+    assert isinstance(error_of(decide(owned(), older, ANEW)), NotAssigned)
+
+
+def test_queue_that_offsets_has_never_known_is_left_to_its_owner_while_its_lease_runs() -> None:
+    """So it looks when offsets was restored without it: the owner may have its messages."""
+    assert isinstance(error_of(decide(owned(), newcomer(), Observation(closed=True))), Held)

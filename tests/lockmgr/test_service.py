@@ -543,3 +543,58 @@ async def _all_wait(node: Node, count: int) -> bool:
 def _open_acquires(node: Node) -> bool:
     labels = {"method": "Acquire", "service": "LockmgrService"}
     return bool(node.runtime.registry.get_sample_value("baton_rpc_open", labels))
+
+
+# A topic that is deleted and created again
+
+
+@pytest.mark.parametrize("released", [True, False], ids=["released", "held"])
+async def test_queue_of_a_topic_created_again_starts_anew_with_a_newer_token(
+    etcd_endpoint: str, tmp_path: Path, released: bool
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(slot_ms=20), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        await s.deliver(1, 0, 10)
+        await s.commit(1, 10)
+        if released:
+            await s.close(1, 10)
+            await a.release(node, 1)
+        await s.recreate_topic()
+        grant = await a.acquire(node, generation, resume=[(3, 8)])
+        assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 0, 1)
+        assert list(grant.maybe_seen) == []
+        assert await a.state(node, 3) == "OK"
+
+
+async def test_owner_in_a_deleted_topic_keeps_nothing_of_the_new_one(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, dead, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        await dead.acquire(node, await s.set_group(dead))
+        await s.deliver(1, 0, 10)
+        await s.recreate_topic()
+        grant = await b.acquire(node, await s.set_group(b))
+        assert (grant.token, grant.committed_offset, list(grant.maybe_seen)) == (3, 0, [])
+        assert await dead.state(node, 1) == "NOT_OWNER"
+        with pytest.raises(Fenced):
+            await s.commit(1, 10)
+
+
+async def test_a_new_leader_does_not_trust_an_entry_of_a_deleted_topic(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a = await s.leader(slot_ms=20), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(old, generation)
+        await s.recreate_topic()
+        old.crash()
+        new = await s.leader(slot_ms=20)
+        (entry,) = await entries(new)
+        assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+        assert await a.state(new, 1) == "NOT_OWNER"
+        assert isinstance(await a.refusal(new, generation, seq=1), Fenced)
+        assert (await a.acquire(new, generation)).token == 3

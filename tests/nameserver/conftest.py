@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from batonmq.common.clock import Clock
+from services.offsets.app import Offsets
 from services.runtime.etcd import EtcdSession
-from tests.nameserver.replica import Direct, Replica, register_broker, replica
+from tests.nameserver.replica import Direct, Replica, offsets_service, register_broker, replica
 
 
 @pytest.fixture
@@ -20,11 +22,24 @@ def cluster() -> str:
 
 
 @pytest_asyncio.fixture
-async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
-    """The cluster's keys, with one broker registered."""
-    async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
-        await register_broker(session, "broker-a")
-        yield session
+async def session(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
+    """The cluster's keys; there are none yet."""
+    async with EtcdSession(etcd_endpoint, cluster, Clock()) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture
+async def offsets(session: EtcdSession, tmp_path: Path) -> AsyncIterator[Offsets]:
+    """The offsets service of the cluster, registered."""
+    async with offsets_service(session, tmp_path / "offsets") as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def etcd(session: EtcdSession, offsets: Offsets) -> EtcdSession:
+    """The cluster's keys, with one broker registered beside offsets."""
+    await register_broker(session, "broker-a")
+    return session
 
 
 @pytest_asyncio.fixture

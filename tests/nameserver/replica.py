@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from prometheus_client import CollectorRegistry
 
 from batonmq.channels import connect
@@ -21,10 +23,15 @@ from batonmq.common.rpc import from_rpc_error
 from services.nameserver.__main__ import build
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
+from services.nameserver.progress import Progress
 from services.nameserver.server import NameserverServicer
 from services.nameserver.store import Store
 from services.nameserver.telemetry import Telemetry
+from services.offsets.app import Offsets, opened
+from services.offsets.core.calls import Limits
 from services.runtime.etcd import EtcdSession
+from services.runtime.events import EventHub
+from services.runtime.peers import Peer
 from services.runtime.process import Runtime
 from tests.support.serving import serving_at
 
@@ -91,7 +98,10 @@ class Direct:
         self.catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=1)
         store = Store(runtime.etcd, runtime.random, member_lease_ms=30_000)
         telemetry = Telemetry(CollectorRegistry(), runtime.hub, self.catalog)
-        self.servicer = NameserverServicer(runtime.settings, self.catalog, store, telemetry)
+        self.offsets = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub)
+        self.servicer = NameserverServicer(
+            runtime.settings, self.catalog, store, telemetry, Progress(self.offsets.stub)
+        )
         self._tasks = tasks
         self._following: list[asyncio.Task[None]] = []
 
@@ -137,6 +147,31 @@ async def _serves(stub: pb_grpc.NameserverServiceAsyncStub) -> None:
                 await asyncio.sleep(0.01)
             else:
                 return
+
+
+@asynccontextmanager
+async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offsets]:
+    """The real offsets service, registered; it keeps in `folder` what outlives the block."""
+    clock, registry = Clock(), CollectorRegistry()
+    hub = EventHub("offsets/offsets-0", 1, clock)
+    with opened(folder, Limits(), clock, registry, hub) as offsets:
+        async with asyncio.TaskGroup() as tasks, serving_at(offsets.add) as address:
+            writer = tasks.create_task(offsets.commits.run())
+            await register_offsets(etcd, address, offsets.table.epoch)
+            yield offsets
+            writer.cancel()
+
+
+async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
+    """Do what an offsets node does when it starts; the revision of its key."""
+    node = pb.Node(
+        service=pb.SERVICE_KIND_OFFSETS,
+        node_id="offsets-0",
+        address=address,
+        epoch=epoch,
+        leader=True,
+    )
+    return await etcd.put(etcd.key("nodes", "offsets", "offsets-0"), node.SerializeToString())
 
 
 async def register_broker(etcd: EtcdSession, name: str, address: str = "127.0.0.1:1") -> None:

@@ -14,16 +14,26 @@ import pytest
 from batonmq.common.clock import Clock
 from batonmq.local.etcd import EtcdProcess
 from services.runtime.etcd import EtcdSession
-from tests.nameserver.replica import Replica, ids, refusal, register_broker, replica
+from tests.nameserver.replica import (
+    Replica,
+    ids,
+    offsets_service,
+    refusal,
+    register_broker,
+    replica,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
 
 async def test_outage_of_etcd_refuses_changes_and_keeps_the_rest(tmp_path: Path) -> None:
-    async with EtcdProcess(tmp_path) as etcd:
-        async with EtcdSession(etcd.endpoint, "c", Clock()) as session:
-            await register_broker(session, "broker-a")
+    async with (
+        EtcdProcess(tmp_path) as etcd,
+        EtcdSession(etcd.endpoint, "c", Clock()) as session,
+        offsets_service(session, tmp_path / "offsets"),
+    ):
+        await register_broker(session, "broker-a")
         async with replica(etcd.endpoint, "c") as running:
             await running.create("flights")
             group = await running.join("g", "c1")

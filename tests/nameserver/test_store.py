@@ -16,10 +16,16 @@ import pytest
 import pytest_asyncio
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import ClientIdInUse, Overloaded, SubscriptionConflict, TopicExists
+from batonmq.common.errors import (
+    ClientIdInUse,
+    OffsetsUnreachable,
+    Overloaded,
+    SubscriptionConflict,
+    TopicExists,
+)
 from services.nameserver.core import Group, Heartbeat, Subscription, Terms
 from services.nameserver.store import Store
-from services.runtime.etcd import Compare, EtcdSession, Put
+from services.runtime.etcd import Compare, EtcdSession, Put, Stored
 
 BROKERS = ["broker-a"]
 
@@ -81,6 +87,10 @@ async def race(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIter
         store = Store(session, Random(1), member_lease_ms=30_000, tries_max=4)
         other = Store(etcd, Random(2), member_lease_ms=30_000)
         yield Race(store, other, session, etcd)
+
+
+async def nothing(topic: str, topic_id: int) -> None:
+    """For a topic of which nothing is left."""
 
 
 def beat(client_id: str, expression: str = "*", incarnation_id: int = 1) -> Heartbeat:
@@ -179,31 +189,82 @@ async def test_leave_takes_out_nobody_who_joined_meanwhile(race: Race) -> None:
 
 
 async def test_topic_created_meanwhile_is_found_or_refused(race: Race) -> None:
-    async with race.overtaken(lambda: race.other.create_topic("same", 8, BROKERS)):
-        found = await race.store.create_topic("same", 8, BROKERS)
+    async with race.overtaken(lambda: race.other.create_topic("same", 8, BROKERS, nothing)):
+        found = await race.store.create_topic("same", 8, BROKERS, nothing)
     assert not found.created
-    async with race.overtaken(lambda: race.other.create_topic("differs", 4, BROKERS)):
+    async with race.overtaken(lambda: race.other.create_topic("differs", 4, BROKERS, nothing)):
         with pytest.raises(TopicExists):
-            await race.store.create_topic("differs", 8, BROKERS)
+            await race.store.create_topic("differs", 8, BROKERS, nothing)
 
 
 async def test_topic_ids_are_never_given_away_twice(race: Race) -> None:
-    async with race.overtaken(lambda: race.other.create_topic("t1", 8, BROKERS)):
-        second = await race.store.create_topic("t2", 8, BROKERS)
+    async with race.overtaken(lambda: race.other.create_topic("t1", 8, BROKERS, nothing)):
+        second = await race.store.create_topic("t2", 8, BROKERS, nothing)
     first = await race.other.read_topic("t1")
     assert first is not None
     assert (first[0].topic_id, second.topic.topic_id) == (1, 2)
     await race.other.delete_topic("t2")
-    third = await race.store.create_topic("t2", 8, BROKERS)
+    third = await race.store.create_topic("t2", 8, BROKERS, nothing)
     assert third.topic.topic_id == 3
 
 
+async def test_an_overtaken_creation_forgets_nothing_of_the_topic_that_won(race: Race) -> None:
+    """Its call to offsets carries an id that is not greater than the winner's."""
+    forgotten: dict[str, list[int]] = {"store": [], "other": []}
+
+    def forgets(who: str) -> Callable[[str, int], Awaitable[None]]:
+        async def forget(topic: str, topic_id: int) -> None:
+            forgotten[who].append(topic_id)
+
+        return forget
+
+    async with race.overtaken(lambda: race.other.create_topic("t", 8, BROKERS, forgets("other"))):
+        found = await race.store.create_topic("t", 8, BROKERS, forgets("store"))
+    assert not found.created
+    assert forgotten == {"store": [1], "other": [1]}
+    await race.store.create_topic("t", 8, BROKERS, forgets("store"))
+    assert forgotten["store"] == [1], "a topic that exists is not forgotten"
+
+
+async def test_a_topic_created_between_two_readings_is_seen_or_has_no_smaller_id(
+    race: Race, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[int] = []
+
+    async def forget(topic: str, topic_id: int) -> None:
+        forgotten.append(topic_id)
+
+    read = race.session.get
+    reads: list[str] = []
+
+    async def read_slowly(key: str) -> Stored | None:
+        stored = await read(key)
+        reads.append(key)
+        if len(reads) == 1:
+            await race.other.create_topic("t", 8, BROKERS, nothing)
+        return stored
+
+    monkeypatch.setattr(race.session, "get", read_slowly)
+    found = await race.store.create_topic("t", 8, BROKERS, forget)
+    assert (found.created, forgotten) == (False, [])
+
+
+async def test_a_creation_that_can_not_forget_writes_nothing(race: Race) -> None:
+    async def fail(topic: str, topic_id: int) -> None:
+        raise OffsetsUnreachable("away")
+
+    with pytest.raises(OffsetsUnreachable):
+        await race.store.create_topic("t", 8, BROKERS, fail)
+    assert await race.other.read_topic("t") is None
+    assert (await race.etcd.get_prefix("counters/"))[0] == []
+
+
 async def test_topic_recreated_meanwhile_is_still_deleted(race: Race) -> None:
-    await race.other.create_topic("t", 8, BROKERS)
+    await race.other.create_topic("t", 8, BROKERS, nothing)
 
     async def recreate() -> None:
         await race.other.delete_topic("t")
-        await race.other.create_topic("t", 4, BROKERS)
+        await race.other.create_topic("t", 4, BROKERS, nothing)
 
     async with race.overtaken(recreate):
         await race.store.delete_topic("t")

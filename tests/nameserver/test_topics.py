@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
-from batonmq.common.errors import TopicNotFound
+from batonmq.common.errors import Retry, TopicNotFound
 from services.nameserver.catalog import Catalog
+from services.offsets.app import Offsets
+from services.offsets.core.calls import Condition, Fence, Holder, Instant, QueueKey
 from services.runtime.etcd import EtcdSession
 from services.runtime.mirror import Mirror
 from tests.nameserver.replica import (
@@ -23,8 +27,10 @@ from tests.nameserver.replica import (
     Replica,
     refusal,
     register_broker,
+    register_offsets,
     replica,
 )
+from tests.support.serving import serving_at
 from tests.support.waiting import until
 
 
@@ -74,7 +80,7 @@ async def test_queues_are_spread_over_registered_brokers(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     await register_broker(etcd, "broker-b")
-    await until(lambda: len(nameserver.runtime.nodes.values) == 2)
+    await until(lambda: len(nameserver.runtime.nodes.values) == 3)
     created = await nameserver.create("orders", 5)
     assert sorted(part.queue_count for part in created.topic.spread) == [2, 3]
     assert [part.broker for part in created.topic.spread] == ["broker-a", "broker-b"]
@@ -94,6 +100,73 @@ async def test_topic_created_anew_shares_nothing_with_the_deleted_one(nameserver
     assert (await refusal(nameserver.delete("orders"))).reason == "TOPIC_NOT_FOUND"
     second = (await nameserver.create("orders", 5)).topic
     assert second.topic_id > first.topic_id
+
+
+async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
+    nameserver: Replica, offsets: Offsets
+) -> None:
+    await nameserver.create("orders", 3)
+    keys = [QueueKey("g", topic, "broker-a", 0) for topic in ("orders", "flights")]
+    for key in keys:
+        hold(offsets, key)
+    assert not (await nameserver.create("orders", 3)).created
+    assert (await refusal(nameserver.create("orders", 4))).reason == "TOPIC_EXISTS"
+    await nameserver.delete("orders")
+    assert offsets.table.query(keys[0]).token == 1
+    created = (await nameserver.create("orders", 3)).topic
+    assert offsets.table.group("g") == [keys[1]]
+    assert offsets.table.deleted_for("orders") == created.topic_id
+
+
+def hold(offsets: Offsets, key: QueueKey) -> None:
+    """Give the queue to a consumer; it is not durable, and no matter here."""
+    wish = Fence(
+        attempt=str(key)[-64:],
+        expected_token=0,
+        condition=Condition.CLOSED_OR_DRAINED,
+        holder=Holder("c1", 1),
+    )
+    offsets.table.fence(key, offsets.table.term, wish, Instant(0, 0))
+
+
+async def test_without_offsets_no_topic_is_created(
+    etcd_endpoint: str, cluster: str, session: EtcdSession
+) -> None:
+    await register_broker(session, "broker-a")
+    async with replica(etcd_endpoint, cluster) as alone:
+        unregistered = await refusal(alone.create("orders", 3))
+        await alone.runtime.nodes.reached(await register_offsets(session, "127.0.0.1:1", 1))
+        away = await refusal(alone.create("orders", 3))
+        for error in (unregistered, away):
+            assert (error.reason, error.retry) == ("OFFSETS_UNREACHABLE", Retry.SAME_CALL)
+        assert (await session.get_prefix("topics/"))[0] == []
+        assert (await session.get_prefix("counters/"))[0] == []
+
+
+class OldOffsets(offsets_grpc.OffsetsServiceServicer):
+    """Says that it has deleted, in `epoch`."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    async def DeleteTopic(
+        self, request: offsets_pb.DeleteTopicRequest, context: Any
+    ) -> offsets_pb.DeleteTopicResponse:
+        return offsets_pb.DeleteTopicResponse(offsets_epoch=self.epoch)
+
+
+async def test_what_a_deposed_offsets_node_says_does_not_count(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    old = OldOffsets(5)  # type: ignore[abstract]
+    async with serving_at(
+        lambda server: offsets_grpc.add_OffsetsServiceServicer_to_server(old, server)
+    ) as address:
+        await nameserver.runtime.nodes.reached(await register_offsets(etcd, address, 5))
+        await nameserver.create("orders")
+        old.epoch = 4
+        assert (await refusal(nameserver.create("seats"))).reason == "OFFSETS_UNREACHABLE"
+        assert (await refusal(nameserver.route("seats"))).reason == "TOPIC_NOT_FOUND"
 
 
 async def test_replicas_that_race_create_a_topic_once(
@@ -238,12 +311,13 @@ async def test_watch_beyond_the_limit_is_refused(
 async def test_cluster_lists_live_nodes_by_service(nameserver: Replica, etcd: EtcdSession) -> None:
     node = pb.Node(service=pb.SERVICE_KIND_LOCKMGR, node_id="lockmgr-0", address="127.0.0.1:9")
     await etcd.put(etcd.key("nodes", "lockmgr", "lockmgr-0"), node.SerializeToString())
-    await until(lambda: len(nameserver.runtime.nodes.values) == 2)
+    await until(lambda: len(nameserver.runtime.nodes.values) == 3)
     answer = await nameserver.stub.DescribeCluster(
         pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
     )
     assert [(n.service, n.node_id) for n in answer.nodes] == [
         (pb.SERVICE_KIND_STORAGE, "broker-a"),
+        (pb.SERVICE_KIND_OFFSETS, "offsets-0"),
         (pb.SERVICE_KIND_LOCKMGR, "lockmgr-0"),
     ]
     assert answer.cluster == nameserver.runtime.settings.cluster

@@ -22,7 +22,14 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.core.route import TOPICS_REVISION
 from services.runtime.etcd import EtcdSession
-from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, refusal, register_broker, replica
+from tests.nameserver.replica import (
+    CALL_TIMEOUT_S,
+    Replica,
+    refusal,
+    register_broker,
+    register_offsets,
+    replica,
+)
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 
@@ -42,7 +49,7 @@ def spread(topic: pb.Topic) -> list[tuple[str, int, int]]:
 
 async def test_more_queues_are_there_at_once(nameserver: Replica, etcd: EtcdSession) -> None:
     await register_broker(etcd, "broker-b")
-    await until(lambda: len(nameserver.runtime.nodes.values) == 2)
+    await until(lambda: len(nameserver.runtime.nodes.values) == 3)
     updated = await update(nameserver, "flights", 12)
     assert spread(updated) == [("broker-a", 8, 0), ("broker-b", 4, 0)]
     assert (await nameserver.route("flights")).topic == updated
@@ -119,7 +126,7 @@ async def test_a_missing_topic_is_created_for_a_producer_if_configured(
 ) -> None:
     settings: dict[str, Any] = {"auto_create_topics": True, "auto_create_queue_count": 3}
     async with replica(etcd_endpoint, cluster, **settings) as configured:
-        await until(lambda: len(configured.runtime.nodes.values) == 1)
+        await until(lambda: len(configured.runtime.nodes.values) == 2)
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(configured.route("new")) for _ in range(5)]
         assert {(r.result().topic.topic_id, *spread(r.result().topic)) for r in asked} == {
@@ -166,10 +173,18 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
 
 
 class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
-    """Answers QueryGroup with `committed` by group and queue id of `flights`."""
+    """Answers QueryGroup with `committed` by group and queue id of `flights`; it has progress on
+    no topic before that is created.
+    """
 
     def __init__(self) -> None:
+        self.epoch = 2
         self.committed: dict[tuple[str, int], int] = {}
+
+    async def DeleteTopic(
+        self, request: offsets_pb.DeleteTopicRequest, context: Any
+    ) -> offsets_pb.DeleteTopicResponse:
+        return offsets_pb.DeleteTopicResponse(offsets_epoch=self.epoch)
 
     async def QueryGroup(
         self, request: offsets_pb.QueryGroupRequest, context: Any
@@ -227,11 +242,8 @@ async def scene(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIte
             lambda server: add_offsets(here.offsets, server),
         ) as address:
             await register_broker(etcd, "broker-a", address)
-            node = pb.Node(
-                service=pb.SERVICE_KIND_OFFSETS, node_id="o", address=address, leader=True
-            )
-            await etcd.put(etcd.key("nodes", "offsets", "o"), node.SerializeToString())
-            await until(lambda: len(nameserver.runtime.nodes.values) == 2)
+            revision = await register_offsets(etcd, address, here.offsets.epoch)
+            await nameserver.runtime.nodes.reached(revision)
             await nameserver.create("flights", 4)
             await nameserver.join("readers", "c1")
             await update(nameserver, "flights", 2)

@@ -39,6 +39,7 @@ class Scene:
         self.now_ms = 1_000_000
         self.table = ProgressTable(self.limits, 1, 7, self.now)
         self.stored: bytes | None = None
+        self.stored_topic_id = 0
         self._attempts = 0
 
     @property
@@ -108,12 +109,20 @@ class Scene:
         self._store(result.changed)
         return result
 
+    def delete(self, topic_id: int) -> list[QueueKey] | None:
+        ended = self.table.delete_topic(KEY.topic, topic_id, self.now)
+        self.stored_topic_id = self.table.deleted_for(KEY.topic)
+        self._store(bool(ended))
+        return ended
+
     def restart(self) -> None:
         """A new life from what is on the disk."""
         self.table = ProgressTable(self.limits, self.table.epoch + 1, self.table.term, self.now)
+        if self.stored_topic_id:
+            self.table.restore_topic(KEY.topic, self.stored_topic_id)
         if self.stored is not None:
             self.table.restore(KEY, decode_progress(KEY, self.stored))
 
     def _store(self, changed: bool) -> None:
         if changed:
-            self.stored = encode_progress(self.queue)
+            self.stored = encode_progress(self.table.state(KEY))

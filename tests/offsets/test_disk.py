@@ -14,10 +14,10 @@ import pytest
 
 from batonmq.common.errors import DataLoss
 from services.offsets.codec import decode_key, decode_progress, encode_key, encode_progress
-from services.offsets.core.calls import Instant, Limits, QueueKey
+from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
 from services.offsets.core.table import ProgressTable
 from services.offsets.disk import DataDirInUse, Disk
-from services.offsets.persistence import EPOCH, FORMAT, TERM, entry_of, recover
+from services.offsets.persistence import EPOCH, FORMAT, TERM, TOPIC, entry_of, recover
 from tests.offsets.scene import FORCED, KEY, A, B, Scene, offsets
 
 NOW = Instant(5, 6)
@@ -96,6 +96,18 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
     assert table.term == 7
 
 
+async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
+    scene = busy()
+    with Disk(tmp_path) as disk:
+        recover(disk, Limits(), NOW)
+        scene.delete(4)
+        entry = entry_of(scene.table)
+        await disk.write([entry(KEY.topic), entry(KEY)])
+    table = life(tmp_path)
+    assert (len(table), table.deleted_for(KEY.topic), table.deleted_for("other")) == (0, 4, 0)
+    assert table.state(KEY) == scene.table.state(KEY) == Tombstone(10, 1, scene.now.unix_ms)
+
+
 def test_keys_round_trip_and_those_of_a_group_stand_together() -> None:
     keys = [
         QueueKey(group, topic, "b", queue_id)
@@ -125,6 +137,8 @@ def damaged() -> Iterator[tuple[str, bytes]]:
     scene = busy()
     scene.queue.committed_offset = 9
     yield "acked below committed", encode_progress(scene.queue)
+    yield "deleted without a token", encode_progress(Tombstone(1, 1, 0))
+    yield "deleted without a reset", encode_progress(Tombstone(2, 0, 0))
 
 
 @pytest.mark.parametrize(("what", "stored"), list(damaged()))
@@ -139,9 +153,10 @@ def test_a_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
         [(FORMAT, b"2")],
         [(EPOCH, b"-1")],
         [(TERM, b"")],
+        [(TOPIC + b"news", b"x")],
         [(encode_key(KEY), encode_progress(busy().queue))],
     ],
-    ids=["format", "epoch", "term", "queues without epoch"],
+    ids=["format", "epoch", "term", "topic", "queues without epoch"],
 )
 def test_a_folder_that_contradicts_itself_is_refused(
     tmp_path: Path, entries: list[tuple[bytes, bytes]]

@@ -12,11 +12,12 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batonmq.common.errors import BatonError
+from batonmq.common.errors import BatonError, UnknownQueue
 from services.offsets.codec import decode_progress, encode_progress
 from services.offsets.core.calls import (
     Acks,
@@ -64,6 +65,8 @@ class Naive:
     delivered: int = 0
     reserved: int = 0
     maybe_seen: set[int] = field(default_factory=set)
+    reset_epoch: int = 0
+    topic_id: int = 0
     attempt: str = ""
     answer: tuple[Any, ...] = ()
     access_ms: int = 0
@@ -85,11 +88,26 @@ class Naive:
         committed = self.committed
         return {o for o in self.acked if o > committed}
 
-    def check(self, token: int, reset_epoch: int = 0) -> None:
-        if not self.known:
+    def check(self, token: int, reset_epoch: int | None = None) -> None:
+        if not self.known and not self.token:
             raise Refused("UNKNOWN_QUEUE")
-        if token != self.token or self.closed or reset_epoch != 0:
+        other_epoch = reset_epoch is not None and reset_epoch != self.reset_epoch
+        if not self.known or token != self.token or self.closed or other_epoch:
             raise Refused("FENCED")
+
+    def delete(self, topic_id: int, life_start_ms: int) -> int | None:
+        """All is gone but what keeps tokens apart."""
+        if topic_id <= self.topic_id:
+            return None
+        ended = int(self.known)
+        anew = Naive(
+            token=self.token + ended,
+            reset_epoch=self.reset_epoch + ended,
+            topic_id=topic_id,
+            access_ms=life_start_ms,
+        )
+        vars(self).update(vars(anew))
+        return ended
 
     def fence(self, wish: Fence, now_ms: int) -> tuple[Any, ...]:
         if self.attempt == wish.attempt:
@@ -107,7 +125,8 @@ class Naive:
             self.known = True
             self.acked = set(range(wish.initial_offset))
             self.delivered = wish.initial_offset
-        live = members(wish.resume) - self.acked if wish.reset_epoch == 0 else frozenset()
+        current = wish.reset_epoch == self.reset_epoch
+        live = members(wish.resume) - self.acked if current else frozenset()
         if not self.closed:
             self.maybe_seen |= self.in_flight - (live if same else frozenset())
         end = max(live, default=-1) + 1
@@ -177,7 +196,8 @@ class Naive:
 
 HOLDERS = st.sampled_from([A, B, C])
 RUNS = st.frozensets(st.integers(0, 24), max_size=8).map(ranges_of)
-RESET_EPOCH = st.sampled_from([0] * 8 + [1])
+RESET_AGE = st.sampled_from([0] * 8 + [1, -1])
+"""How far a caller's reset epoch is behind the current one."""
 AGE = st.sampled_from([0] * 12 + [1, 2, -1])
 """How far a caller's token is behind the current one."""
 
@@ -190,7 +210,9 @@ class Machine(RuleBasedStateMachine):
         self.now_ms = 1_000
         self.table = ProgressTable(LIMITS, 1, 1, self.now)
         self.model = Naive(access_ms=self.now_ms)
+        self.start_ms = self.now_ms
         self.stored: bytes | None = None
+        self.stored_topic_id = 0
         self.calls: list[Call] = []
         self.attempts = 0
         self.tokens_issued: set[int] = set()
@@ -212,15 +234,21 @@ class Machine(RuleBasedStateMachine):
         condition=st.sampled_from(Condition),
         age=AGE,
         resume=st.one_of(st.just(RangeSet()), RUNS),
-        reset_epoch=RESET_EPOCH,
+        reset_age=RESET_AGE,
         token_min=st.sampled_from([0, 0, 0, 3, 9]),
         initial_offset=st.sampled_from([0, 0, 4]),
         survives=st.integers(0, 19),
     )
-    def fence(self, age: int, survives: int, **wish: Any) -> None:
+    def fence(self, age: int, reset_age: int, survives: int, **wish: Any) -> None:
         self.attempts += 1
         attempt, expected = f"attempt-{self.attempts}", max(0, self.model.token - age)
-        call = Fence(attempt=attempt, expected_token=expected, idle_ms=LEASE_MS, **wish)
+        call = Fence(
+            attempt=attempt,
+            expected_token=expected,
+            idle_ms=LEASE_MS,
+            reset_epoch=self.model.reset_epoch - reset_age,
+            **wish,
+        )
         self.call(("fence", call), bool(survives))
 
     @rule(age=AGE, back=st.integers(-2, 6), size=st.integers(1, 7), survives=st.integers(0, 19))
@@ -236,7 +264,7 @@ class Machine(RuleBasedStateMachine):
         age=AGE,
         committed=st.integers(0, 12),
         offsets=RUNS,
-        reset_epoch=RESET_EPOCH,
+        reset_age=RESET_AGE,
         inside=st.booleans(),
         survives=st.integers(0, 19),
     )
@@ -245,24 +273,25 @@ class Machine(RuleBasedStateMachine):
         age: int,
         committed: int,
         offsets: RangeSet,
-        reset_epoch: int,
+        reset_age: int,
         inside: bool,
         survives: int,
     ) -> None:
-        acks = self.acks(reset_epoch, committed, offsets, inside)
+        acks = self.acks(reset_age, committed, offsets, inside)
         self.call(("commit", (self.model.token - age, acks)), bool(survives))
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
     def commit_in_flight(self, data: st.DataObject) -> None:
         done = data.draw(st.sets(st.sampled_from(sorted(self.model.in_flight))))
-        self.call(("commit", (self.model.token, Acks(0, 0, ranges_of(done)))), True)
+        acks = Acks(self.model.reset_epoch, 0, ranges_of(done))
+        self.call(("commit", (self.model.token, acks)), True)
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
     def close_in_flight(self, data: st.DataObject) -> None:
         some = st.sets(st.sampled_from(sorted(self.model.in_flight)))
-        acks = Acks(0, 0, ranges_of(data.draw(some)))
+        acks = Acks(self.model.reset_epoch, 0, ranges_of(data.draw(some)))
         self.call(("close", (self.model.token, acks, ranges_of(data.draw(some)))), True)
 
     @rule(
@@ -287,12 +316,16 @@ class Machine(RuleBasedStateMachine):
             unfinished = unfinished.between(0, self.model.delivered)
         self.call(("close", (self.model.token - age, acks, unfinished)), bool(survives))
 
-    def acks(self, reset_epoch: int, committed: int, offsets: RangeSet, inside: bool) -> Acks:
+    def acks(self, reset_age: int, committed: int, offsets: RangeSet, inside: bool) -> Acks:
         """Acks that are mostly in bounds."""
         if inside:
             committed = min(committed, self.model.delivered)
             offsets = offsets.between(0, self.model.delivered)
-        return Acks(reset_epoch, committed, offsets)
+        return Acks(self.model.reset_epoch - reset_age, committed, offsets)
+
+    @rule(ahead=st.sampled_from([1, 1, 1, 2, 0]), survives=st.integers(0, 4))
+    def the_topic_is_created_again(self, ahead: int, survives: int) -> None:
+        self.call(("delete", max(1, self.model.topic_id + ahead)), bool(survives))
 
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
@@ -306,10 +339,12 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         self.table = ProgressTable(LIMITS, self.table.epoch + 1, self.table.term, self.now)
-        self.model.access_ms = self.now_ms
+        self.model.access_ms = self.start_ms = self.now_ms
+        if self.stored_topic_id:
+            self.table.restore_topic(KEY.topic, self.stored_topic_id)
         if self.stored is not None:
             self.table.restore(KEY, decode_progress(KEY, self.stored))
-            self.model.delivered = self.model.reserved
+            self.model.delivered = self.model.reserved  # both 0 where the topic was deleted
             self.model.ever_delivered |= set(range(self.model.delivered))
 
     # ---- both sides
@@ -324,7 +359,8 @@ class Machine(RuleBasedStateMachine):
             self.crash()  # after it was applied, before it was durable or answered
             return
         if changed:
-            self.stored = encode_progress(self.table.query(KEY))
+            self.stored = encode_progress(self.table.state(KEY)) if model.token else None
+            self.stored_topic_id = self.table.deleted_for(KEY.topic)
         self.check_acceptance(call, answer, model)
         if not isinstance(answer, str):
             self.note_started(call, model)
@@ -337,16 +373,14 @@ class Machine(RuleBasedStateMachine):
             match name:
                 case "fence":
                     return model.fence(args, self.now_ms)
-                case "record":
-                    token, first, next_ = args
-                    return model.record(token, first, next_, self.now_ms)
+                case "record" | "commit":
+                    return getattr(model, name)(*args, self.now_ms)
                 case "touch":
                     model.check(args)
                     model.access_ms = self.now_ms
                     return None
-                case "commit":
-                    token, acks = args
-                    return model.commit(token, acks, self.now_ms)
+                case "delete":
+                    return model.delete(args, self.start_ms)
             return model.close(*args)
         except Refused as refusal:
             return refusal.args[0]
@@ -370,12 +404,11 @@ class Machine(RuleBasedStateMachine):
                 case "touch":
                     self.table.touch(KEY, args, self.now)
                     return None, False
-                case "commit":
-                    token, acks = args
-                    done: Committed = self.table.commit(KEY, token, acks, self.now)
-                    return tuple(done), done.changed
-            token, acks, unfinished = args
-            done = self.table.close(KEY, token, acks, unfinished, self.now)
+                case "delete":
+                    ended = self.table.delete_topic(KEY.topic, args, self.now)
+                    return (None, False) if ended is None else (len(ended), True)
+            apply: Any = self.table.commit if name == "commit" else self.table.close
+            done: Committed = apply(KEY, *args, self.now)
             return tuple(done), done.changed
         except BatonError as error:
             assert self.copy() == before, "refused means: nothing changed"
@@ -391,7 +424,7 @@ class Machine(RuleBasedStateMachine):
         if name == "fence" and after.token != before.token:
             assert after.token > max(self.tokens_issued, default=0), "V1"
             self.tokens_issued.add(after.token)
-        elif name != "fence":
+        elif name not in ("fence", "delete"):
             token = args if name == "touch" else args[0]
             repeated_close = name == "close" and before.closed
             assert token == before.token, "V3"
@@ -408,10 +441,14 @@ class Machine(RuleBasedStateMachine):
             self.must_flag |= members(args[2])
             self.in_hand = set()
         elif name == "fence" and after.token != before.token:
-            live = members(args.resume) if args.reset_epoch == 0 else frozenset()
+            current = args.reset_epoch == before.reset_epoch
+            live = members(args.resume) if current else frozenset()
             same = not before.closed and before.holder == args.holder
             self.must_flag |= self.in_hand - (live if same else frozenset())
             self.in_hand = set(live)
+        elif name == "delete" and after.topic_id != before.topic_id:
+            self.in_hand, self.must_flag = set(), set()
+            self.committed_before, self.acked_before = 0, set()
 
     # ---- always
 
@@ -419,9 +456,13 @@ class Machine(RuleBasedStateMachine):
     def table_is_where_the_model_is(self) -> None:
         assert (KEY in self.table) == self.model.known
         if not self.model.known:
+            assert self.table.group(KEY.group) == []
+            with pytest.raises(UnknownQueue) as raised:
+                self.table.query(KEY)
+            assert raised.value.facts["token"] == str(self.model.token)
             return
         queue, model = self.table.query(KEY), self.model
-        assert queue.token == model.token
+        assert (queue.token, queue.reset_epoch) == (model.token, model.reset_epoch)
         assert (queue.holder, queue.closed) == (model.holder, model.closed)
         assert queue.committed_offset == model.committed
         assert members(queue.acked) == model.above

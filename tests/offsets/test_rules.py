@@ -1,12 +1,12 @@
 """Goal: every row of the protocol's tables for offsets. Method: one queue, one call at a time.
 
-Names follow the protocol: s3 the calls, s4 the fence, s6 delivery, s8 clocks, s9 closing,
-s12 restart.
+Names follow the protocol: s1 the tombstone of a deleted topic, s3 the calls, s4 the fence, s6
+delivery, s8 clocks, s9 closing, s12 restart.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from copy import copy
 
 import pytest
 
@@ -25,7 +25,7 @@ from batonmq.common.errors import (
     UnknownQueue,
 )
 from services.offsets.codec import encode_progress
-from services.offsets.core.calls import Holder, Limits
+from services.offsets.core.calls import Fence, Holder, Limits
 from services.offsets.core.ranges import EMPTY
 from tests.offsets.scene import (
     CLOSED_OR_DRAINED,
@@ -40,6 +40,8 @@ from tests.offsets.scene import (
     offsets,
 )
 
+FIRST = Fence(attempt="first", expected_token=0, condition=CLOSED_OR_DRAINED, holder=A)
+
 
 def held(*, delivered: int = 10, limits: Limits | None = None) -> Scene:
     """A holds token 1 and has [0, delivered) in flight."""
@@ -52,10 +54,10 @@ def held(*, delivered: int = 10, limits: Limits | None = None) -> Scene:
 
 def refused(scene: Scene, kind: type[BatonError], call: str, *args: object) -> dict[str, str]:
     """The facts of the refusal, after checking that it changed nothing."""
-    before = encode_progress(scene.queue), replace(scene.queue)
+    before = encode_progress(scene.table.state(KEY)), copy(scene.table.state(KEY))
     with pytest.raises(kind) as raised:
         getattr(scene, call)(*args)
-    assert (encode_progress(scene.queue), replace(scene.queue)) == before
+    assert (encode_progress(scene.table.state(KEY)), scene.table.state(KEY)) == before
     return raised.value.facts
 
 
@@ -514,7 +516,7 @@ def test_s3_calls_for_a_queue_without_progress_are_unknown(
     scene = Scene()
     with pytest.raises(UnknownQueue) as raised:
         getattr(scene, call)(*args)
-    assert raised.value.facts == {"queue": "readers/news/broker-a/3"}
+    assert raised.value.facts == {"queue": "readers/news/broker-a/3", "token": "0"}
     assert KEY not in scene.table
 
 
@@ -599,3 +601,121 @@ def test_s12_closed_stays_closed_over_a_restart() -> None:
     scene.restart()
     grant = scene.fence(B, 1, CLOSED_OR_DRAINED)
     assert (grant.committed_offset, grant.maybe_seen) == (4, offsets((6, 7)))
+
+
+# ---- topics that are deleted and created again
+
+
+def test_s1_after_a_delete_the_queue_begins_anew_and_the_token_goes_on() -> None:
+    scene = held()
+    scene.commit(1, 4, offsets((6, 8)))
+    scene.close(1, unfinished=offsets((4, 5)))
+    assert scene.delete(1) == [KEY]
+    assert KEY not in scene.table
+    assert scene.table.group(KEY.group) == []
+    assert scene.table.ack_ranges == {}
+    with pytest.raises(UnknownQueue) as raised:
+        scene.table.query(KEY)
+    assert raised.value.facts["token"] == "2"
+    grant = scene.fence(B, 2, resume=offsets((0, 3)), initial_offset=3)
+    assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 3, 1)
+    assert (grant.acked, grant.maybe_seen) == (EMPTY, EMPTY)
+    assert scene.queue.delivered_offset == scene.queue.delivered_reserved == 3
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3])
+def test_s1_a_fence_on_a_tombstone_expects_its_token(expected: int) -> None:
+    scene = held()
+    scene.delete(1)
+    assert refused(scene, TokenMismatch, "fence", B, expected)["token"] == "2"
+    assert KEY not in scene.table
+
+
+def test_s1_no_holder_of_a_deleted_topic_is_the_same_holder() -> None:
+    scene = held()
+    scene.delete(1)
+    refused(scene, NotHolder, "fence", A, 2, SAME_HOLDER)
+
+
+def test_s1_an_attempt_for_a_deleted_topic_is_not_repeated() -> None:
+    scene = Scene()
+    scene.fence(A, 0, attempt="x")
+    scene.delete(1)
+    with pytest.raises(TokenMismatch) as raised:
+        scene.fence(A, 0, attempt="x")
+    assert raised.value.facts["attempt"] == ""
+
+
+def test_s1_token_min_counts_for_a_tombstone_too() -> None:
+    scene = held()
+    scene.delete(1)
+    assert scene.fence(B, 2, token_min=40).token == 41
+
+
+@pytest.mark.parametrize("token", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "args"), [("record", (0, 1)), ("touch", ()), ("commit", (0,)), ("close", (0,))]
+)
+def test_s1_calls_for_a_deleted_topic_are_fenced(
+    call: str, args: tuple[int, ...], token: int
+) -> None:
+    scene = held()
+    scene.delete(1)
+    assert refused(scene, Fenced, call, token, *args) == {
+        "token": str(token),
+        "current": "2",
+        "reset_epoch": "1",
+        "why": "RESET",
+    }
+
+
+def test_s1_calls_of_the_deleted_topic_are_fenced_in_the_new_one() -> None:
+    scene = held()
+    scene.delete(1)
+    scene.fence(A, 2)
+    for call, args in (("record", (1, 0, 1)), ("commit", (1, 4)), ("close", (1, 4))):
+        refused(scene, Fenced, call, *args)
+    scene.record(3, 0, 5)
+    assert refused(scene, Fenced, "commit", 3, 5, EMPTY, 0)["why"] == "RESET"
+    assert scene.commit(3, 5, EMPTY, 1).committed_offset == 5
+
+
+@pytest.mark.parametrize("topic_id", [6, 7])
+def test_s1_a_delete_that_comes_late_does_not_harm_the_new_topic(topic_id: int) -> None:
+    scene = held()
+    scene.delete(7)
+    scene.fence(B, 2)
+    scene.restart()
+    assert scene.delete(topic_id) is None
+    assert scene.queue.holder == B
+    assert scene.delete(8) == [KEY]
+
+
+def test_s1_deleting_for_a_newer_topic_leaves_a_tombstone_as_it_is() -> None:
+    scene = held()
+    scene.delete(1)
+    before = scene.table.state(KEY)
+    scene.now_ms += 1_000
+    assert scene.delete(2) == []
+    assert scene.table.state(KEY) == before
+
+
+def test_s1_delete_ends_all_groups_of_the_topic_and_no_other_topic() -> None:
+    scene = held()
+    others = [KEY._replace(group="others", queue_id=q) for q in (0, 1)]
+    kept = KEY._replace(topic="newsflash")
+    for key in (*others, kept):
+        scene.table.fence(key, 7, FIRST, scene.now)
+    assert sorted(scene.delete(1) or ()) == sorted([KEY, *others])
+    assert scene.table.query(kept).token == 1
+    assert (scene.table.group("others"), scene.table.group("readers")) == ([], [kept])
+    assert {key for key, _ in scene.table.items()} == {KEY, *others, kept}
+
+
+def test_s12_a_tombstone_survives_a_restart() -> None:
+    scene = held()
+    scene.delete(1)
+    scene.restart()
+    assert KEY not in scene.table
+    assert refused(scene, Fenced, "touch", 1)["why"] == "RESET"
+    assert scene.fence(B, 2).token == 3

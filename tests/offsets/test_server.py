@@ -17,6 +17,9 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
+from services.offsets.codec import encode_key
+from services.offsets.core.calls import QueueKey
+from services.offsets.persistence import TOPIC
 from services.offsets.wire import ITEMS_MAX, NUMBER_MAX
 from tests.offsets.service import TERM, TIMEOUT_S, Service, queue, run, wish
 from tests.support.waiting import until
@@ -226,7 +229,83 @@ async def test_query_group_tells_its_queues_in_order(service: Service) -> None:
     assert (nobody.offsets_epoch, len(nobody.queues)) == (1, 0)
 
 
+async def test_delete_topic_leaves_tombstones_that_only_a_fence_sees(service: Service) -> None:
+    for queue_id in (3, 4):
+        await service.held(queue_id=queue_id)
+    answer = await call(service, "DeleteTopic", deletion())
+    assert answer == pb.DeleteTopicResponse(offsets_epoch=1, queue_count=2)
+    shown = await call(service, "QueryGroup", pb.QueryGroupRequest(group="readers"))
+    assert list(shown.queues) == []
+    (outcome,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
+    assert reasons([outcome]) == ["REASON_UNKNOWN_QUEUE"]
+    assert outcome.error.facts["token"] == "2"
+    announced = (await call(service, "Announce", pb.AnnounceRequest(term=TERM))).queues
+    assert [(each.token, each.closed, each.HasField("holder")) for each in announced] == [
+        (2, True, False)
+    ] * 2
+    for method, item in GOOD.items():
+        if method == "Fence":
+            continue
+        refused = await call(
+            service, method, getattr(pb, f"{method}Request")(items=[item(queue=queue())])
+        )
+        assert reasons(refused.outcomes) == ["REASON_FENCED"]
+        assert refused.outcomes[0].error.facts["why"] == "RESET"
+    fence = wish(attempt="anew", expected_token=2, initial_offset=5)
+    passed = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
+    assert passed.outcomes[0].fenced == pb.Fenced(token=3, committed_offset=5, reset_epoch=1)
+
+
+async def test_delete_topic_again_does_nothing_to_the_new_topic(service: Service) -> None:
+    await service.held()
+    await call(service, "DeleteTopic", deletion())
+    fence = wish(attempt="anew", expected_token=2)
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=[fence]))
+    before = service.stored()
+    again = await call(service, "DeleteTopic", deletion())
+    assert again == pb.DeleteTopicResponse(offsets_epoch=1)
+    assert service.stored() == before
+    (known,) = (await call(service, "Query", pb.QueryRequest(queues=[queue()]))).outcomes
+    assert known.progress.token == 3
+
+
+def deletion(**fields: Any) -> pb.DeleteTopicRequest:
+    return pb.DeleteTopicRequest(**{"topic": "news", "topic_id": 7, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"topic": ""}, "INVALID_NAME", "topic"),
+        ({"topic": "a/b"}, "INVALID_NAME", "topic"),
+        ({"topic_id": 0}, "INVALID_ARGUMENT", "topic_id"),
+        ({"topic_id": -1}, "INVALID_ARGUMENT", "topic_id"),
+    ],
+)
+async def test_a_malformed_deletion_is_refused(
+    service: Service, fields: dict[str, Any], reason: str, field: str
+) -> None:
+    await service.held()
+    code, error = await refusal(service, "DeleteTopic", deletion(**fields))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert error.facts["field"] == field
+
+
 # ---- durability
+
+
+async def test_a_deletion_is_durable_with_all_its_queues_when_it_is_answered(
+    service: Service,
+) -> None:
+    for queue_id in range(20):
+        await service.held(queue_id=queue_id)
+    before = dict(service.stored())
+    await call(service, "DeleteTopic", deletion())
+    after = dict(service.stored())
+    changed = {key for key, value in after.items() if before.get(key) != value}
+    queues = {encode_key(QueueKey("readers", "news", "broker-a", q)) for q in range(20)}
+    assert changed == {TOPIC + b"news", *queues}
+    assert after[TOPIC + b"news"] == b"7"
 
 
 async def test_every_answered_change_is_on_the_disk(service: Service) -> None:
@@ -513,7 +592,7 @@ async def test_a_malformed_term_is_refused(service: Service, method: str, term: 
     assert (code, error.facts) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "term"})
 
 
-@pytest.mark.parametrize("method", [*BATCHED, "Query", "Announce"])
+@pytest.mark.parametrize("method", [*BATCHED, "Query", "Announce", "DeleteTopic"])
 async def test_a_caller_that_has_seen_a_newer_epoch_is_refused(
     service: Service, method: str
 ) -> None:
@@ -522,6 +601,8 @@ async def test_a_caller_that_has_seen_a_newer_epoch_is_refused(
         request = ITEMS[method](GOOD[method]())
     elif method == "Query":
         request = pb.QueryRequest(queues=[queue()])
+    elif method == "DeleteTopic":
+        request = deletion()
     else:
         request = pb.AnnounceRequest(term=99)
     request.offsets_epoch = 2

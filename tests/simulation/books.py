@@ -31,7 +31,10 @@ class Queue:
         issued: Holder by token, of every fence that became durable.
         persisted: Owner by token, as etcd had it.
         stored: Message id and tag by offset, as the log has them.
+        starts: Who began a message, by offset.
+        handled: Offsets that somebody has handled.
         moved_ms: When delivered or committed changed last.
+        etcd_token: Token in etcd; with it `owner`, None if it is free, and `acquire_seq`.
     """
 
     durable: Progress | None = None
@@ -43,6 +46,7 @@ class Queue:
     moved_ms: int = 0
     etcd_token: int = 0
     owner: Holder | None = None
+    acquire_seq: int = 0
 
 
 def copy_of(table: ProgressTable, key: QueueKey) -> Progress | None:

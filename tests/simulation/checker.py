@@ -22,7 +22,16 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.core.records import decode_records
 from batonmq.core.route import QueueId
 from services.offsets.codec import META, decode_key, decode_progress
-from services.offsets.core.calls import Acks, Condition, Fence, Grant, Holder, Instant, QueueKey
+from services.offsets.core.calls import (
+    Acks,
+    Condition,
+    Fence,
+    Grant,
+    Holder,
+    Instant,
+    QueueKey,
+    Tombstone,
+)
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 from services.offsets.core.table import ProgressTable
@@ -202,6 +211,9 @@ class Checker:
                 continue
             key = decode_key(raw_key)
             queue, now = self.queues[key], decode_progress(decode_key(raw_key), raw)
+            if isinstance(now, Tombstone):
+                self.fail("V9", f"{key}: its progress is gone, though its topic was never deleted")
+                continue
             before, queue.durable = queue.durable, now
             if now.holder is not None and queue.issued.setdefault(now.token, now.holder) != (
                 now.holder
@@ -227,7 +239,9 @@ class Checker:
         self._trace.note("etcd", f"{key} is {owner.client_id if owner else 'free'} {lock.token}")
         if lock.token < queue.etcd_token:
             self.fail("V1", f"{key}: token in etcd fell from {queue.etcd_token} to {lock.token}")
-        queue.etcd_token, queue.owner = lock.token, owner
+        if owner is not None and owner == queue.owner and lock.acquire_seq < queue.acquire_seq:
+            self.fail("story 8", f"{key}: request {lock.acquire_seq} after {queue.acquire_seq}")
+        queue.etcd_token, queue.owner, queue.acquire_seq = lock.token, owner, lock.acquire_seq
         issued = queue.issued.get(lock.token)
         if owner is None:
             if issued is None:
@@ -372,6 +386,16 @@ class Checker:
         for hold, report in zip(request.holds, answer.reports, strict=False):
             if report.state == lockmgr_pb.HOLD_STATE_NOT_OWNER:
                 self._disowned(node, holder_of(request.incarnation), hold)
+            elif report.state in (lockmgr_pb.HOLD_STATE_OK, lockmgr_pb.HOLD_STATE_WANTED):
+                self._renewed(node, hold)
+
+    def _renewed(self, node: str, hold: lockmgr_pb.Hold) -> None:
+        """Nobody is renewed whose token is dead, or is being taken (stories 6, 7 and 12)."""
+        key = key_of(hold.queue)
+        durable = self.queues[key].durable
+        in_force = self._in_force(key, durable) if durable is not None else 0
+        if in_force != hold.token:
+            self.fail("section 5", f"{key}: {node} renews {hold.token}; in force is {in_force}")
 
     def _disowned(self, node: str, owner: Holder, hold: lockmgr_pb.Hold) -> None:
         """Nothing is forgotten by a lock manager, whoever leads (section 12)."""

@@ -23,16 +23,19 @@ from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import ranges_to_pb
 from batonmq.core.inflight import Acks, Closing, QueueProgress
 from batonmq.directory import CALL_TIMEOUT_S
+from services.lockmgr.core import access
 from services.lockmgr.core import table as lock_table
 from services.lockmgr.core.access import Condition, Decision, Grant, Replay, decide_access
 from services.lockmgr.core.locks import Asker, Entry, Lock, Observation, Pending, Policy, QueueKey
-from services.lockmgr.core.table import LockTable
+from services.lockmgr.core.table import KeepAlive, LockTable, Report
 from services.lockmgr.handover import HandOvers, Refusal, Term, Wish, _Passed
 from services.lockmgr.leader import Leader
 from services.lockmgr.store import Change, Conflict
 from services.offsets.core.calls import Acks as TableAcks
-from services.offsets.core.calls import Committed, Delivered, Instant, Limits
+from services.offsets.core.calls import Committed, Delivered, Fence, Instant, Limits
+from services.offsets.core.calls import Grant as TableGrant
 from services.offsets.core.progress import Progress
+from services.offsets.core.ranges import EMPTY
 from services.offsets.group_commit import GroupCommit
 from services.storage.deliveries import Deliveries, Delivery, Verdict
 from tests.simulation.options import Options
@@ -67,6 +70,8 @@ SLOW = Options(steps=40, joins=6, leaves=6, slow_handlers=0.2)
 LOSSY = replace(SLOW, faults=Faults(loss=0.08), slow_handlers=0.5, joins=8, leaves=8, steps=80)
 NAPS = Options(steps=40, pauses=8, joins=8, leaves=6, pause_ms_max=4_000, queues=3)
 DEAF = Options(steps=60, deaf=12, pause_ms_max=40_000)
+LATE = Options(steps=40, faults=Faults(duplicate=0.3, slow=0.1), pauses=2)
+UNDERWAY = Options(steps=60, faults=Faults(slow=0.1), deaf=8, service_kills=2, pause_ms_max=30_000)
 FAILOVER = Options(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
 
 
@@ -275,6 +280,70 @@ def record_in_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Progress, "record_delivered", record)
 
 
+def renew_while_taken(patch: pytest.MonkeyPatch) -> None:
+    """[renew_during_steal, renew_after_fence] A keep-alive counts until etcd has the new owner."""
+    real = LockTable._renew
+
+    def renew(self: LockTable, call: KeepAlive, key: QueueKey, token: int, now_ms: int) -> Report:
+        entry = self._touch(key)
+        pending, phantom = entry.pending, entry.phantom
+        entry.pending, entry.phantom = None, False
+        report = real(self, call, key, token, now_ms)
+        entry.pending, entry.phantom = pending, phantom
+        return report
+
+    patch.setattr(LockTable, "_renew", renew)
+
+
+def old_request(patch: pytest.MonkeyPatch) -> None:
+    """[no_acquire_seq] An Acquire of the owner counts however late it comes."""
+    real = access._decide_own
+
+    def decide(entry: Entry, asker: Asker, seen: Observation) -> Decision:
+        if asker.acquire_seq >= entry.lock.acquire_seq:
+            return real(entry, asker, seen)
+        return Grant((Condition.SAME_HOLDER, Condition.CLOSED_OR_DRAINED), seen.token)
+
+    patch.setattr(access, "_decide_own", decide)
+
+
+def idle_untested(patch: pytest.MonkeyPatch) -> None:
+    """A lease that is over at the lock manager is enough: offsets does not look."""
+    real = Progress._check_condition
+
+    def check(self: Progress, wish: Fence, now: Instant) -> None:
+        if wish.condition.value != "IDLE":
+            real(self, wish, now)
+
+    patch.setattr(Progress, "_check_condition", check)
+
+
+def maybe_seen_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """What the holder before has in flight is not noted when its queue is taken."""
+    real = Progress.fence
+
+    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+        before = self.maybe_seen
+        grant = real(self, wish, now)
+        if grant.changed:
+            self.maybe_seen = before
+            self.grant = grant = grant._replace(maybe_seen=before)
+        return grant
+
+    patch.setattr(Progress, "fence", fence)
+
+
+def acked_ranges_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A new owner starts at the committed offset, whatever is acked above it."""
+    real = Progress.fence
+
+    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+        self.acked = EMPTY
+        return real(self, wish, now)
+
+    patch.setattr(Progress, "fence", fence)
+
+
 def commit_all_received(patch: pytest.MonkeyPatch) -> None:
     """A client commits what it has received, handled or not."""
 
@@ -299,6 +368,11 @@ MUTANTS = (
     Mutant("forget the table", forget_the_table, FAILOVER, ("section 7", "section 12")),
     Mutant("record after sending", record_after_sending, CALM, ("V8",)),
     Mutant("record in memory", record_in_memory, CALM, ("V8",)),
+    Mutant("renew while taken", renew_while_taken, UNDERWAY, ("section 5",)),
+    Mutant("old request", old_request, LATE, ("story 8",)),
+    Mutant("idle untested", idle_untested, ZOMBIES, ("section 4", "V6")),
+    Mutant("maybe-seen forgotten", maybe_seen_forgotten, ZOMBIES, ("V7",)),
+    Mutant("acked ranges forgotten", acked_ranges_forgotten, ZOMBIES, ("V9",)),
     Mutant("commit what is received", commit_all_received, CALM, ("V4",)),
 )
 

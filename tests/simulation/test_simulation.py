@@ -19,7 +19,7 @@ from tests.simulation.options import Options
 from tests.simulation.scenario import Outcome, play
 from tests.simulation.seeds import SEEDS, graceful_options_of, options_of
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
 BUNCH = 10
 """Runs per test; few enough to name the guilty, enough to have seen every kind of fault."""

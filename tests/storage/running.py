@@ -32,6 +32,7 @@ from tests.support.waiting import until
 BROKER = "broker-a"
 GROUP = "billing"
 TIMEOUT_S = 10
+SEGMENT_BYTES = 64 * 1024 * 1024
 WATERMARKS: dict[str, object] = {
     "disk_warn_percent": 97,
     "disk_clean_percent": 98,
@@ -126,7 +127,7 @@ async def running(
     """A node on `folder` in a cluster of its own, with topic `orders` of 8 queues."""
     offsets = OffsetsTwin()  # type: ignore[abstract]
     cluster = cluster or secrets.token_hex(8)
-    settings = WATERMARKS | settings
+    settings = {"segment_bytes": SEGMENT_BYTES} | WATERMARKS | settings
     chosen = StorageSettings(cluster=cluster, etcd=etcd_endpoint, data_dir=folder, **settings)  # type: ignore[arg-type]
     async with (
         EtcdSession(etcd_endpoint, cluster, Clock()) as etcd,

@@ -211,7 +211,7 @@ def test_every_step_of_a_checkpoint_may_be_the_last() -> None:
     shown, steps = served(opened.store), Checkpointing(opened.disk, opened.store, 0)
     states = [opened.disk.killed()]
     capture = steps.begin()
-    states.extend(opened.disk.killed() for _ in steps.flush(capture))
+    states.extend(opened.disk.killed() for _ in steps.collect(capture))
     states.append(opened.disk.killed())
     steps.write(capture)
     states.append(opened.disk.killed())
@@ -227,10 +227,10 @@ def test_what_is_appended_while_a_checkpoint_is_taken_belongs_to_the_next() -> N
     steps = Checkpointing(opened.disk, opened.store, 0)
     capture = steps.begin()
     fill(opened, 20, 15)
-    for _ in steps.flush(capture):
+    for _ in steps.collect(capture):
         pass
     steps.write(capture)
-    steps.done(capture)
+    assert list(steps.done(capture)) == []
     again = reopened(opened.disk)
     assert again.report.batches == 15
     assert served(again.store) == served(opened.store)

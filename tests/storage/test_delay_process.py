@@ -20,7 +20,7 @@ from batonmq.channels import connect
 from batonmq.common.clock import Clock
 from batonmq.core.records import check_batch, decode_records
 from tests.storage.batches import batch
-from tests.storage.running import pull_request
+from tests.storage.running import WATERMARKS, pull_request
 from tests.storage.test_process import QUEUES, Site, site
 from tests.support.waiting import until
 
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 COUNT = 8_000
 SPREAD_MS = 4_000
 ROUNDS = 4
+ENV = {f"BATON_STORAGE_{name.upper()}": str(value) for name, value in WATERMARKS.items()}
 
 
 async def schedule(stub: schedule_grpc.ScheduleServiceAsyncStub, begin_unix_ms: int) -> list[str]:
@@ -75,7 +76,7 @@ async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse
 
 async def kill_while_due(here: Site, started_ms: int) -> tuple[int, bool]:
     """Start a node and kill it in the middle of delivering; when it started, and if it was so."""
-    process = await here.start()
+    process = await here.start(**ENV)
     node = await here.serving(started_ms)
     async with connect(node.address) as channel:
         stub = pb_grpc.StorageServiceStub(channel)
@@ -94,7 +95,7 @@ async def kill_while_due(here: Site, started_ms: int) -> tuple[int, bool]:
 async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_path: Path) -> None:
     clock = Clock()
     async with site(etcd_endpoint, tmp_path) as here:
-        process = await here.start()
+        process = await here.start(**ENV)
         node = await here.serving()
         async with connect(node.address) as channel:
             begin_unix_ms = clock.unix_ms() + 1_500
@@ -107,7 +108,7 @@ async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_
             started_ms, in_the_middle = await kill_while_due(here, started_ms)
             rounds += in_the_middle
         assert rounds, "no kill came in the middle"
-        await here.start()
+        await here.start(**ENV)
         node = await here.serving(started_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)

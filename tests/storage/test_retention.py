@@ -11,8 +11,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from batonmq.common.errors import DataLoss
+from services.storage.config import StorageSettings
 from services.storage.core.floors import Floor, decode, encode
 from services.storage.core.retention import (
     SEGMENTS_PER_ROUND,
@@ -232,3 +234,33 @@ def test_damaged_floors_are_never_taken_for_fewer() -> None:
         if at_:
             with pytest.raises(DataLoss):
                 decode(raw[:at_])
+
+
+def settings_with(**values: object) -> StorageSettings:
+    return StorageSettings(cluster="c", etcd="127.0.0.1:1", **values)  # type: ignore[arg-type]
+
+
+def test_settings_become_the_policy() -> None:
+    chosen = settings_with(retention_ms=5, retention_hours="4,16", retention_bytes=7)
+    assert chosen.retention_policy() == Policy(
+        age_ms_max=5, hours=frozenset({4, 16}), log_bytes_max=7
+    )
+    default = settings_with().retention_policy()
+    assert (default.age_ms_max, default.hours) == (48 * HOUR_MS, frozenset({4}))
+    assert settings_with(retention_hours="any").retention_policy().hours == frozenset(range(24))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"retention_hours": "24"},
+        {"retention_hours": ""},
+        {"retention_hours": "4;5"},
+        {"disk_warn_percent": 75},
+        {"disk_full_percent": 80},
+        {"disk_full_percent": 101},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        settings_with(**values)

@@ -418,3 +418,32 @@ def _calls(steps: int | None) -> Callable[[Callable[[Any], None], Any], Any]:
 
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStore = StoreMachine.TestCase
+
+
+def test_an_index_that_is_lost_after_retention_costs_no_message() -> None:
+    machine = StoreMachine()
+    machine.start()
+    machine.append_nearly_to_the_end_of_the_segment(queue_id=0, left=0)
+    machine.checkpoint()
+    machine.append([(0, 0, [Message(b"kept")])])
+    machine.sync()
+    machine.drop(kept_segments=1, steps=None)
+    assert machine.store.log.first_position == SEGMENT_BYTES
+    machine.kill("consumequeue")
+    assert "consumequeue" in machine.node.report.rebuilt
+    machine.pull_everything(0, None, 500, 5)
+    machine.teardown()
+
+
+def test_offsets_go_on_if_all_that_retention_left_of_a_queue_was_never_synced() -> None:
+    machine = StoreMachine()
+    machine.start()
+    machine.append_nearly_to_the_end_of_the_segment(queue_id=0, left=0)
+    machine.checkpoint()
+    machine.append([(0, 0, [Message(b"not synced")])])
+    machine.drop(kept_segments=1, steps=None)
+    machine._restart(machine.disk.power_cut(lambda _: 0), "checkpoint")
+    assert len(machine.log) == 1
+    machine.append([(0, 0, [Message(b"next")])])
+    assert machine.log[-1].receipt.first_offset == 1
+    machine.teardown()

@@ -129,3 +129,45 @@ async def test_without_etcd_what_is_not_known_stays_open() -> None:
     async with session:
         with pytest.raises(NoQuorum):
             await Scene(session).topics.find("a")
+
+
+@pytest.mark.parametrize(
+    ("permission", "readable", "writable"),
+    [
+        (pb.TOPIC_PERMISSION_UNSPECIFIED, True, True),
+        (pb.TOPIC_PERMISSION_READ_WRITE, True, True),
+        (pb.TOPIC_PERMISSION_READ, True, False),
+        (pb.TOPIC_PERMISSION_WRITE, False, True),
+    ],
+)
+async def test_what_a_topic_permits_is_known_queue_by_queue(
+    etcd_endpoint: str,
+    permission: pb.TopicPermission.ValueType,
+    readable: bool,
+    writable: bool,
+) -> None:
+    async with scene(etcd_endpoint) as here:
+        spread = [
+            pb.QueueSpread(broker="broker-a", queue_count=5, write_queue_count=3),
+            pb.QueueSpread(broker="broker-b", queue_count=9, write_queue_count=1),
+        ]
+        topic = pb.Topic(name="a", topic_id=7, spread=spread, permission=permission)
+        key = here.session.key("topics", "a")
+        revision = await here.session.put(key, topic.SerializeToString())
+        found = await here.topics.find("a")
+        assert (found.queue_count, found.readable) == (5, readable)
+        assert [found.takes(queue_id) for queue_id in range(6)] == [writable] * 3 + [False] * 3
+        assert here.topics.revision("a") == revision
+        assert here.topics.revision("b") == 0
+
+
+async def test_a_topic_is_gone_only_if_the_mirror_says_so(etcd_endpoint: str) -> None:
+    async with scene(etcd_endpoint) as here:
+        assert not here.topics.is_gone("a", 7), "nothing is known yet"
+        await here.put("a", 7, broker_a=3)
+        async with here.following():
+            assert not here.topics.is_gone("a", 7)
+            assert here.topics.is_gone("b", 6)
+            await here.mirror.reached(await here.put("a", 8, broker_a=3))
+            assert here.topics.is_gone("a", 7)
+            assert not here.topics.is_gone("a", 9), "newer than what is known here"

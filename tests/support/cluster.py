@@ -10,6 +10,10 @@ from batonmq.local.cluster import LocalCluster, to_stderr
 from batonmq.local.layout import ClusterOptions
 
 
+SEGMENT_BYTES = 64 * 1024 * 1024
+"""Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
+
+
 @asynccontextmanager
 async def local_cluster(
     data_dir: Path,
@@ -29,6 +33,7 @@ async def local_cluster(
         etcd: host:port of an etcd to share, under a `cluster` name of one's own.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
+    settings["storage"] = {"segment_bytes": SEGMENT_BYTES} | dict(settings.get("storage", {}))
     options = ClusterOptions(
         cluster=cluster, etcd=etcd, settings=settings, auto_restart=auto_restart
     )

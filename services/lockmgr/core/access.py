@@ -111,6 +111,8 @@ def _decide_foreign(
     lock = entry.lock
     if asker.generation < lock.generation:
         return _not_assigned(entry, asker)
+    if seen.begins_anew:
+        return Grant((Condition.CLOSED_OR_DRAINED,), seen.token)
     owners_token = seen.token == lock.token
     quiet = seen.drained and entry.slots >= policy.slots_min
     lets_go = owners_token and (seen.closed or (asker.generation > lock.generation and quiet))

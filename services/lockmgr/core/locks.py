@@ -76,13 +76,20 @@ class Asker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A queue as offsets showed it; all zero if offsets does not know it."""
+    """A queue as offsets showed it; one without progress is closed.
+
+    Attributes:
+        token: What a fence has to expect.
+        begins_anew: An earlier topic of the name had the queue, and nobody was fenced since it
+            was deleted: whatever its last owner still does is none of this topic's messages.
+    """
 
     token: int = 0
     closed: bool = False
     committed: int = 0
     delivered: int = 0
     unacked_count: int = 0
+    begins_anew: bool = False
 
     @property
     def drained(self) -> bool:

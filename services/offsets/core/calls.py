@@ -102,6 +102,14 @@ class Grant(NamedTuple):
     changed: bool = True
 
 
+class Tombstone(NamedTuple):
+    """What stays of a queue whose topic was deleted, so that no token is issued twice."""
+
+    token: int
+    reset_epoch: int
+    update_unix_ms: int
+
+
 class Delivered(NamedTuple):
     """A recorded delivery: the maybe-seen offsets in it. `changed` asks for durability."""
 

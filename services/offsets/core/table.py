@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batonmq.common.errors import OldEpoch, UnknownQueue
+from batonmq.common.errors import Fenced, OldEpoch, UnknownQueue
 from services.offsets.core.calls import (
     Acks,
     Committed,
@@ -18,13 +18,16 @@ from services.offsets.core.calls import (
     Instant,
     Limits,
     QueueKey,
+    Tombstone,
 )
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 
+_NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
+
 
 class ProgressTable:
-    """Keeps a `Progress` per queue.
+    """Keeps a `Progress` per queue, and a `Tombstone` per queue of a deleted topic.
 
     Args:
         epoch: Epoch of this replica set; one greater than in the life before.
@@ -36,6 +39,8 @@ class ProgressTable:
         self.limits, self.epoch, self.term, self._start = limits, epoch, term, now
         self._queues: dict[QueueKey, Progress] = {}
         self._groups: dict[str, dict[QueueKey, Progress]] = {}
+        self._tombstones: dict[QueueKey, Tombstone] = {}
+        self._topic_ids: dict[str, int] = {}
         self.ack_ranges: dict[QueueKey, int] = {}
         """Number of acked ranges, of the queues that have any."""
 
@@ -45,11 +50,18 @@ class ProgressTable:
     def __contains__(self, key: object) -> bool:
         return key in self._queues
 
-    def restore(self, key: QueueKey, progress: Progress) -> None:
+    def restore(self, key: QueueKey, stored: Progress | Tombstone) -> None:
         """Take a queue over from the life before: D is what was reserved, ages begin anew."""
-        progress.delivered_offset = progress.delivered_reserved
-        progress.access_monotonic_ms = self._start.monotonic_ms
-        self._put(key, progress)
+        if isinstance(stored, Tombstone):
+            self._tombstones[key] = stored
+            return
+        stored.delivered_offset = stored.delivered_reserved
+        stored.access_monotonic_ms = self._start.monotonic_ms
+        self._put(key, stored)
+
+    def restore_topic(self, topic: str, topic_id: int) -> None:
+        """Take over for which id the progress of a topic's name was last deleted."""
+        self._topic_ids[topic] = topic_id
 
     def check_epoch(self, seen_epoch: int) -> None:
         """Refuse a caller that has seen a newer life of this replica set.
@@ -90,30 +102,52 @@ class ProgressTable:
                 f"term {term} is not the announced one, {self.term}",
                 facts={"epoch": term, "current": self.term},
             )
-        progress = self._queues.get(key) or Progress(
-            committed_offset=wish.initial_offset,
-            delivered_offset=wish.initial_offset,
-            delivered_reserved=wish.initial_offset,
-            access_monotonic_ms=self._start.monotonic_ms,
-        )
+        progress = self._queues.get(key) or self._first(key, wish.initial_offset)
         grant = progress.fence(wish, now)
         if key not in self._queues:
+            self._tombstones.pop(key, None)
             self._put(key, progress)
         return grant
+
+    def delete_topic(self, topic: str, topic_id: int, now: Instant) -> list[QueueKey] | None:
+        """End the progress of all groups on `topic`, before it is created as `topic_id`.
+
+        Returns:
+            The queues that had progress; None, with nothing done, if it was called for this id
+            or a greater one before: what there is may belong to that topic.
+        """
+        if topic_id <= self.deleted_for(topic):
+            return None
+        self._topic_ids[topic] = topic_id
+        ended = [key for key in self._queues if key.topic == topic]
+        for key in ended:
+            progress = self._queues.pop(key)
+            self._tombstones[key] = Tombstone(
+                progress.token + 1, progress.reset_epoch + 1, now.unix_ms
+            )
+            self.ack_ranges.pop(key, None)
+            del self._groups[key.group][key]
+            if not self._groups[key.group]:
+                del self._groups[key.group]
+        return ended
+
+    def deleted_for(self, topic: str) -> int:
+        """The greatest id that `delete_topic` was called with for this name; 0 for none."""
+        return self._topic_ids.get(topic, 0)
 
     def record_delivered(
         self, key: QueueKey, token: int, delivery: tuple[int, int], now: Instant
     ) -> Delivered:
         """See `Progress.record_delivered`; UnknownQueue without progress."""
-        return self.query(key).record_delivered(token, delivery, self.limits, now)
+        return self._held(key, token).record_delivered(token, delivery, self.limits, now)
 
     def touch(self, key: QueueKey, token: int, now: Instant) -> None:
         """See `Progress.touch`; UnknownQueue without progress."""
-        self.query(key).touch(token, now)
+        self._held(key, token).touch(token, now)
 
     def commit(self, key: QueueKey, token: int, acks: Acks, now: Instant) -> Committed:
         """See `Progress.commit`; UnknownQueue without progress."""
-        progress = self.query(key)
+        progress = self._held(key, token)
         committed = progress.commit(token, acks, now)
         self._count_ranges(key, progress)
         return committed
@@ -122,7 +156,7 @@ class ProgressTable:
         self, key: QueueKey, token: int, acks: Acks, unfinished: RangeSet, now: Instant
     ) -> Committed:
         """See `Progress.close`; UnknownQueue without progress."""
-        progress = self.query(key)
+        progress = self._held(key, token)
         committed = progress.close(token, acks, unfinished, now)
         self._count_ranges(key, progress)
         return committed
@@ -131,20 +165,60 @@ class ProgressTable:
         """The live progress of a queue, to be read before the caller next waits.
 
         Raises:
-            UnknownQueue: it has none.
+            UnknownQueue: it has none; the fact `token` is the one that a fence has to expect.
         """
         progress = self._queues.get(key)
         if progress is None:
-            raise UnknownQueue(f"queue {key} has no progress", facts={"queue": str(key)})
+            token = self._tombstones.get(key, _NOTHING).token
+            raise UnknownQueue(
+                f"queue {key} has no progress", facts={"queue": str(key), "token": token}
+            )
         return progress
+
+    def state(self, key: QueueKey) -> Progress | Tombstone:
+        """What has to be durable of a queue that was fenced at least once."""
+        return self._queues.get(key) or self._tombstones[key]
 
     def group(self, group: str) -> list[QueueKey]:
         """Queues of a group, ascending."""
         return sorted(self._groups.get(group, ()))
 
-    def items(self) -> Iterator[tuple[QueueKey, Progress]]:
-        """All queues."""
-        return iter(self._queues.items())
+    def items(self) -> Iterator[tuple[QueueKey, Progress | Tombstone]]:
+        """All queues, those of deleted topics too."""
+        yield from self._queues.items()
+        yield from self._tombstones.items()
+
+    def _first(self, key: QueueKey, initial_offset: int) -> Progress:
+        """What a queue without progress begins with."""
+        before = self._tombstones.get(key, _NOTHING)
+        return Progress(
+            token=before.token,
+            reset_epoch=before.reset_epoch,
+            committed_offset=initial_offset,
+            delivered_offset=initial_offset,
+            delivered_reserved=initial_offset,
+            access_monotonic_ms=self._start.monotonic_ms,
+        )
+
+    def _held(self, key: QueueKey, token: int) -> Progress:
+        """The progress of a queue under whose token somebody calls.
+
+        Raises:
+            UnknownQueue: it never had any.
+            Fenced: its topic was deleted.
+        """
+        tombstone = self._tombstones.get(key)
+        if tombstone is None:
+            return self.query(key)
+        raise Fenced(
+            f"the topic of queue {key} was deleted, token {token} is not in force",
+            facts={
+                "token": token,
+                "current": tombstone.token,
+                "reset_epoch": tombstone.reset_epoch,
+                "why": "RESET",
+            },
+        )
 
     def _put(self, key: QueueKey, progress: Progress) -> None:
         self._queues[key] = progress

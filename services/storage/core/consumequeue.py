@@ -15,8 +15,10 @@ index within the batch is the offset less the batch's first offset.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +62,27 @@ class LastEntry:
 
     position: int
     size: int
+
+
+class EntriesWrite(NamedTuple):
+    """Entries on their way to a file."""
+
+    path: str
+    at: int
+    raw: bytes
+
+
+class UnsavedEntries(NamedTuple):
+    """Entries of one queue that are to be made durable. Does not change any more.
+
+    Attributes:
+        paths: Files to sync after the writes.
+    """
+
+    paths: list[str]
+    writes: tuple[EntriesWrite, ...]
+    flushed_offset: int
+    next_offset: int
 
 
 class ConsumeQueue:
@@ -167,28 +190,34 @@ class ConsumeQueue:
         Raises:
             OSError: a file can't be written; nothing is lost.
         """
-        offset = self._flushed_offset
-        raw = memoryview(self._tail[: self.next_offset - offset].tobytes())
-        while raw:
-            path, at = self._place(offset)
-            chunk = raw[: self._entries_per_file * ENTRY.itemsize - at]
-            self._files.get(path, create=True).write(at, [chunk])
-            offset += len(chunk) // ENTRY.itemsize
-            raw = raw[len(chunk) :]
-        self._flushed_offset = offset
+        for write in self._writes():
+            self._files.get(write.path, create=True).write(write.at, [write.raw])
+        self._flushed_offset = self.next_offset
 
     @property
     def has_unsaved(self) -> bool:
         """Whether there are entries that are not known to be durable."""
         return self._saved_offset < self.next_offset
 
-    def unsaved(self) -> list[str]:
-        """Files with flushed entries that are not known to be durable."""
-        return self.paths(self._saved_offset, self._flushed_offset)
+    def unsaved(self) -> UnsavedEntries:
+        """What is to be written, and synced, so that all entries are durable."""
+        writes = tuple(self._writes())
+        return UnsavedEntries(
+            self.paths(self._saved_offset, self.next_offset),
+            writes,
+            self._flushed_offset,
+            self.next_offset,
+        )
 
-    def saved(self, next_offset: int) -> None:
-        """Note that the entries below `next_offset` are durable."""
-        self._saved_offset = max(self._saved_offset, next_offset)
+    def saved(self, unsaved: UnsavedEntries) -> None:
+        """Note that `unsaved` is written and synced."""
+        self._saved_offset = max(self._saved_offset, unsaved.next_offset)
+        if self._flushed_offset == unsaved.flushed_offset:  # else they were flushed meanwhile
+            used = unsaved.next_offset - self._flushed_offset
+            left = self.next_offset - unsaved.next_offset
+            tail = np.empty(max(_TAIL_MIN, 1 << max(left - 1, 0).bit_length()), ENTRY)
+            tail[:left] = self._tail[used : used + left]
+            self._tail, self._flushed_offset = tail, unsaved.next_offset
 
     def paths(self, first_offset: int, next_offset: int) -> list[str]:
         """Files of the entries of [first_offset, next_offset)."""
@@ -227,6 +256,17 @@ class ConsumeQueue:
             kept = self.next_offset - first_offset
             self._tail[:kept] = self._tail[unneeded : unneeded + kept].copy()
             self._flushed_offset = first_offset
+
+    def _writes(self) -> Iterator[EntriesWrite]:
+        """What is only in memory, by file."""
+        offset = self._flushed_offset
+        raw = self._tail[: self.next_offset - offset].tobytes()
+        while raw:
+            path, at = self._place(offset)
+            chunk = raw[: self._entries_per_file * ENTRY.itemsize - at]
+            yield EntriesWrite(path, at, chunk)
+            offset += len(chunk) // ENTRY.itemsize
+            raw = raw[len(chunk) :]
 
     def _number(self, offset: int) -> int:
         """Number of the file that holds, or will hold, the entry of `offset`."""

@@ -58,10 +58,26 @@ class ProducerState(NamedTuple):
     queues: dict[QueueKey, tuple[StoredBatch, ...]]
 
 
+class ProducerColumns(NamedTuple):
+    """Producers as columns, which takes few objects and so little time."""
+
+    producer_ids: list[int]
+    epochs: list[int]
+    used_unix_ms: list[int]
+    queues: list[dict[QueueKey, tuple[StoredBatch, ...]]]
+
+    def states(self) -> list[ProducerState]:
+        """One by one."""
+        return [ProducerState(*row) for row in zip(*self, strict=True)]
+
+
 @dataclass(slots=True)
 class _Producer:
+    """`queues` belongs to all snapshots but the first `snapshots`: it is copied, then changed."""
+
     epoch: int
     used_unix_ms: int
+    snapshots: int
     queues: dict[QueueKey, tuple[StoredBatch, ...]] = field(default_factory=dict)
 
 
@@ -76,7 +92,7 @@ class ProducerTable:
     def __init__(self, producers_max: int = PRODUCERS_MAX, queues_max: int = QUEUES_MAX) -> None:
         self._producers_max, self._queues_max = producers_max, queues_max
         self._producers: OrderedDict[int, _Producer] = OrderedDict()
-        self._queues_count = 0
+        self._queues_count = self._snapshots = 0
 
     def __len__(self) -> int:
         return len(self._producers)
@@ -127,10 +143,12 @@ class ProducerTable:
         producer = self._producers.get(header.producer_id)
         if producer is None or producer.epoch < header.producer_epoch:
             self._forget(header.producer_id)
-            producer = _Producer(header.producer_epoch, receipt.store_unix_ms)
+            producer = _Producer(header.producer_epoch, receipt.store_unix_ms, self._snapshots)
             self._producers[header.producer_id] = producer
         producer.used_unix_ms = receipt.store_unix_ms
         self._producers.move_to_end(header.producer_id)
+        if producer.snapshots < self._snapshots:
+            producer.queues, producer.snapshots = producer.queues.copy(), self._snapshots
         batches = producer.queues.get(queue, ())
         self._queues_count += not batches
         producer.queues[queue] = (
@@ -149,18 +167,22 @@ class ProducerTable:
                 break
             self._forget(producer_id)
 
-    def snapshot(self) -> list[ProducerState]:
-        """Everything as it is now, longest silent first."""
-        return [
-            ProducerState(producer_id, one.epoch, one.used_unix_ms, one.queues.copy())
-            for producer_id, one in self._producers.items()
-        ]
+    def snapshot(self) -> ProducerColumns:
+        """Everything as it is now, longest silent first; nothing in it changes any more."""
+        self._snapshots += 1
+        producers = list(self._producers.values())
+        return ProducerColumns(
+            list(self._producers),
+            [one.epoch for one in producers],
+            [one.used_unix_ms for one in producers],
+            [one.queues for one in producers],
+        )
 
     def load(self, producers: Iterable[ProducerState]) -> None:
         """Take what `snapshot` gave into an empty table."""
         for one in producers:
             self._producers[one.producer_id] = _Producer(
-                one.epoch, one.used_unix_ms, one.queues.copy()
+                one.epoch, one.used_unix_ms, self._snapshots, one.queues.copy()
             )
             self._queues_count += len(one.queues)
 

@@ -45,7 +45,7 @@ SCANNED_MAX = 16_384
 """Entries one read looks at, unless the caller wants more messages than that."""
 GAP_BYTES_MAX = 64 * 1024
 """Bytes of other queues between two batches that are read along rather than jumped over."""
-READ_BYTES_MAX = 8 * 1024 * 1024
+READ_BYTES_MAX = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_ACK_CAP: _Reason.ValueType  # 64
     """The ack window of the queue is full. Facts: `ranges`, `limit`."""
     REASON_UNKNOWN_QUEUE: _Reason.ValueType  # 65
-    """offsets does not know the queue. Facts: `queue`."""
+    """offsets does not know the queue. Facts: `queue`, `token`."""
     REASON_TOKEN_MISMATCH: _Reason.ValueType  # 66
     """A fence expected another token. Facts: `expected`, `token`, `attempt`."""
     REASON_SUPERSEDED: _Reason.ValueType  # 67
@@ -250,7 +250,7 @@ REASON_BEYOND_DELIVERED: Reason.ValueType  # 63
 REASON_ACK_CAP: Reason.ValueType  # 64
 """The ack window of the queue is full. Facts: `ranges`, `limit`."""
 REASON_UNKNOWN_QUEUE: Reason.ValueType  # 65
-"""offsets does not know the queue. Facts: `queue`."""
+"""offsets does not know the queue. Facts: `queue`, `token`."""
 REASON_TOKEN_MISMATCH: Reason.ValueType  # 66
 """A fence expected another token. Facts: `expected`, `token`, `attempt`."""
 REASON_SUPERSEDED: Reason.ValueType  # 67

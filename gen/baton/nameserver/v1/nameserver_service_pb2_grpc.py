@@ -108,10 +108,11 @@ class NameserverServiceServicer:
 
     def CreateTopic(self, request, context):
         """Creates a topic on registered brokers. Creating it again with the same settings is no error.
+        A topic of the same name that existed before is forgotten first, at offsets too.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
-        UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,7 +150,8 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTopic(self, request, context):
-        """Deletes a topic. A topic of the same name created later shares nothing with it.
+        """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
+        and no progress of a group. Until then the progress stays where it was.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
@@ -159,10 +161,10 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def QueryRoute(self, request, context):
-        """Where the queues of a topic are.
+        """Where the queues of a topic are. Where topics are created on demand, this may create it.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-        (NOT_SERVING).
+        (NOT_SERVING); those of CreateTopic if it creates it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,10 +35,11 @@ class NameserverServiceStub:
     def __new__(cls, channel: _aio.Channel) -> NameserverServiceAsyncStub: ...
     CreateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.CreateTopicRequest, _nameserver_service_pb2.CreateTopicResponse]
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
+    A topic of the same name that existed before is forgotten first, at offsets too.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
-    UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
     """
     UpdateTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]
     """Changes the permission or the number of queues of a topic. More queues are there at once.
@@ -60,16 +61,17 @@ class NameserverServiceStub:
     (NOT_SERVING).
     """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteTopicRequest, _nameserver_service_pb2.DeleteTopicResponse]
-    """Deletes a topic. A topic of the same name created later shares nothing with it.
+    """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
+    and no progress of a group. Until then the progress stays where it was.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     QueryRoute: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRouteRequest, _nameserver_service_pb2.QueryRouteResponse]
-    """Where the queues of a topic are.
+    """Where the queues of a topic are. Where topics are created on demand, this may create it.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-    (NOT_SERVING).
+    (NOT_SERVING); those of CreateTopic if it creates it.
     """
     WatchRoute: _grpc.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchRouteRequest, _nameserver_service_pb2.WatchRouteResponse]
     """The route now, and each time it changes. A client ignores a generation older than its own.
@@ -123,10 +125,11 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.CreateTopicRequest, _nameserver_service_pb2.CreateTopicResponse]  # type: ignore[assignment]
     """Creates a topic on registered brokers. Creating it again with the same settings is no error.
+    A topic of the same name that existed before is forgotten first, at offsets too.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
     FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
-    UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
     """
     UpdateTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateTopicRequest, _nameserver_service_pb2.UpdateTopicResponse]  # type: ignore[assignment]
     """Changes the permission or the number of queues of a topic. More queues are there at once.
@@ -148,16 +151,17 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     (NOT_SERVING).
     """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteTopicRequest, _nameserver_service_pb2.DeleteTopicResponse]  # type: ignore[assignment]
-    """Deletes a topic. A topic of the same name created later shares nothing with it.
+    """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
+    and no progress of a group. Until then the progress stays where it was.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     QueryRoute: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.QueryRouteRequest, _nameserver_service_pb2.QueryRouteResponse]  # type: ignore[assignment]
-    """Where the queues of a topic are.
+    """Where the queues of a topic are. Where topics are created on demand, this may create it.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-    (NOT_SERVING).
+    (NOT_SERVING); those of CreateTopic if it creates it.
     """
     WatchRoute: _aio.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchRouteRequest, _nameserver_service_pb2.WatchRouteResponse]  # type: ignore[assignment]
     """The route now, and each time it changes. A client ignores a generation older than its own.
@@ -214,10 +218,11 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.CreateTopicResponse, _abc.Awaitable[_nameserver_service_pb2.CreateTopicResponse]]:
         """Creates a topic on registered brokers. Creating it again with the same settings is no error.
+        A topic of the same name that existed before is forgotten first, at offsets too.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), ALREADY_EXISTS (TOPIC_EXISTS),
         FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED: others change it too),
-        UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        UNAVAILABLE (NO_QUORUM, NOT_SERVING; OFFSETS_UNREACHABLE if it is new: it was not created).
         """
 
     @_abc_1.abstractmethod
@@ -263,7 +268,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.DeleteTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.DeleteTopicResponse, _abc.Awaitable[_nameserver_service_pb2.DeleteTopicResponse]]:
-        """Deletes a topic. A topic of the same name created later shares nothing with it.
+        """Deletes a topic. A topic of the same name created later shares nothing with it: no message,
+        and no progress of a group. Until then the progress stays where it was.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED: others change it too), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
@@ -275,10 +281,10 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.QueryRouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.QueryRouteResponse, _abc.Awaitable[_nameserver_service_pb2.QueryRouteResponse]]:
-        """Where the queues of a topic are.
+        """Where the queues of a topic are. Where topics are created on demand, this may create it.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (TOPIC_NOT_FOUND), UNAVAILABLE
-        (NOT_SERVING).
+        (NOT_SERVING); those of CreateTopic if it creates it.
         """
 
     @_abc_1.abstractmethod

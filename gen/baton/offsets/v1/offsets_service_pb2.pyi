@@ -91,7 +91,7 @@ class AnnounceResponse(_message.Message):
     """Epoch of this replica set."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueToken]:
-        """Token and holder of every queue."""
+        """Token and holder of every queue, those of deleted topics included."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class FenceItem(_message.Message):
     attempt: _builtins.str
     """Id of this attempt, the same when repeated; 1 to 64 characters. Required."""
     expected_token: _builtins.int
-    """The token the caller saw; 0 for a queue that offsets does not know."""
+    """The token the caller saw; for a queue without progress the fact `token` of UNKNOWN_QUEUE."""
     condition: Global___FenceCondition.ValueType
     """Required."""
     idle_ms: _builtins.int
@@ -1106,3 +1106,59 @@ class QueryGroupResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueryGroupResponse: _TypeAlias = QueryGroupResponse  # noqa: Y015
+
+@_typing.final
+class DeleteTopicRequest(_message.Message):
+    """Request for DeleteTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic name. Required."""
+    offsets_epoch: _builtins.int
+    """Highest epoch of offsets the caller has seen; 0 for none."""
+    topic_id: _builtins.int
+    """Id of the topic that is about to be created; ids of earlier ones are smaller. Required."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        offsets_epoch: _builtins.int = ...,
+        topic_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteTopicRequest: _TypeAlias = DeleteTopicRequest  # noqa: Y015
+
+@_typing.final
+class DeleteTopicResponse(_message.Message):
+    """Response for DeleteTopic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    queue_count: _builtins.int
+    """Number of queues, counted per group, whose progress this call ended."""
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        queue_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "queue_count", b"queue_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteTopicResponse: _TypeAlias = DeleteTopicResponse  # noqa: Y015

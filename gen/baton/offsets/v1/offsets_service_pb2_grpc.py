@@ -79,6 +79,11 @@ class OffsetsServiceStub:
                 request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.QueryGroupRequest.SerializeToString,
                 response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.QueryGroupResponse.FromString,
                 _registered_method=True)
+        self.DeleteTopic = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/DeleteTopic',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicResponse.FromString,
+                _registered_method=True)
 
 
 class OffsetsServiceServicer:
@@ -148,7 +153,8 @@ class OffsetsServiceServicer:
     def Query(self, request, context):
         """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-        Item errors: NOT_FOUND (UNKNOWN_QUEUE).
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
+        that of a deleted topic's queue).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,6 +164,18 @@ class OffsetsServiceServicer:
         """Progress of every queue of a group; empty for a group without progress.
 
         Statuses: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTopic(self, request, context):
+        """Ends what every group has of earlier topics of a name, before a new one is created. Their
+        queues have no progress from now on, but keep their tokens: the next fence goes on from them,
+        and calls under the old ones are FENCED with `why` RESET. A call for a `topic_id` that is not
+        greater than an earlier call's does nothing: so one that comes late can't harm the new topic.
+
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,6 +223,11 @@ def add_OffsetsServiceServicer_to_server(servicer, server):
                     servicer.QueryGroup,
                     request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.QueryGroupRequest.FromString,
                     response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.QueryGroupResponse.SerializeToString,
+            ),
+            'DeleteTopic': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTopic,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -428,6 +451,33 @@ class OffsetsService:
             '/baton.offsets.v1.OffsetsService/QueryGroup',
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.QueryGroupRequest.SerializeToString,
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.QueryGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTopic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/DeleteTopic',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,12 +73,21 @@ class OffsetsServiceStub:
     Query: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryRequest, _offsets_service_pb2.QueryResponse]
     """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-    Item errors: NOT_FOUND (UNKNOWN_QUEUE).
+    Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
+    that of a deleted topic's queue).
     """
     QueryGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryGroupRequest, _offsets_service_pb2.QueryGroupResponse]
     """Progress of every queue of a group; empty for a group without progress.
 
     Statuses: INVALID_ARGUMENT.
+    """
+    DeleteTopic: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteTopicRequest, _offsets_service_pb2.DeleteTopicResponse]
+    """Ends what every group has of earlier topics of a name, before a new one is created. Their
+    queues have no progress from now on, but keep their tokens: the next fence goes on from them,
+    and calls under the old ones are FENCED with `why` RESET. A call for a `topic_id` that is not
+    greater than an earlier call's does nothing: so one that comes late can't harm the new topic.
+
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
     """
 
 @_typing.type_check_only
@@ -126,12 +135,21 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     Query: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryRequest, _offsets_service_pb2.QueryResponse]  # type: ignore[assignment]
     """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-    Item errors: NOT_FOUND (UNKNOWN_QUEUE).
+    Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
+    that of a deleted topic's queue).
     """
     QueryGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryGroupRequest, _offsets_service_pb2.QueryGroupResponse]  # type: ignore[assignment]
     """Progress of every queue of a group; empty for a group without progress.
 
     Statuses: INVALID_ARGUMENT.
+    """
+    DeleteTopic: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteTopicRequest, _offsets_service_pb2.DeleteTopicResponse]  # type: ignore[assignment]
+    """Ends what every group has of earlier topics of a name, before a new one is created. Their
+    queues have no progress from now on, but keep their tokens: the next fence goes on from them,
+    and calls under the old ones are FENCED with `why` RESET. A call for a `topic_id` that is not
+    greater than an earlier call's does nothing: so one that comes late can't harm the new topic.
+
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
     """
 
 class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -218,7 +236,8 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.QueryResponse, _abc.Awaitable[_offsets_service_pb2.QueryResponse]]:
         """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-        Item errors: NOT_FOUND (UNKNOWN_QUEUE).
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
+        that of a deleted topic's queue).
         """
 
     @_abc_1.abstractmethod
@@ -230,6 +249,20 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         """Progress of every queue of a group; empty for a group without progress.
 
         Statuses: INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteTopic(
+        self,
+        request: _offsets_service_pb2.DeleteTopicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.DeleteTopicResponse, _abc.Awaitable[_offsets_service_pb2.DeleteTopicResponse]]:
+        """Ends what every group has of earlier topics of a name, before a new one is created. Their
+        queues have no progress from now on, but keep their tokens: the next fence goes on from them,
+        and calls under the old ones are FENCED with `why` RESET. A call for a `topic_id` that is not
+        greater than an earlier call's does nothing: so one that comes late can't harm the new topic.
+
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
         """
 
 def add_OffsetsServiceServicer_to_server(servicer: OffsetsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/offsets/v1/stored_progress.proto\x12\x10\x62\x61ton.offsets.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\xc6\x02\n\x0eStoredProgress\x12\r\n\x05token\x18\x01 \x01(\x03\x12,\n\x06holder\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x18\n\x10\x63ommitted_offset\x18\x04 \x01(\x03\x12\x1a\n\x12\x64\x65livered_reserved\x18\x05 \x01(\x03\x12\r\n\x05\x61\x63ked\x18\x06 \x01(\x0c\x12\x12\n\nmaybe_seen\x18\x07 \x01(\x0c\x12\x13\n\x0breset_epoch\x18\x08 \x01(\x03\x12\x0e\n\x06\x63losed\x18\t \x01(\x08\x12\x16\n\x0eupdate_unix_ms\x18\n \x01(\x03\x12\x1f\n\x17\x66\x65nced_committed_offset\x18\x0b \x01(\x03\x12\x14\n\x0c\x66\x65nced_acked\x18\x0c \x01(\x0c\x12\x19\n\x11\x66\x65nced_maybe_seen\x18\r \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/offsets/v1/stored_progress.proto\x12\x10\x62\x61ton.offsets.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\xd7\x02\n\x0eStoredProgress\x12\r\n\x05token\x18\x01 \x01(\x03\x12,\n\x06holder\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x18\n\x10\x63ommitted_offset\x18\x04 \x01(\x03\x12\x1a\n\x12\x64\x65livered_reserved\x18\x05 \x01(\x03\x12\r\n\x05\x61\x63ked\x18\x06 \x01(\x0c\x12\x12\n\nmaybe_seen\x18\x07 \x01(\x0c\x12\x13\n\x0breset_epoch\x18\x08 \x01(\x03\x12\x0e\n\x06\x63losed\x18\t \x01(\x08\x12\x16\n\x0eupdate_unix_ms\x18\n \x01(\x03\x12\x1f\n\x17\x66\x65nced_committed_offset\x18\x0b \x01(\x03\x12\x14\n\x0c\x66\x65nced_acked\x18\x0c \x01(\x0c\x12\x19\n\x11\x66\x65nced_maybe_seen\x18\r \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x0e \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.offsets.v1.stored_pro
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STOREDPROGRESS']._serialized_start=90
-  _globals['_STOREDPROGRESS']._serialized_end=416
+  _globals['_STOREDPROGRESS']._serialized_end=433
 # @@protoc_insertion_point(module_scope)

@@ -41,6 +41,7 @@ class StoredProgress(_message.Message):
     FENCED_COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
     FENCED_ACKED_FIELD_NUMBER: _builtins.int
     FENCED_MAYBE_SEEN_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     attempt: _builtins.str
@@ -65,6 +66,10 @@ class StoredProgress(_message.Message):
     """What the fence that issued the token answered: acked offsets."""
     fenced_maybe_seen: _builtins.bytes
     """What the fence that issued the token answered: maybe-seen offsets."""
+    deleted: _builtins.bool
+    """True if the topic was deleted: there is no progress, and the token and the reset epoch are kept
+    so that the next ones are greater.
+    """
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
         """Incarnation the token was issued to; unset if none."""
@@ -85,10 +90,11 @@ class StoredProgress(_message.Message):
         fenced_committed_offset: _builtins.int = ...,
         fenced_acked: _builtins.bytes = ...,
         fenced_maybe_seen: _builtins.bytes = ...,
+        deleted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "attempt", b"attempt", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_reserved", b"delivered_reserved", "fenced_acked", b"fenced_acked", "fenced_committed_offset", b"fenced_committed_offset", "fenced_maybe_seen", b"fenced_maybe_seen", "holder", b"holder", "maybe_seen", b"maybe_seen", "reset_epoch", b"reset_epoch", "token", b"token", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "attempt", b"attempt", "closed", b"closed", "committed_offset", b"committed_offset", "deleted", b"deleted", "delivered_reserved", b"delivered_reserved", "fenced_acked", b"fenced_acked", "fenced_committed_offset", b"fenced_committed_offset", "fenced_maybe_seen", b"fenced_maybe_seen", "holder", b"holder", "maybe_seen", b"maybe_seen", "reset_epoch", b"reset_epoch", "token", b"token", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

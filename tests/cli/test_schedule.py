@@ -1,0 +1,62 @@
+"""Goal: `baton produce` sends for later and `baton message cancel` takes back.
+
+Method: wrong command lines without a cluster; the rest against a real `baton up`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batonmq.common.clock import Clock
+from tests.cli.running import baton, up
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--delay", "soon"],
+        ["--delay", "10"],
+        ["--deliver-at", "tomorrow"],
+        ["--delay-level", "0"],
+        ["--delay-level", "19"],
+        ["--delay", "10s", "--delay-level", "3"],
+    ],
+)
+def test_a_time_that_is_none_is_a_wrong_command_line(options: list[str]) -> None:
+    result = baton("produce", "t", "--file", "/dev/null", *options)
+    assert result.code == 2
+    assert "Usage:" in result.err
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_messages_for_later_are_sent_cancelled_and_delivered(tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.write_bytes(b"one\ntwo\n")
+    with up(tmp_path / "data") as cluster:
+        assert cluster("topic", "create", "orders", "--queues", "1").code == 0
+        now = Clock().unix_ms()
+        options = ("produce", "orders", "--file", str(lines), "--format", "json")
+        for delay in (("--delay", "10m"), ("--delay-level", "14")):
+            first, second = cluster(*options, *delay).json_lines
+            assert 600_000 <= first["deliver_unix_ms"] - now < 660_000
+            assert first["schedule_id"] != second["schedule_id"]
+        kept, cancelled = cluster(*options, "--delay", "3s").json_lines
+        done = cluster("message", "cancel", cancelled["schedule_id"])
+        assert (done.code, done.out) == (0, f"{cancelled['schedule_id']} cancelled\n")
+        again = cluster("message", "cancel", cancelled["schedule_id"])
+        assert again.code == 1
+        assert "NOT_SCHEDULED" in again.err
+        far = cluster("produce", "orders", "--file", str(lines), "--delay", "41d")
+        assert far.code == 1
+        assert "LIMIT_EXCEEDED" in far.err
+        told = cluster("produce", "orders", "--file", str(lines), "--deliver-at", f"{now + 9**12}")
+        assert told.code == 1
+        (found,) = cluster(
+            "consume", "orders", "--group", "g", "--follow", "--count", "1",
+            "--format", "json",
+        ).json_lines  # fmt: skip
+        assert found["body"] == "one"
+        assert found["store_unix_ms"] >= kept["deliver_unix_ms"]

@@ -1,0 +1,336 @@
+"""Goal: what the simulator plays behaves like what it stands for, else its runs prove nothing.
+
+Method: the loop, the network and the etcd twin, each alone, against what asyncio, gRPC and etcd
+do in the same situation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from prometheus_client import CollectorRegistry
+
+from batonmq.common.config import load
+from batonmq.common.errors import NoQuorum, OldEpoch, Unreachable
+from batonmq.common.rpc import from_rpc_error
+from services.runtime.election import Election
+from services.runtime.etcd import Compare, Put
+from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.mirror import Mirror
+from services.runtime.process import Runtime
+from services.runtime.settings import ServiceSettings
+from tests.simulation.cluster import JumpingClock, World
+from tests.simulation.etcd import TwinSession
+from tests.support.network import Faults
+from tests.support.virtual_time import Deadlock, Host, Livelock, run_virtual
+from tests.support.wire import Server, connector
+
+
+class Offsets(pb_grpc.OffsetsServiceServicer):
+    """Refuses old terms, and holds term 99 until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.announced: list[int] = []
+        self.cancelled = 0
+
+    async def Announce(self, request: pb.AnnounceRequest, _: object) -> pb.AnnounceResponse:
+        if request.term == 99:
+            try:
+                await asyncio.sleep(1_000)
+            finally:
+                self.cancelled += 1
+        if request.term < 5:
+            raise OldEpoch("term is over", facts={"current": 5})
+        self.announced.append(request.term)
+        return pb.AnnounceResponse(offsets_epoch=request.term)
+
+
+class Pair:
+    """A client and a server on a network of their own."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.world = World("pair")
+        self.offsets = Offsets()  # type: ignore[abstract]
+        self.client, self.host = Host("client"), Host("server")
+        edge = EdgeInterceptor(JumpingClock(), CollectorRegistry())
+        self.server = Server(self.world.network, self.host, "server:1", edge)
+        pb_grpc.add_OffsetsServiceServicer_to_server(self.offsets, self.server)  # type: ignore[arg-type]
+        self.server.start()
+        self.world.network.faults = faults or Faults()
+
+    async def announce(self, term: int, timeout_s: float = 5) -> pb.AnnounceResponse:
+        stub = pb_grpc.OffsetsServiceStub(connector(self.world.network, self.client)("server:1"))
+        return await stub.Announce(pb.AnnounceRequest(term=term), timeout=timeout_s)
+
+    async def refusal(self, term: int, timeout_s: float = 5) -> BaseException:
+        with pytest.raises(Exception) as raised:
+            await self.announce(term, timeout_s)
+        return from_rpc_error(raised.value)  # type: ignore[arg-type]
+
+
+def test_a_stuck_program_is_a_deadlock_not_a_hang() -> None:
+    with pytest.raises(Deadlock):
+        run_virtual(asyncio.Event().wait())
+
+
+def test_a_program_that_spins_is_a_livelock_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.virtual_time.SPINS_MAX", 1_000)
+
+    async def spin() -> None:
+        loop = asyncio.get_running_loop()
+
+        def again() -> None:
+            loop.call_soon(again)
+
+        again()
+        await asyncio.sleep(1)
+
+    with pytest.raises(Livelock):
+        run_virtual(spin())
+
+
+def test_an_hour_takes_no_time() -> None:
+    async def sleep() -> float:
+        await asyncio.sleep(3_600)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(sleep()) == pytest.approx(3_600)
+
+
+def test_a_frozen_host_stands_still_and_goes_on_with_what_has_happened() -> None:
+    async def main() -> list[float]:
+        host, ticks = Host("a"), list[float]()
+
+        async def tick() -> None:
+            for _ in range(4):
+                await asyncio.sleep(1)
+                ticks.append(asyncio.get_running_loop().time())
+
+        ticking = host.spawn(tick())
+        await asyncio.sleep(1.5)
+        host.freeze()
+        await asyncio.sleep(10)
+        host.thaw()
+        await ticking
+        return ticks
+
+    assert run_virtual(main()) == pytest.approx([1, 11.5, 12.5, 13.5])
+
+
+def test_an_answer_that_came_before_the_timeout_of_a_frozen_host_counts() -> None:
+    async def main() -> str:
+        host = Host("a")
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def wait() -> str:
+            async with asyncio.timeout(5):
+                return await answer
+
+        waiting = host.spawn(wait())
+        await asyncio.sleep(1)
+        host.freeze()
+        await asyncio.sleep(1)
+        answer.set_result("came")
+        await asyncio.sleep(60)
+        host.thaw()
+        return await waiting
+
+    assert run_virtual(main()) == "came"
+
+
+def test_a_thread_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="thread"):
+        run_virtual(asyncio.to_thread(print))
+
+
+def test_a_call_is_answered_and_a_refusal_is_raised_as_itself() -> None:
+    async def main() -> None:
+        pair = Pair()
+        assert (await pair.announce(7)).offsets_epoch == 7
+        refused = await pair.refusal(3)
+        assert isinstance(refused, OldEpoch)
+        assert refused.facts == {"current": "5"}
+
+    run_virtual(main())
+
+
+def test_a_lost_call_ends_at_its_deadline_and_a_closed_port_at_once() -> None:
+    async def main() -> None:
+        pair, now = Pair(Faults(loss=1)), asyncio.get_running_loop().time
+        assert isinstance(await pair.refusal(7), Unreachable)
+        assert now() == pytest.approx(5)
+        pair.world.network.faults = Faults()
+        await pair.server.stop(0)
+        assert isinstance(await pair.refusal(7), Unreachable)
+        assert now() < 5.1
+        assert pair.offsets.announced == []
+
+    run_virtual(main())
+
+
+def test_a_duplicated_call_is_carried_out_twice_and_answered_once() -> None:
+    async def main() -> None:
+        pair = Pair(Faults(duplicate=1))
+        assert (await pair.announce(7)).offsets_epoch == 7
+        await asyncio.sleep(1)
+        assert pair.offsets.announced == [7, 7]
+
+    run_virtual(main())
+
+
+def test_a_call_that_is_given_up_is_cancelled_at_the_server() -> None:
+    async def main() -> None:
+        pair = Pair()
+        assert isinstance(await pair.refusal(99, timeout_s=1), Unreachable)
+        await asyncio.sleep(1)
+        assert pair.offsets.cancelled == 1
+
+    run_virtual(main())
+
+
+def test_the_clients_of_a_killed_server_notice_or_wait_for_their_deadline() -> None:
+    async def main(noticed: bool) -> float:
+        pair = Pair()
+        asyncio.get_running_loop().call_later(1, pair.server.crash, noticed)
+        assert isinstance(await pair.refusal(99), Unreachable)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main(noticed=True)) < 1.1
+    assert run_virtual(main(noticed=False)) == pytest.approx(5)
+
+
+def session(world: World, name: str) -> TwinSession:
+    return TwinSession(world.etcd, Host(name), JumpingClock(), world.random(name))
+
+
+def test_etcd_compares_and_swaps_and_counts_revisions() -> None:
+    async def main() -> None:
+        etcd = session(World("etcd"), "a")
+        first = await etcd.txn(compare=[Compare("k", mod_revision=0)], put=[Put("k", b"1")])
+        assert first is not None
+        assert await etcd.txn(compare=[Compare("k", mod_revision=0)], put=[Put("k", b"2")]) is None
+        second = await etcd.txn(compare=[Compare("k", mod_revision=first)], put=[Put("k", b"2")])
+        stored = await etcd.get("k")
+        assert stored is not None
+        assert (stored.value, stored.create_revision, stored.mod_revision) == (b"2", first, second)
+
+    run_virtual(main())
+
+
+def test_a_key_ends_with_its_lease_and_not_before() -> None:
+    async def main() -> None:
+        etcd = session(World("etcd"), "a")
+        lease = await etcd.lease(5_000)
+        await etcd.put("k", b"1", lease)
+        for _ in range(3):
+            await asyncio.sleep(4)
+            assert await lease.refresh()
+        await asyncio.sleep(4.9)
+        assert await etcd.get("k") is not None
+        await asyncio.sleep(0.2)
+        assert await etcd.get("k") is None
+        assert not await lease.refresh()
+
+    run_virtual(main())
+
+
+def test_an_etcd_call_without_answer_is_not_known_and_may_have_been_carried_out() -> None:
+    async def main() -> None:
+        world = World("etcd")
+        etcd = session(world, "a")
+        world.network.cut.add(("etcd", "a"))
+        with pytest.raises(NoQuorum):
+            await etcd.put("k", b"1")
+        world.network.cut.clear()
+        assert await etcd.get("k") is not None
+
+    run_virtual(main())
+
+
+def test_the_real_mirror_follows_the_twin_through_lost_events() -> None:
+    async def main() -> None:
+        world = World("etcd")
+        etcd = session(world, "a")
+        mirror = Mirror(etcd, "topics/")
+        following = asyncio.get_running_loop().create_task(mirror.run())
+        await mirror.ready()
+        world.network.faults = Faults(loss=0.2, slow=0.2)
+        written = 0
+        while written < 20:
+            try:
+                await etcd.put(f"topics/t{written}", b"1")
+            except NoQuorum:
+                continue
+            written += 1
+        world.network.faults = Faults()
+        await asyncio.sleep(30)
+        assert sorted(mirror.values) == sorted(f"t{n}" for n in range(20))
+        following.cancel()
+
+    run_virtual(main())
+
+
+def test_the_real_election_has_one_winner_at_a_time_on_the_twin() -> None:
+    async def main() -> list[tuple[str, int]]:
+        world, led = World("etcd"), list[tuple[str, int]]()
+        hosts = {name: Host(name) for name in ("a", "b")}
+        tasks = []
+        for name, host in hosts.items():
+            etcd = TwinSession(world.etcd, host, JumpingClock(), world.random(name))
+            election = Election(etcd, "boss", name)
+
+            async def lead(term: int, name: str = name) -> None:
+                led.append((name, term))
+                await asyncio.Event().wait()
+
+            tasks.append(host.spawn(election.run(lead)))
+        await asyncio.sleep(2)
+        first = led[0][0]
+        hosts[first].freeze()
+        await asyncio.sleep(20)
+        hosts[first].thaw()
+        await asyncio.sleep(20)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return led
+
+    led = run_virtual(main())
+    assert len(led) == 2
+    assert led[0][0] != led[1][0]
+    assert led[0][1] < led[1][1]
+
+
+def test_a_late_write_of_a_node_under_a_dead_lease_does_not_unlist_the_node_for_good() -> None:
+    """A try that was given up landed after the one that succeeded, and ended with its lease.
+
+    The node went on refreshing the other lease, and nobody could find it any more.
+    """
+
+    async def main() -> None:
+        world = World("etcd")
+        etcd = session(world, "a")
+        settings = load(ServiceSettings, "NODE", {"NODE_NODE_ID": "lock-a"})
+        runtime = Runtime("lockmgr", settings, etcd)
+        runtime.bound("lock-a:1", "")
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(runtime.nodes.run())]
+        await runtime.register(epoch=3)
+        tasks.append(loop.create_task(runtime.keep_registered()))
+        entry = await etcd.get("nodes/lockmgr/lock-a")
+        assert entry is not None
+        given_up = await etcd.lease(2_000)
+        await etcd.put("nodes/lockmgr/lock-a", entry.value, given_up)
+        await asyncio.sleep(10)
+        found = await etcd.get("nodes/lockmgr/lock-a")
+        assert found is not None
+        assert nameserver_pb.Node.FromString(found.value).epoch == 3
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    run_virtual(main())

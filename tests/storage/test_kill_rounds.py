@@ -1,0 +1,155 @@
+"""Goal: what was acknowledged is at its receipt's offset, however often the node is killed.
+
+Method: a real cluster; producers that keep sending, each message acknowledged, while the storage
+process is killed with -9 and started again, 20 times. Then a consumer reads everything.
+BATON_TEST_KILL_ROUNDS sets another number of rounds. And a real process whose syncs begin to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+from random import Random
+
+import pytest
+from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+
+from batonmq.admin import Admin
+from batonmq.channels import connect
+from batonmq.common.errors import BatonError
+from batonmq.consumer import Consumer
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.route import QueueId
+from batonmq.producer import Durability, Producer, Receipt
+from tests.storage.test_process import read, send, site
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+ROUNDS = int(os.environ.get("BATON_TEST_KILL_ROUNDS", "20"))  # noqa: TID251  a test's own setting
+TOPIC = "rounds"
+QUEUES = 4
+SENDERS = 16
+RUN_WITH_FAILING_SYNC = """
+import errno, os, runpy
+sync = os.fdatasync
+def failing(fd):
+    if os.path.exists(os.environ["SYNC_FAILS_ONCE_THERE_IS"]):
+        raise OSError(errno.EIO, "injected")
+    sync(fd)
+os.fdatasync = failing
+runpy.run_module("services.storage", run_name="__main__")
+"""
+
+
+class Senders:
+    """Tasks that send until told to stop; every message has a body of its own."""
+
+    def __init__(self, producer: Producer, random: Random) -> None:
+        self._producer, self._random = producer, random
+        self._stopping = False
+        self.receipts: dict[bytes, Receipt] = {}
+
+    async def run(self, number: int) -> None:
+        count = 0
+        while not self._stopping:
+            body = b"%d-%d-" % (number, count) + bytes(self._random.randrange(2_000))
+            self.receipts[body] = await self._producer.send(TOPIC, body)
+            count += 1
+
+    async def acknowledged(self, more: int) -> None:
+        """Until so many more messages have their receipts."""
+        goal = len(self.receipts) + more
+        await until(lambda: len(self.receipts) >= goal, timeout_s=60)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+
+async def read_all(nameserver: str, count: int) -> dict[tuple[QueueId, int], bytes]:
+    """The first `count` messages, by queue and offset."""
+    found: dict[tuple[QueueId, int], bytes] = {}
+    settings = ConsumerSettings(consume_from="first")
+    async with (
+        asyncio.timeout(60),
+        Consumer(nameserver, "readers", {TOPIC: "*"}, settings) as consumer,
+    ):
+        async for message in consumer:
+            assert (message.queue, message.offset) not in found
+            found[message.queue, message.offset] = message.body
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_every_acknowledged_message_is_at_its_receipts_offset(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    random = Random(ROUNDS)
+    async with local_cluster(
+        tmp_path,
+        etcd=etcd_endpoint,
+        cluster=secrets.token_hex(8),
+        auto_restart=False,
+        report=lambda _: None,
+        storage={"segment_bytes": 1 << 20},
+    ) as cluster:
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic(TOPIC, QUEUES)
+        async with Producer(cluster.nameserver) as producer, asyncio.TaskGroup() as tasks:
+            senders = Senders(producer, random)
+            for number in range(SENDERS):
+                tasks.create_task(senders.run(number))
+            for _ in range(ROUNDS):
+                await senders.acknowledged(random.randrange(1, 300))
+                await cluster.kill("storage")
+                await cluster.start("storage")
+            await senders.acknowledged(1)
+            senders.stop()
+        receipts = senders.receipts
+        found = await read_all(cluster.nameserver, len(receipts))
+        async with Admin(cluster.nameserver) as admin:
+            extents = (await admin.describe_topic(TOPIC)).queues
+    assert {receipt.durability for receipt in receipts.values()} == {Durability.FSYNCED}
+    assert found == {(one.queue, one.offset): body for body, one in receipts.items()}
+    assert sum(extent.next_offset or 0 for extent in extents) == len(receipts)
+    report = json.loads((tmp_path / "storage" / "recovery.json").read_text())
+    assert report["epoch"] == ROUNDS + 1
+
+
+async def test_a_sync_that_fails_ends_the_process_and_nothing_is_acknowledged(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    data, trigger = tmp_path / "data", tmp_path / "trigger"
+    async with site(etcd_endpoint, data) as here:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", RUN_WITH_FAILING_SYNC,
+            env=here.env | {"SYNC_FAILS_ONCE_THERE_IS": str(trigger)}, stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        here.processes.append(process)
+        node = await here.serving()
+        sent: list[bytes] = []
+        async with connect(node.address) as channel:
+            stub = pb_grpc.StorageServiceStub(channel)
+            await send(stub, 0, sent)
+            trigger.touch()
+            with pytest.raises(BatonError) as refused:
+                await send(stub, 0, sent)
+        assert refused.value.kind == "UNAVAILABLE"
+        output, errors = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 1
+        assert b"can't be written or synced, the process ends" in output + errors
+        assert b"injected" in output + errors
+        trigger.unlink()
+        await here.start()
+        node = await here.serving(node.start_unix_ms)
+        async with connect(node.address) as channel:
+            stub = pb_grpc.StorageServiceStub(channel)
+            await send(stub, 0, sent)  # again: whether the refused one is there, nobody knows
+            assert await read(stub, 0) == sent
