@@ -263,14 +263,24 @@ ANEW = Observation(token=9, closed=True, begins_anew=True)
 @pytest.mark.parametrize("now_ms", [0, LEASE_END_MS + 1])
 def test_owner_in_an_earlier_topic_of_the_name_does_not_keep_the_queue(now_ms: int) -> None:
     decision = decide(owned(), newcomer(), ANEW, now_ms)
-    assert decision == Grant((CLOSED_OR_DRAINED,), 9)
+    assert decision == Grant((CLOSED_OR_DRAINED, IDLE), 9)
+
+
+def test_owner_asks_again_in_the_new_topic_as_ever() -> None:
+    assert isinstance(refused(decide(owned(), owner_again(2), ANEW)), OldRequest)
+    assert isinstance(refused(decide(owned(), owner_again(3), ANEW)), Fenced)
+    decision = decide(owned(), owner_again(4), ANEW)
+    assert decision == Grant((SAME_HOLDER, CLOSED_OR_DRAINED, IDLE), 9, newly_acquired=False)
 
 
 def test_queue_that_begins_anew_is_still_refused_to_an_older_generation() -> None:
     older = Asker(B, 1, owned().lock.generation - 1)
-    assert isinstance(error_of(decide(owned(), older, ANEW)), NotAssigned)
+    assert isinstance(refused(decide(owned(), older, ANEW)), NotAssigned)
 
 
-def test_queue_that_offsets_has_never_known_is_left_to_its_owner_while_its_lease_runs() -> None:
-    """So it looks when offsets was restored without it: the owner may have its messages."""
-    assert isinstance(error_of(decide(owned(), newcomer(), Observation(closed=True))), Held)
+@pytest.mark.parametrize("seen", [Observation(closed=True), replace(ANEW, token=6)])
+def test_owner_newer_than_what_offsets_knows_keeps_the_queue_for_its_lease(
+    seen: Observation,
+) -> None:
+    """So it looks after a restore of an old backup: the owner may have messages of this topic."""
+    assert isinstance(refused(decide(owned(), newcomer(), seen)), Held)

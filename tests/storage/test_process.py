@@ -33,7 +33,7 @@ from batonmq.core.records import check_batch, decode_records
 from services.runtime.etcd import EtcdSession
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.running import pull_request
+from tests.storage.running import WATERMARKS, pull_request
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 
@@ -84,6 +84,7 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
         "BATON_STORAGE_DATA_DIR": str(folder),
         "BATON_STORAGE_SEGMENT_BYTES": str(64 * 1024),
     }
+    env |= {f"BATON_STORAGE_{name.upper()}": str(value) for name, value in WATERMARKS.items()}
     async with (
         EtcdSession(etcd_endpoint, cluster, Clock()) as etcd,
         serving_at(

@@ -62,13 +62,21 @@ def decide_access(
         seen: The queue at offsets. It may be out of date: offsets checks again inside the fence.
         now_ms: Of the clock that `entry.lease_start_ms` was read from.
     """
-    if entry is None or entry.lock.owner is None:
+    if entry is not None and entry.lock.owner == asker.incarnation:
+        return _decide_own(entry, asker, seen)
+    if entry is None or entry.lock.owner is None or _ended_with_its_topic(entry, seen):
         if entry is not None and asker.generation < entry.lock.generation:
             return _not_assigned(entry, asker)
         return Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), seen.token)
-    if entry.lock.owner == asker.incarnation:
-        return _decide_own(entry, asker, seen)
     return _decide_foreign(entry, asker, seen, now_ms, policy)
+
+
+def _ended_with_its_topic(entry: Entry, seen: Observation) -> bool:
+    """Whether the entry is of an earlier topic of the name.
+
+    A tombstone whose token is older than the owner's is one from an old backup of offsets.
+    """
+    return seen.begins_anew and seen.token > entry.lock.token
 
 
 def _decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
@@ -111,8 +119,6 @@ def _decide_foreign(
     lock = entry.lock
     if asker.generation < lock.generation:
         return _not_assigned(entry, asker)
-    if seen.begins_anew:
-        return Grant((Condition.CLOSED_OR_DRAINED,), seen.token)
     owners_token = seen.token == lock.token
     quiet = seen.drained and entry.slots >= policy.slots_min
     lets_go = owners_token and (seen.closed or (asker.generation > lock.generation and quiet))
