@@ -9,7 +9,7 @@ from pathlib import Path
 from batonmq.local.cluster import LocalCluster, to_stderr
 from batonmq.local.layout import ClusterOptions
 
-SEGMENT_BYTES = 64 * 1024 * 1024
+SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
 
 
