@@ -42,7 +42,7 @@ from batonmq.reports import (
     lock_from_pb,
 )
 from services.runtime.etcd import EtcdSession
-from tests.nameserver.replica import register_broker, replica
+from tests.nameserver.replica import offsets_service, register_broker, replica
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 
@@ -135,9 +135,13 @@ def test_lock_tells_its_state_by_name() -> None:
 
 
 async def test_topics_are_created_listed_described_and_deleted(
-    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
 ) -> None:
-    async with replica(etcd_endpoint, cluster) as running, Admin(running.address) as admin:
+    async with (
+        offsets_service(etcd, tmp_path),
+        replica(etcd_endpoint, cluster) as running,
+        Admin(running.address) as admin,
+    ):
         created = await admin.create_topic("orders", 3)
         assert created.created
         assert created.topic.queue_counts == {"broker-a": 3}
@@ -155,13 +159,18 @@ async def test_topics_are_created_listed_described_and_deleted(
 
 
 async def test_reports_name_the_services_that_do_not_answer(
-    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
 ) -> None:
+    async with (
+        offsets_service(etcd, tmp_path),
+        replica(etcd_endpoint, cluster) as running,
+        Admin(running.address) as admin,
+    ):
+        await admin.create_topic("flights", 2)
     async with (
         replica(etcd_endpoint, cluster) as running,
         Admin(running.address, timeout_s=0.3) as admin,
     ):
-        await admin.create_topic("flights", 2)
         await running.join("g", "c1", "AA")
         group = await admin.describe_group("g")
         assert group.subscriptions == (Subscription("flights", "AA"),)
@@ -191,11 +200,11 @@ async def test_cluster_lists_nodes(etcd_endpoint: str, cluster: str, etcd: EtcdS
 
 
 async def test_call_waits_for_a_broker_that_is_starting(
-    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
 ) -> None:
     key = etcd.key("nodes", "storage", "broker-a")
     await etcd.delete(key)
-    async with replica(etcd_endpoint, cluster) as running:
+    async with offsets_service(etcd, tmp_path), replica(etcd_endpoint, cluster) as running:
         async with Admin(running.address, timeout_s=0.2) as hasty:
             with pytest.raises(NoBroker):
                 await hasty.create_topic("orders")
