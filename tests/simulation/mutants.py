@@ -53,14 +53,14 @@ class Mutant:
         break_it: Leaves it out, until the monkeypatch is undone.
         options: A kind of run in which it matters.
         rules: What it breaks: which of them is seen first depends on the run.
-        seeds_max: It is found within so many seeds.
+        seeds_max: It is found within so many seeds; a run finds it with a chance of a quarter at least.
     """
 
     name: str
     break_it: Break
     options: Options
     rules: tuple[str, ...]
-    seeds_max: int = 10
+    seeds_max: int = 40
 
 
 CALM = Options(steps=30)
@@ -68,10 +68,18 @@ CRASHES = Options(steps=40, kills=6, pauses=4, slow_handlers=0.05)
 ZOMBIES = Options(steps=40, pauses=8, kills=2, pause_ms_max=40_000, slow_handlers=0.1)
 SLOW = Options(steps=40, joins=6, leaves=6, slow_handlers=0.2)
 LOSSY = replace(SLOW, faults=Faults(loss=0.08), slow_handlers=0.5, joins=8, leaves=8, steps=80)
-NAPS = Options(steps=40, pauses=8, joins=8, leaves=6, pause_ms_max=4_000, queues=3)
+NAPS = Options(
+    steps=60, queues=6, consumers=6, faults=Faults(duplicate=0.5), joins=6, leaves=2, pauses=4,
+    cuts=4, pause_ms_max=4_000, slow_handlers=0.3,
+)  # fmt: skip
 DEAF = Options(steps=60, deaf=12, pause_ms_max=40_000)
-LATE = Options(steps=40, faults=Faults(duplicate=0.3, slow=0.1), pauses=2)
-UNDERWAY = Options(steps=60, faults=Faults(slow=0.1), deaf=8, service_kills=2, pause_ms_max=30_000)
+LATE = Options(
+    steps=80, queues=6, consumers=4, faults=Faults(duplicate=0.5, slow=0.1), joins=12, leaves=12
+)
+UNDERWAY = Options(
+    steps=120, queues=8, consumers=6, faults=Faults(loss=0.03, duplicate=0.3, slow=0.05), joins=2,
+    leaves=6, pauses=4, service_pauses=3, pause_ms_max=4_000,
+)  # fmt: skip
 FAILOVER = Options(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
 
 
