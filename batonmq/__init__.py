@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from batonmq.blocking import BlockingConsumer, BlockingProducer
     from batonmq.common.errors import BatonError, Retry
     from batonmq.consumer import Consumer
+    from batonmq.consuming.membership import Verdict
     from batonmq.consuming.message import ReceivedMessage
     from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
-    from batonmq.core.rebalance import Strategy
     from batonmq.core.records import Message
     from batonmq.core.route import QueueId
     from batonmq.producer import Durability, Pending, Producer, ProducerSettings, Receipt
@@ -47,7 +47,7 @@ __all__ = [
     "ReceivedMessage",
     "Retry",
     "ScheduleReceipt",
-    "Strategy",
+    "Verdict",
 ]
 
 _HOMES = {
@@ -69,7 +69,7 @@ _HOMES = {
     "ReceivedMessage": "batonmq.consuming.message",
     "Retry": "batonmq.common.errors",
     "ScheduleReceipt": "batonmq.scheduling",
-    "Strategy": "batonmq.core.rebalance",
+    "Verdict": "batonmq.consuming.membership",
 }
 
 

@@ -1,8 +1,9 @@
-"""Looking at a cluster and changing its topics, from one nameserver address.
+"""Looking at a cluster and changing its topics and groups, from one nameserver address.
 
-What the commands of `baton` show, as values of `batonmq.reports`. A report that joins several
-services says in `problems` which of them did not answer, and has None where their values would
-stand.
+What the commands of `baton` show, as values of `batonmq.reports` and `batonmq.group_reports`. A
+report that joins several services says in `problems` which of them did not answer, and has None
+where their values would stand. Progress is moved in `batonmq.resets`, locks in `batonmq.locks`,
+messages are looked up in `batonmq.query`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from batonmq.common.errors import BatonError, Retry, Unreachable
 from batonmq.common.rpc import from_rpc_error
 from batonmq.core.route import QueueId
 from batonmq.directory import CALL_TIMEOUT_S, Directory
+from batonmq.group_reports import (
+    Diagnosis,
+    Group,
+    GroupProgress,
+    RefusedClient,
+    diagnosis_from_pb,
+    group_from_pb,
+    join_progress,
+    refused_from_pb,
+)
 from batonmq.reports import (
     Cluster,
     CreatedTopic,
-    Group,
-    GroupProgress,
     Lock,
-    Member,
-    Node,
     QueueExtent,
-    QueueProgress,
-    Subscription,
     Topic,
     TopicDetail,
-    group_from_pb,
-    join_progress,
     lock_from_pb,
     node_from_pb,
     queue_from_pb,
@@ -45,25 +48,10 @@ from batonmq.reports import (
     topic_from_pb,
 )
 
-__all__ = [
-    "Admin",
-    "Cluster",
-    "CreatedTopic",
-    "Group",
-    "GroupProgress",
-    "Lock",
-    "Member",
-    "Node",
-    "QueueExtent",
-    "QueueProgress",
-    "Subscription",
-    "Topic",
-    "TopicDetail",
-]
-
 QUEUES_PER_CALL = 10_000
 _AGAIN = (Retry.SAME_CALL, Retry.REFRESH_ROUTE)
 Value = TypeVar("Value")
+Strategy = Literal["", "sticky", "average", "average_by_circle", "consistent_hash", "machine_room"]
 
 
 class Admin:
@@ -124,13 +112,10 @@ class Admin:
         answer = await self.ask(
             lambda limit_s: self.directory.nameserver().DescribeTopic(request, timeout=limit_s)
         )
-        topic, problems = topic_from_pb(answer.topic), list[str]()
-        held = await self._extents(topic.queues, problems)
-        return TopicDetail(
-            topic,
-            tuple(QueueExtent(q, *held.get(q, (None, None))) for q in topic.queues),
-            tuple(problems),
-        )
+        topic = topic_from_pb(answer.topic)
+        held, problems = await self.extents(topic.queues)
+        extents = tuple(QueueExtent(q, *held.get(q, (None, None))) for q in topic.queues)
+        return TopicDetail(topic, extents, problems)
 
     async def update_topic(
         self,
@@ -138,6 +123,7 @@ class Admin:
         *,
         queue_count: int = 0,
         permission: Literal["", "read_write", "read", "write"] = "",
+        inherited: bool | None = None,
     ) -> Topic:
         """Change a topic; what it is now.
 
@@ -145,12 +131,14 @@ class Admin:
             queue_count: On all brokers together; 0 leaves it. More are there at once. Fewer: the
                 last ones take no more messages, and are gone once every group has read them.
             permission: Empty leaves it.
+            inherited: Whether topics that are created on demand may take their settings from this
+                one, if it is the nameserver's `auto_create_template`; None leaves it.
 
         Raises:
             TopicNotFound: there is none.
             LimitExceeded: more than 1,024 queues, or fewer than brokers that have some.
         """
-        request = pb.UpdateTopicRequest(topic=name, queue_count=queue_count)
+        request = pb.UpdateTopicRequest(topic=name, queue_count=queue_count, inherited=inherited)
         if permission:
             request.permission = pb.TopicPermission.Value(f"TOPIC_PERMISSION_{permission.upper()}")
         answer = await self.ask(
@@ -192,33 +180,124 @@ class Admin:
         """One group.
 
         Raises:
-            GroupNotFound: nobody ever joined it.
+            GroupNotFound: nobody ever joined it or created it.
         """
-        request = pb.DescribeGroupRequest(group=name)
-        answer = await self.ask(
-            lambda limit_s: self.directory.nameserver().DescribeGroup(request, timeout=limit_s)
-        )
-        return group_from_pb(answer.group)
+        return (await self._described(name))[0]
 
     async def group_progress(self, name: str) -> GroupProgress:
-        """A group's progress on every queue it subscribes to or ever had.
+        """A group's progress on every queue it subscribes to or ever had, and who is not let in.
 
         Raises:
-            GroupNotFound: nobody ever joined it.
+            GroupNotFound: nobody ever joined it or created it.
         """
-        group, topics = await self.describe_group(name), await self.list_topics()
+        (group, refused), topics = await self._described(name), await self.list_topics()
         problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
-            progress = tasks.create_task(_or_problem("offsets", self._progress(name), (), problems))
+            asked = tasks.create_task(_or_problem("offsets", self.progress(name), (), problems))
             locks = tasks.create_task(_or_problem("lockmgr", self.list_locks(name), (), problems))
+        progress = asked.result()
         wanted = {subscription.topic for subscription in group.subscriptions}
         queues = {queue for topic in topics if topic.name in wanted for queue in topic.queues}
-        queues.update(queue_from_pb(found.queue.queue) for found in progress.result())
+        queues.update(queue_from_pb(found.queue.queue) for found in progress)
         # Read after the committed offsets, which so can't have passed the ends.
-        extents = await self._extents(sorted(queues), problems)
+        extents, away = await self.extents(sorted(queues))
         ends = {queue: next_offset for queue, (_, next_offset) in extents.items()}
-        rows = join_progress(group, queues, progress.result(), locks.result(), ends)
-        return GroupProgress(group, rows, tuple(problems))
+        rows = join_progress(group, queues, progress, locks.result(), ends)
+        return GroupProgress(group, rows, refused, (*problems, *away))
+
+    async def update_group(
+        self,
+        name: str,
+        *,
+        policy: Literal["", "reject", "staged", "staged_latest", "warn"] = "",
+        ownership: Literal["", "on", "off"] = "",
+        strategy: Strategy = "",
+    ) -> Group:
+        """Change the settings of a group, which is created if there is none; what it is now.
+
+        Args:
+            policy: What happens to another subscription than the group's; empty leaves it.
+            ownership: Whether queues are owned; empty leaves it.
+            strategy: How queues are dealt out; empty leaves it.
+
+        Raises:
+            GroupInUse: ownership changes only while the group has no live member.
+            InvalidName: no group can have this name.
+        """
+        request = pb.UpdateGroupRequest(group=name)
+        if policy:
+            policy_name = f"SUBSCRIPTION_POLICY_{policy.upper()}"
+            request.policy = pb.SubscriptionPolicy.Value(policy_name)
+        if ownership:
+            request.ownership = pb.Ownership.Value(f"OWNERSHIP_{ownership.upper()}")
+        if strategy:
+            request.strategy = pb.Strategy.Value(f"STRATEGY_{strategy.upper()}")
+        return await self._update_group(request)
+
+    async def pause_group(self, name: str, by: str, reason: str) -> Group:
+        """Stop the deliveries of a group; what was delivered is still handled and acknowledged.
+
+        Args:
+            by: Who does it.
+            reason: Why; both are shown to whoever wonders.
+
+        Raises:
+            GroupNotFound: there is none.
+        """
+        await self.describe_group(name)
+        return await self._update_group(
+            pb.UpdateGroupRequest(group=name, paused=True, by=by, reason=reason)
+        )
+
+    async def resume_group(self, name: str, by: str, reason: str = "") -> Group:
+        """Let the deliveries of a paused group go on; no error if they do.
+
+        Raises:
+            GroupNotFound: there is none.
+        """
+        await self.describe_group(name)
+        return await self._update_group(
+            pb.UpdateGroupRequest(group=name, paused=False, by=by, reason=reason)
+        )
+
+    async def delete_group(self, name: str) -> int:
+        """Delete a group without members, and its progress; on how many queues it had some.
+
+        Asked once: see `GroupNotFound` after a failure.
+
+        Raises:
+            GroupNotFound: there is none.
+            GroupInUse: it has live members.
+        """
+        request = pb.DeleteGroupRequest(group=name)
+        try:
+            answer = await self.directory.nameserver().DeleteGroup(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure) from failure
+        return answer.queue_count
+
+    async def why_stuck(
+        self, group: str, topic: str = "", broker: str = "", queue_id: int | None = None
+    ) -> tuple[Diagnosis, ...]:
+        """Why the queues of a group are not moving, by topic, broker and queue.
+
+        Args:
+            topic: Only this topic; empty for all that the group subscribes to.
+            broker: Only queues of this broker; empty for all.
+            queue_id: Only the queue of this index.
+
+        The nameserver asks the others, and says so if one does not answer: the bound is three
+        times that of other questions.
+
+        Raises:
+            GroupNotFound, TopicNotFound: as they say.
+        """
+        request = pb.WhyStuckRequest(group=group, topic=topic, broker=broker, queue_id=queue_id)
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().WhyStuck(request, timeout=limit_s),
+            timeout_s=3 * self._timeout_s,
+        )
+        return tuple(map(diagnosis_from_pb, answer.queues))
 
     async def list_locks(self, group: str = "", topic: str = "") -> tuple[Lock, ...]:
         """Entries of the lock manager by group, topic, broker and queue.
@@ -234,7 +313,8 @@ class Admin:
 
         return tuple(map(lock_from_pb, (await self.ask(ask)).entries))
 
-    async def _progress(self, group: str) -> Sequence[offsets_pb.Progress]:
+    async def progress(self, group: str) -> Sequence[offsets_pb.Progress]:
+        """What offsets knows of a group, by topic, broker and queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
 
         async def ask(limit_s: float) -> offsets_pb.QueryGroupResponse:
@@ -242,19 +322,34 @@ class Admin:
 
         return (await self.ask(ask)).queues
 
-    async def _extents(
-        self, queues: Iterable[QueueId], problems: list[str]
-    ) -> dict[QueueId, tuple[int, int]]:
-        """First and next offset of the queues that their brokers know."""
+    async def extents(
+        self, queues: Iterable[QueueId]
+    ) -> tuple[dict[QueueId, tuple[int, int]], tuple[str, ...]]:
+        """First and next offset of the queues that their brokers know, and who did not answer."""
         by_broker: dict[str, list[QueueId]] = defaultdict(list)
         for queue in queues:
             by_broker[queue.broker].append(queue)
+        problems: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             asked = [
                 tasks.create_task(_or_problem(broker, self._extents_at(broker, here), {}, problems))
                 for broker, here in by_broker.items()
             ]
-        return {queue: extent for task in asked for queue, extent in task.result().items()}
+        found = {queue: extent for task in asked for queue, extent in task.result().items()}
+        return found, tuple(problems)
+
+    async def _described(self, name: str) -> tuple[Group, tuple[RefusedClient, ...]]:
+        request = pb.DescribeGroupRequest(group=name)
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().DescribeGroup(request, timeout=limit_s)
+        )
+        return group_from_pb(answer.group), tuple(map(refused_from_pb, answer.refused))
+
+    async def _update_group(self, request: pb.UpdateGroupRequest) -> Group:
+        answer = await self.ask(
+            lambda limit_s: self.directory.nameserver().UpdateGroup(request, timeout=limit_s)
+        )
+        return group_from_pb(answer.group)
 
     async def _extents_at(
         self, broker: str, queues: Sequence[QueueId]
@@ -276,15 +371,21 @@ class Admin:
                     found[queue] = (outcome.offsets.first_offset, outcome.offsets.next_offset)
         return found
 
-    async def ask(self, ask: Callable[[float], Awaitable[Value]]) -> Value:
+    async def ask(
+        self, ask: Callable[[float], Awaitable[Value]], *, timeout_s: float | None = None
+    ) -> Value:
         """The answer of `ask(limit_s)`, which is called again while that may help.
+
+        Args:
+            timeout_s: Another bound than the usual one.
 
         Raises:
             BatonError: why there is none.
         """
         loop = asyncio.get_running_loop()
-        deadline, failures = loop.time() + self._timeout_s, 0
-        error: BatonError = Unreachable(f"no answer within {self._timeout_s:g} s")
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline, failures = loop.time() + limit_s, 0
+        error: BatonError = Unreachable(f"no answer within {limit_s:g} s")
         try:
             async with asyncio.timeout_at(deadline):
                 while True:

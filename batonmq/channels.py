@@ -8,12 +8,17 @@ MESSAGE_BYTES_MAX = 40 * 1024 * 1024
 """Largest request or response: 32 MiB of batches and room around them."""
 METADATA_BYTES_MAX = 1024 * 1024
 """Largest error detail: 64 topics on which two subscriptions differ are about 400 KiB."""
+PENDING_CALLS_MAX = 200_000
+"""Calls that have reached a server, and that its loop has not taken yet. Left alone gRPC drops some
+of more than 1,000 as CANCELLED, and a few thousand consumers that come back at once are normal."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

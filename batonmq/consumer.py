@@ -15,9 +15,11 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.common.aio import only_error, unless
 from batonmq.common.backoff import Backoff
+from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.leases import Leases
-from batonmq.consuming.membership import Membership
+from batonmq.consuming.membership import Membership, Verdict
 from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.notices import Notices
 from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import (
     CONSUME_FROM,
@@ -25,11 +27,10 @@ from batonmq.consuming.session import (
     OwnershipEvent,
     Session,
 )
-from batonmq.core.rebalance import allocate
 from batonmq.core.route import QueueId
 from batonmq.core.subscription import TagFilter
 from batonmq.directory import Directory, Surroundings
-from batonmq.routes import follow_route, queues_of, wait_for_route
+from batonmq.routes import follow_route
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Consumer:
 
     Either iterate (`async for message in consumer`): the message is acknowledged when the next
     one is asked for; one that was not, as after `break`, is delivered again, flagged. Or hand a
-    function to `run`. Messages of one queue are handled one after the other, in order.
+    function to `run`. Messages of one queue are handled one after the other, in order, unless
+    `queue_concurrency` says otherwise; then they are acknowledged as they end.
 
     Leaving the block closes gracefully: nothing new starts, what runs ends, acks are committed
     and the queues pass to other members, who go on where this one stopped.
@@ -56,7 +58,7 @@ class Consumer:
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
         subscriptions: Topic to tag expression (`*`, or tags joined by `||`). All members of the
-            group need the same.
+            group need the same; what happens else is the group's policy, see `verdict`.
         client_id: Unique within the group; by default host and a random part.
         on_ownership: Called, in the event loop, when a queue comes or goes.
         surroundings: Clock, randomness and transport; the real ones by default.
@@ -87,31 +89,35 @@ class Consumer:
             incarnation=queue_pb2.Incarnation(
                 client_id=self.client_id, incarnation_id=incarnation_id
             ),
-            filters={topic: TagFilter.parse(text) for topic, text in subscriptions.items()},
             settings=settings or ConsumerSettings(),
             directory=Directory(nameserver, random, outside.connect),
             clock=outside.clock,
             random=random,
             on_ownership=on_ownership,
         )
+        self._topics = sorted(subscriptions)
         heartbeat = pb.HeartbeatRequest(
             group=group,
             incarnation=self._session.incarnation,
             subscriptions=[
-                pb.Subscription(topic=topic, expression=wanted.canonical())
-                for topic, wanted in sorted(self._session.filters.items())
+                pb.Subscription(
+                    topic=topic, expression=TagFilter.parse(subscriptions[topic]).canonical()
+                )
+                for topic in self._topics
             ],
             model=pb.MESSAGE_MODEL_CLUSTERING,
             consume_from=CONSUME_FROM[self._session.settings.consume_from],
             host=host,
+            room=self._session.settings.room,
         )
-        self._membership = Membership(self._session, heartbeat, self._on_group)
+        self._membership = Membership(self._session, heartbeat, self._rebalance)
         self._runners: dict[QueueId, QueueRunner] = {}
-        self._leases = Leases(self._session, self._runners)
-        self._members: tuple[str, ...] = ()
-        self._queues: dict[str, tuple[QueueId, ...]] = {}
+        self._notices = Notices(self._session, self._runners)
+        self._calls = JointCalls(self._session)
+        self._leases = Leases(self._session, self._calls, self._runners, self._notices)
+        self._listening = False
         self._handler: Handler | None = None
-        self._handling: dict[QueueId, asyncio.Task[None]] = {}
+        self._handling: dict[QueueId, list[asyncio.Task[None]]] = {}
         self._slots = asyncio.Semaphore(self._session.settings.concurrency)
         self._threads: ThreadPoolExecutor | None = None
         self._current: tuple[QueueRunner, ReceivedMessage] | None = None
@@ -124,30 +130,31 @@ class Consumer:
 
     @property
     def assignment(self) -> tuple[QueueId, ...]:
-        """The queues this member owns at the moment, ascending."""
-        return tuple(sorted(queue for queue, r in self._runners.items() if r.token))
+        """The queues this member has at the moment, ascending."""
+        return tuple(sorted(queue for queue, r in self._runners.items() if r.holding))
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the group says of this member's subscription; `staged`: it gets no queue yet."""
+        return self._membership.verdict
 
     async def __aenter__(self) -> Consumer:
         session = self._session
         try:
             await self._membership.join(session.settings.start_timeout_ms)
-            for topic in session.filters:
-                route = await wait_for_route(
-                    session.directory, topic, session.settings.start_timeout_ms
-                )
-                self._queues[topic] = queues_of(route)
         except BaseException:
             await session.directory.close()
             raise
         await self._tasks.__aenter__()
         loops = (
+            self._calls.run,
             self._membership.run_heartbeats,
             self._membership.run_watch,
             self._leases.run_keep_alives,
             self._leases.run_commits,
         )
         self._loops = [self._tasks.create_task(loop()) for loop in loops]
-        for topic in session.filters:
+        for topic in self._topics:
             self._loops.append(self._tasks.create_task(self._follow(topic)))
         self._rebalance()
         return self
@@ -224,32 +231,30 @@ class Consumer:
             self._run_left = FAIR_RUN
         return None
 
-    def _on_group(self, group: pb.Group) -> None:
-        self._members = tuple(member.incarnation.client_id for member in group.members)
-        self._rebalance()
-
     async def _follow(self, topic: str) -> None:
-        def on_route(route: pb.Route) -> None:
-            self._queues[topic] = queues_of(route)
-            self._rebalance()
-
-        await follow_route(self._session.directory, topic, on_route)
+        """End the consumer with TopicNotFound when the topic is deleted."""
+        await follow_route(self._session.directory, topic, lambda _: None)
 
     def _rebalance(self) -> None:
-        """Let go of what is not ours any more, ask for what is."""
-        if self._stopped.is_set() or self.client_id not in self._members or not self._loops:
+        """Let go of what is not ours any more, ask for what is; the rest goes on untouched."""
+        view = self._session.view
+        if self._stopped.is_set() or not view.member or not self._loops:
             return
-        queues = [queue for of_topic in self._queues.values() for queue in of_topic]
-        strategy = self._session.settings.strategy
-        mine = set(allocate(strategy, self._members, queues, self.client_id))
         for queue, runner in self._runners.items():
-            if queue not in mine:
+            if runner.owned != view.owned:
+                runner.drop()
+            elif queue in view.assigned:
+                runner.look()
+            else:
                 runner.unassign()
-        for queue in sorted(mine - self._runners.keys()):
+        for queue in sorted(view.assigned - self._runners.keys()):
             self._add_runner(queue)
 
     def _add_runner(self, queue: QueueId) -> None:
-        runner = QueueRunner(self._session, queue)
+        if self._session.view.owned and not self._listening:
+            self._listening = True
+            self._loops.append(self._tasks.create_task(self._notices.run()))
+        runner = QueueRunner(self._session, self._calls, queue)
         self._runners[queue] = runner
         self._turn.append(runner)
         self._tasks.create_task(self._run_queue(runner))
@@ -262,8 +267,7 @@ class Consumer:
         finally:
             self._turn.remove(runner)
             del self._runners[runner.queue]
-            handling = self._handling.pop(runner.queue, None)
-            if handling is not None:
+            for handling in self._handling.pop(runner.queue, ()):
                 handling.cancel()
             if not self._runners:
                 self._emptied.set()
@@ -271,8 +275,10 @@ class Consumer:
 
     def _start_handling(self, runner: QueueRunner) -> None:
         assert self._handler is not None
-        handling = self._tasks.create_task(self._handle(runner, self._handler))
-        self._handling[runner.queue] = handling
+        self._handling[runner.queue] = [
+            self._tasks.create_task(self._handle(runner, self._handler))
+            for _ in range(self._session.settings.queue_concurrency)
+        ]
 
     async def _handle(self, runner: QueueRunner, handler: Handler) -> None:
         """Handle one queue's messages one by one, until cancelled."""
@@ -285,7 +291,7 @@ class Consumer:
                 done = message is not None and await self._attempt(message, handler)
             if message is None:
                 continue
-            while not (done or runner.draining):
+            while not (done or runner.draining) and runner.counts(message):
                 done = await self._attempt_later(runner, message, handler)
             if done:
                 runner.finish(message)
@@ -299,7 +305,7 @@ class Consumer:
         backoff = Backoff(first_ms=settings.retry_first_ms, delay_ms_max=settings.retry_ms_max)
         delay_ms = backoff.delay_ms(message.attempts - 1, self._session.random)
         await unless(runner.stopping, asyncio.sleep(delay_ms / 1000))
-        if runner.draining:
+        if runner.draining or not runner.counts(message):
             return False
         message.attempts += 1
         async with self._slots:

@@ -21,7 +21,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq.channels import connect
 from batonmq.common.backoff import Backoff
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, Retry, Unreachable
+from batonmq.common.errors import BatonError, InvalidArgument, Retry, Unreachable
 from batonmq.common.rpc import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,9 @@ class Directory:
     Args:
         nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
         connect: Makes a channel to `host:port`.
+
+    Raises:
+        InvalidArgument: `nameserver` names no address.
     """
 
     def __init__(
@@ -60,6 +63,12 @@ class Directory:
     ) -> None:
         self._connect = connect
         self._addresses = [part.strip() for part in nameserver.split(",") if part.strip()]
+        if not self._addresses:
+            raise InvalidArgument(
+                f"{nameserver!r} names no nameserver",
+                remedy="Give host:port; several separated by commas.",
+                facts={"field": "nameserver"},
+            )
         self._random = random
         self._turn = 0
         self._channels: dict[str, grpc.aio.Channel] = {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from types import TracebackType
 from typing import NamedTuple, overload
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 8 * 1024 * 1024
 REQUEST_BATCHES_MAX = 1_024
+WOKEN_AT_ONCE = 64
+"""Senders of a batch that go on in one turn of the event loop."""
 _ANY = (None, None)
 
 
@@ -84,7 +87,8 @@ class Receipt(NamedTuple):
     Attributes:
         queue: Where it is.
         offset: Its place in the queue, in messages.
-        message_id: Names the message in the cluster: broker, position of its batch, index.
+        position: Where its batch is in the log of the broker, in bytes.
+        place: Index of the message in its batch.
         store_unix_ms: Wall clock of the storage node.
         durability: What was really reached.
         duplicate: Whether an earlier try had stored it already.
@@ -92,10 +96,16 @@ class Receipt(NamedTuple):
 
     queue: QueueId
     offset: int
-    message_id: str
+    position: int
+    place: int
     store_unix_ms: int
     durability: Durability
     duplicate: bool
+
+    @property
+    def message_id(self) -> str:
+        """Names the message in the cluster."""
+        return f"{self.queue.broker}-{self.position:x}-{self.place:x}"
 
 
 class Pending:
@@ -107,11 +117,7 @@ class Pending:
         self._outcome, self._index = outcome, index
 
     def __await__(self) -> Generator[object, None, Receipt]:
-        if not self._outcome.settled:
-            yield from self._outcome.waiter()
-        if self._outcome.moved:
-            return (yield from self._outcome.moved[self._index].__await__())
-        return self._outcome.receipt(self._index)
+        return self._outcome.wait(self._index).__await__()
 
 
 class _Outcome:
@@ -135,15 +141,20 @@ class _Outcome:
         self._stored = (0, 0, 0, Durability.MEMORY, False)
         self._waiters: list[asyncio.Future[None]] | None = []
 
-    @property
-    def settled(self) -> bool:
-        return self._waiters is None
-
-    def waiter(self) -> asyncio.Future[None]:
-        assert self._waiters is not None
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(future)
-        return future
+    async def wait(self, index: int) -> Receipt:
+        """The receipt of one of the messages."""
+        if self._waiters is not None:
+            future: asyncio.Future[None] = asyncio.Future()
+            self._waiters.append(future)
+            await future
+        if self.moved:
+            return await self.moved[index]
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        first_offset, position, store_unix_ms, durability, duplicate = self._stored
+        return Receipt(
+            self.queue, first_offset + index, position, index, store_unix_ms, durability, duplicate
+        )
 
     def settle(self, outcome: pb.AppendReceipt | BatonError) -> None:
         assert self._waiters is not None
@@ -167,18 +178,20 @@ class _Outcome:
     def _wake(self) -> None:
         assert self._waiters is not None
         waiters, self._waiters = self._waiters, None
-        for future in waiters:
-            if not future.done():
-                future.set_result(None)
+        _wake(iter(waiters))
 
-    def receipt(self, index: int) -> Receipt:
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        first_offset, position, store_unix_ms, durability, duplicate = self._stored
-        message_id = f"{self.queue.broker}-{position:x}-{index:x}"
-        return Receipt(
-            self.queue, first_offset + index, message_id, store_unix_ms, durability, duplicate
-        )
+
+def _wake(waiters: Iterator[asyncio.Future[None]]) -> None:
+    """Wake some, and the others in the next turns of the loop.
+
+    Who wakes sends again; so the first batch can leave while the next is being filled.
+    """
+    woken = list(islice(waiters, WOKEN_AT_ONCE))
+    for future in woken:
+        if not future.done():
+            future.set_result(None)
+    if woken:
+        asyncio.get_running_loop().call_soon(_wake, waiters)
 
 
 class Producer:
@@ -206,7 +219,7 @@ class Producer:
         self._topics: dict[str, _Topic] = {}
         self._senders: dict[QueueId, QueueSender[_Outcome]] = {}
         self._brokers: dict[str, _BrokerLoop] = {}
-        self._bytes = 0
+        self._room = self._settings.in_flight_bytes_max
         self._landed = asyncio.Event()
         self._closed = False
         self._tasks = asyncio.TaskGroup()
@@ -313,9 +326,11 @@ class Producer:
             return await (await self._schedule(topic, message, when, (ordering_key, queue)))
         record = encode_record(message)
         known = self._topics.get(topic)
-        if known is None or not self._has_room(record):
+        if known is None or len(record) > self._room:
             known = await self._admitted(topic, record)
-        return await self._place(known, (ordering_key, queue), message, record)
+        wanted = _ANY if ordering_key is None and queue is None else (ordering_key, queue)
+        outcome, index = self._place(known, wanted, message, record)
+        return await outcome.wait(index)
 
     @overload
     async def submit(
@@ -368,7 +383,7 @@ class Producer:
             return await self._schedule(topic, message, when, (ordering_key, queue))
         record = encode_record(message)
         known = await self._admitted(topic, record)
-        return self._place(known, (ordering_key, queue), message, record)
+        return Pending(*self._place(known, (ordering_key, queue), message, record))
 
     async def cancel(self, schedule_id: str) -> None:
         """Take back a message that was sent for later.
@@ -390,13 +405,10 @@ class Producer:
             self._landed.clear()
             await self._landed.wait()
 
-    def _has_room(self, record: bytes) -> bool:
-        return not self._bytes or (self._bytes + len(record) <= self._settings.in_flight_bytes_max)
-
     async def _admitted(self, topic: str, record: bytes) -> _Topic:
         """The topic, once there is room for the record."""
         known = self._topics.get(topic) or await self._open_topic(topic)
-        while not self._has_room(record):
+        while len(record) > self._room < self._settings.in_flight_bytes_max:
             self._landed.clear()
             await self._landed.wait()
         return known
@@ -407,8 +419,12 @@ class Producer:
         wanted: tuple[str | None, QueueId | None],
         message: Message,
         record: bytes,
-    ) -> Pending:
-        """Put the message into a batch; `wanted` is its ordering key and its queue, if it has."""
+    ) -> tuple[_Outcome, int]:
+        """Put the message into a batch; `wanted` is its ordering key and its queue, if it has.
+
+        Returns:
+            Outcome of the batch, and the message's index there.
+        """
         if self._closed:
             raise Unreachable("the producer is closed")
         if wanted == _ANY:
@@ -421,12 +437,12 @@ class Producer:
             batch = sender.begin_batch(outcome, self._clock.monotonic_ms())
             known.next_turn()
             self._brokers[sender.queue.broker].wake(sender)
-        index = sender.add(batch, message, record)
+        index, outcome = batch.builder.add(message, record), batch.token
         if wanted != _ANY:
-            batch.token.wants[index] = wanted
-        batch.token.bytes_count += len(record)
-        self._bytes += len(record)
-        return Pending(batch.token, index)
+            outcome.wants[index] = wanted
+        outcome.bytes_count += len(record)
+        self._room -= len(record)
+        return outcome, index
 
     async def _schedule(
         self,
@@ -485,7 +501,7 @@ class Producer:
 
     def _settle(self, batch: Batch[_Outcome], outcome: pb.AppendReceipt | BatonError) -> None:
         batch.token.settle(outcome)
-        self._bytes -= batch.token.bytes_count
+        self._room += batch.token.bytes_count
         self._landed.set()
 
     def _takes(self, queue: QueueId) -> bool:
@@ -505,7 +521,7 @@ class Producer:
                 for index, message in enumerate(batch.builder.messages())
             ]
             batch.token.move(moved)
-            self._bytes -= batch.token.bytes_count
+            self._room += batch.token.bytes_count
             self._landed.set()
 
     def _placed_anew(
@@ -516,7 +532,7 @@ class Producer:
         record: bytes,
     ) -> Pending:
         try:
-            return self._place(known, wanted, message, record)
+            return Pending(*self._place(known, wanted, message, record))
         except BatonError as error:
             refused = _Outcome(wanted[1] or QueueId("", "", 0))
             refused.settle(error)
@@ -570,8 +586,7 @@ class _BrokerLoop:
     def __init__(self, producer: Producer, broker: str) -> None:
         self._producer, self._settings, self._broker = producer, producer._settings, broker
         self._ready: dict[QueueSender[_Outcome], None] = {}
-        self._woken = asyncio.Event()
-        self._slots = asyncio.Semaphore(self._settings.in_flight_requests_max)
+        self._woken, self._turn = asyncio.Event(), asyncio.Lock()
 
     def wake(self, sender: QueueSender[_Outcome]) -> None:
         if sender.ready and sender not in self._ready:
@@ -579,17 +594,20 @@ class _BrokerLoop:
             self._woken.set()
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as requests:
-            while True:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._settings.in_flight_requests_max):
+                tasks.create_task(self._work(tasks))
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        """Have one request under way at a time."""
+        while True:
+            async with self._turn:
                 await self._woken.wait()
                 if self._settings.linger_ms:
                     await asyncio.sleep(self._settings.linger_ms / 1000)
-                await self._slots.acquire()
                 senders = self._take()
-                if senders:
-                    requests.create_task(self._request(senders))
-                else:
-                    self._slots.release()
+            if senders and (failed := await self._request(senders)):
+                tasks.create_task(self._back_off(*failed))
 
     def _take(self) -> list[QueueSender[_Outcome]]:
         unix_ms = self._producer._clock.unix_ms()
@@ -611,11 +629,11 @@ class _BrokerLoop:
             self._woken.clear()
         return taken
 
-    async def _request(self, senders: Sequence[QueueSender[_Outcome]]) -> None:
-        try:
-            outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
-        finally:
-            self._slots.release()
+    async def _request(
+        self, senders: Sequence[QueueSender[_Outcome]]
+    ) -> tuple[list[QueueSender[_Outcome]], BatonError] | None:
+        """Send what `senders` have taken; those that have failed, and an error of one of them."""
+        outcomes = await self._append([s.in_flight.encoded for s in senders if s.in_flight])
         failed: list[QueueSender[_Outcome]] = []
         worst: BatonError | None = None
         for sender, outcome in zip(senders, outcomes, strict=True):
@@ -626,10 +644,11 @@ class _BrokerLoop:
             else:
                 self._producer._settle(sender.stored(), outcome)
             self.wake(sender)
-        if worst is None:
-            return
+        return (failed, worst) if worst else None
+
+    async def _back_off(self, failed: list[QueueSender[_Outcome]], error: BatonError) -> None:
         failures = max(sender.failures for sender in failed)
-        await self._producer._directory.pause(worst, failures)
+        await self._producer._directory.pause(error, failures)
         for sender in failed:
             sender.backing_off = False
             self.wake(sender)

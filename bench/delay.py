@@ -99,7 +99,7 @@ async def _steady(
 
 async def _burst(producer: Producer, consumer: Consumer, count: int) -> float:
     """Messages per second, from when all were due until the consumer had the last one."""
-    at = Clock().unix_ms() + 2_000 + count // 2
+    at = Clock().unix_ms() + 2_000 + count
     for _ in range(count):
         await producer.submit(TOPIC, Message(b"burst"), deliver_at_unix_ms=at)
     await producer.flush()

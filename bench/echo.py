@@ -1,7 +1,8 @@
 """`python -m bench.echo PORT_FILE`: a storage service that does nothing.
 
 Takes `Append` and answers it; answers `Pull` with as many bytes as asked for, the same ones every
-time. What gRPC and protobuf cost, and the bar for everything that does something.
+time. What gRPC and protobuf cost, and the bar for everything that does something. Memory is set
+up as in a storage process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 
 from batonmq.channels import OPTIONS
 from bench.setup import BATCH_BYTES
+from services.runtime.memory import keep_freed
 
 
 class EchoServicer(pb_grpc.StorageServiceServicer):
@@ -40,6 +42,7 @@ def _answer(bytes_count: int) -> pb.PullResponse:
 
 async def main(port_file: Path) -> None:
     """Serve until killed; the port is told in `port_file`."""
+    keep_freed()
     server = grpc.aio.server(options=OPTIONS)
     pb_grpc.add_StorageServiceServicer_to_server(EchoServicer(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")

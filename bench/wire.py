@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -34,7 +33,7 @@ async def _appends(setup: Setup, here: Site, record_bytes: int) -> list[Figure]:
     batches = [batch(record_bytes, queue_id=queue_id) for queue_id in range(QUEUES)]
     memory = _requests(batches, pb.DURABILITY_MEMORY)
     synced = _requests(batches, pb.DURABILITY_FSYNCED)
-    count = setup.sized(400, 100)
+    count = setup.sized(200, 100)
     for stub in (here.echo, here.storage):
         await _rate(stub, memory, IN_FLIGHT)
     rates = await interleaved(
@@ -43,7 +42,7 @@ async def _appends(setup: Setup, here: Site, record_bytes: int) -> list[Figure]:
             "async": lambda: _rate(here.storage, memory, count),
             "fsync": lambda: _rate(here.storage, synced, count),
         },
-        rounds=setup.sized(9, 1),
+        rounds=setup.sized(21, 1),
     )
     name = f"end to end, {record_bytes} B records"
     return [
@@ -65,28 +64,35 @@ async def _appends(setup: Setup, here: Site, record_bytes: int) -> list[Figure]:
 
 
 async def latency(setup: Setup) -> list[Figure]:
-    """One awaited send of 1 KiB against an empty call and a sync of the same bytes."""
+    """One awaited send of 1 KiB against an empty call and a sync of the same bytes.
+
+    They take turns call by call: a sync right behind another takes half the time of one that finds
+    the machine as a send does.
+    """
     setup.say("single awaited send")
     body = os.urandom(1_024)
     request = pb.AppendRequest(batches=[batch(1_024, count=1)])
-    count = setup.sized(200, 20)
     async with (
         site(setup.folder, queue_count=QUEUES) as here,
         Producer(here.cluster.nameserver) as producer,
     ):
         with _preallocated(setup.folder / "plain") as fd:
 
-            async def send() -> float:
-                return await _p50(lambda: producer.send(TOPIC, body), count)
-
-            async def empty() -> float:
-                return await _p50(lambda: here.echo.Append(request, timeout=TIMEOUT_S), count)
-
             async def sync() -> float:
-                return _sync_p50(fd, body, count)
+                os.write(fd, body)
+                begin = perf_counter()
+                os.fdatasync(fd)
+                return perf_counter() - begin
 
             await producer.send(TOPIC, body)
-            times = await interleaved({"send": send, "empty": empty, "sync": sync}, rounds=7)
+            times = await interleaved(
+                {
+                    "empty": lambda: seconds(here.echo.Append(request, timeout=TIMEOUT_S)),
+                    "send": lambda: seconds(producer.send(TOPIC, body)),
+                    "sync": sync,
+                },
+                rounds=setup.sized(2_000, 50),
+            )
     return [
         figure(
             "single awaited send, fsync, p50",
@@ -150,20 +156,6 @@ async def _rate(
         for _ in range(IN_FLIGHT):
             tasks.create_task(worker())
     return count * len(requests[0].batches[0]) / MIB / (perf_counter() - begin)
-
-
-async def _p50(call: Callable[[], Awaitable[object]], count: int) -> float:
-    return median([await seconds(call()) for _ in range(count)])
-
-
-def _sync_p50(fd: int, body: bytes, count: int) -> float:
-    times = []
-    for _ in range(count):
-        os.write(fd, body)
-        begin = perf_counter()
-        os.fdatasync(fd)
-        times.append(perf_counter() - begin)
-    return median(times)
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from batonmq.cli.demo import demo
 from batonmq.cli.fsck import fsck
 from batonmq.cli.output import Form
 from batonmq.cli.produce import produce
+from batonmq.cli.resets import clone, reset, resets
 from batonmq.cli.session import DEFAULT_NAMESERVER, Defaults
+from batonmq.cli.stuck import lag, why_stuck
 from batonmq.cli.up import up
 
 app = typer.Typer(
@@ -59,6 +61,8 @@ app.command()(consume)
 app.add_typer(topic.app, name="topic")
 message.app.command()(cancel)
 app.add_typer(message.app, name="message")
+for command in (reset, resets, clone, why_stuck, lag):
+    group.app.command()(command)
 app.add_typer(group.app, name="group")
 app.add_typer(lock.app, name="lock")
 app.add_typer(cluster.app, name="cluster")

@@ -100,9 +100,10 @@ class _Reading:
 
     async def _usual_start(self, admin: Admin) -> Start:
         try:
-            return Start((await admin.describe_group(self.group)).consume_from)
+            group = await admin.describe_group(self.group)
         except GroupNotFound:
             return Start.FIRST
+        return Start(group.consume_from) if group.subscriptions else Start.FIRST
 
     async def _ends(self, admin: Admin) -> dict[QueueId, int]:
         """The next offset of every queue of the topic."""

@@ -2,23 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from batonmq.admin import Admin
-from batonmq.cli.output import Columns
+from batonmq.admin import Admin, Strategy
+from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm, who
+from batonmq.cli.output import Columns, counted, described, differences, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.common.errors import GroupNotFound
+from batonmq.group_reports import Group, GroupProgress, RefusedClient, Subscription
 
-app = typer.Typer(help="List and describe consumer groups.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at consumer groups, change them, move their progress.", no_args_is_help=True
+)
+NameArgument = Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")]
+
+
+class Policy(StrEnum):
+    """What happens to another subscription than the group's, as people type it."""
+
+    REJECT = "reject"
+    STAGED = "staged"
+    STAGED_LATEST = "staged-latest"
+    WARN = "warn"
+
+
+class Ownership(StrEnum):
+    """Whether queues are owned."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class Dealing(StrEnum):
+    """How queues are dealt out, as people type it."""
+
+    STICKY = "sticky"
+    AVERAGE = "average"
+    AVERAGE_BY_CIRCLE = "average-by-circle"
+    CONSISTENT_HASH = "consistent-hash"
+    MACHINE_ROOM = "machine-room"
+
+
+def state(item: Any) -> str:
+    """A group's state in a word: the first that is true."""
+    if item["pause"]:
+        return "Paused"
+    if item["staged"]:
+        return "Draining" if item["staged"]["draining"] else "Staged"
+    return "Stable" if item["members"] else "Empty"
+
 
 _COLUMNS: Columns = {
     "GROUP": "name",
-    "STATE": lambda item: "Stable" if item["members"] else "Empty",
+    "STATE": state,
     "MEMBERS": lambda item: len(item["members"]),
     "GENERATION": "generation",
     "TOPICS": lambda item: ",".join(s["topic"] for s in item["subscriptions"]),
+}
+_SETTINGS_COLUMNS: Columns = {
+    "GROUP": "name",
+    "STATE": state,
+    "POLICY": "policy",
+    "OWNERSHIP": "ownership",
+    "STRATEGY": "strategy",
 }
 _QUEUE_COLUMNS: Columns = {
     "GROUP": "group",
@@ -32,6 +83,7 @@ _QUEUE_COLUMNS: Columns = {
     "CONSUMER-ID": "consumer_id",
     "HOST": "host",
     "CLIENT-ID": "client_id",
+    "ASSIGNED": "assigned",
 }
 
 
@@ -53,12 +105,12 @@ async def _list(session: Session) -> None:
 @app.command()
 def describe(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")],
+    name: NameArgument,
     *,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
-    """Show how far a group is on every queue, and who owns the queue."""
+    """Show how far a group is on every queue, who owns it and who should, and its settings."""
     session = open_session(context, nameserver, form)
     session.run(_describe(session, name))
 
@@ -70,6 +122,183 @@ async def _describe(session: Session, name: str) -> None:
     queues = [
         asdict(queue) | {"consumer_id": ids.get(queue.client_id or "")} for queue in progress.queues
     ]
-    group = asdict(progress.group)
-    session.output.detail(group | {"queues": queues}, queues, _QUEUE_COLUMNS)
+    refused = [_refused_item(client) for client in progress.refused]
+    item = asdict(progress.group) | {"queues": queues, "refused": refused}
+    session.output.detail(item, queues, _QUEUE_COLUMNS)
+    for line in ("", *about(progress)):
+        session.output.note(line)
     session.output.problems(progress.problems)
+
+
+@app.command()
+def update(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    policy: Annotated[
+        Policy | None,
+        typer.Option(
+            help="What happens to a member that asks for another subscription.", show_default=False
+        ),
+    ] = None,
+    ownership: Annotated[
+        Ownership | None,
+        typer.Option(
+            help="Whether one member at a time owns a queue; changed without members only.",
+            show_default=False,
+        ),
+    ] = None,
+    strategy: Annotated[
+        Dealing | None, typer.Option(help="How queues are dealt out.", show_default=False)
+    ] = None,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Change the settings of a group; one that nobody has joined yet is created."""
+    if (policy, ownership, strategy) == (None, None, None):
+        raise typer.BadParameter("nothing to change: give --policy, --ownership or --strategy")
+    session = open_session(context, nameserver, form)
+    session.run(_update(session, name, policy, ownership, strategy))
+
+
+async def _update(
+    session: Session,
+    name: str,
+    policy: Policy | None,
+    ownership: Ownership | None,
+    strategy: Dealing | None,
+) -> None:
+    async with Admin(session.nameserver) as admin:
+        try:
+            await admin.describe_group(name)
+            created = False
+        except GroupNotFound:
+            created = True
+        group = await admin.update_group(
+            name,
+            policy=cast(Literal["reject", "staged", "staged_latest", "warn", ""], _value(policy)),
+            ownership=cast(Literal["on", "off", ""], _value(ownership)),
+            strategy=cast(Strategy, _value(strategy)),
+        )
+    if created:
+        session.output.note(f"group {name} is new")
+    _show(session, group)
+
+
+@app.command()
+def pause(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    reason: Annotated[str, typer.Option(help="Why; it is shown to whoever wonders.")],
+    by: ByOption = "",
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Stop the deliveries of a group. What was delivered is still handled and acknowledged."""
+    session = open_session(context, nameserver, form)
+    session.run(_pause(session, name, by or who(), reason))
+
+
+async def _pause(session: Session, name: str, by: str, reason: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        _show(session, await admin.pause_group(name, by, reason))
+
+
+@app.command()
+def resume(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    reason: Annotated[str, typer.Option(help="Why.", show_default=False)] = "",
+    by: ByOption = "",
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Let the deliveries of a paused group go on."""
+    session = open_session(context, nameserver, form)
+    session.run(_resume(session, name, by or who(), reason))
+
+
+async def _resume(session: Session, name: str, by: str, reason: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        _show(session, await admin.resume_group(name, by, reason))
+
+
+@app.command()
+def delete(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    yes: YesOption = False,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Delete a group without members, and its progress. There is no way back."""
+    check_can_ask(yes=yes)
+    session = open_session(context, nameserver, form)
+    if not yes:
+        confirm(session, f"Delete group {name} and its progress?")
+    session.run(_delete(session, name))
+
+
+async def _delete(session: Session, name: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        count = await admin.delete_group(name)
+    item = {"name": name, "deleted": True, "queue_count": count}
+    session.output.line(
+        item, f"group {name} is deleted, with its progress on {counted(count, 'queue')}"
+    )
+
+
+def about(progress: GroupProgress) -> Iterator[str]:
+    """Settings of a group, and what is unusual about it at this time; for people."""
+    group = progress.group
+    order = "orderly, " if group.orderly else ""
+    yield (
+        f"{group.model}, {order}from {group.consume_from}; policy {group.policy}, "
+        f"ownership {group.ownership}, strategy {group.strategy}"
+    )
+    yield (
+        f"generation {group.generation}; subscription {group.subscription_generation}: "
+        f"{_expressions(group.subscriptions)}"
+    )
+    if group.pause:
+        since, why = wall_time(group.pause.since_unix_ms), group.pause.reason
+        yield f"paused by {group.pause.by} since {since}: {why}"
+    if group.staged:
+        step = "all queues are given back for" if group.staged.draining else "waits:"
+        since = wall_time(group.staged.since_unix_ms)
+        yield f"since {since} {step} subscription {_expressions(group.staged.subscriptions)}"
+    for member in group.members:
+        if member.differs:
+            yield f"{member.client_id} on {member.host} asks for another subscription"
+    for refused in progress.refused:
+        since = wall_time(refused.since_unix_ms)
+        yield (
+            f"refused since {since}: {refused.client_id} on {refused.host}: "
+            f"{refused.error.reason}: {refused.error.message}"
+        )
+        yield from (f"  {line}" for line in differences(refused.error))
+
+
+def _show(session: Session, group: Group) -> None:
+    session.output.detail(asdict(group), [asdict(group)], _SETTINGS_COLUMNS)
+
+
+def _refused_item(refused: RefusedClient) -> dict[str, Any]:
+    return {
+        "client_id": refused.client_id,
+        "incarnation_id": refused.incarnation_id,
+        "host": refused.host,
+        "since_unix_ms": refused.since_unix_ms,
+        "error": described(refused.error),
+    }
+
+
+def _expressions(subscriptions: tuple[Subscription, ...]) -> str:
+    return ", ".join(f"{s.topic} {s.expression}" for s in subscriptions) or "none"
+
+
+def _value(chosen: StrEnum | None) -> str:
+    return chosen.value.replace("-", "_") if chosen else ""

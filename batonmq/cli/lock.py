@@ -1,17 +1,33 @@
-"""`baton lock …`."""
+"""`baton lock …`. A queue is named as `baton lock list` shows it: GROUP TOPIC BROKER QUEUE."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from batonmq.admin import Admin
-from batonmq.cli.output import Columns, duration
+from batonmq.cli.changes import (
+    ByOption,
+    OpIdOption,
+    YesOption,
+    check_can_ask,
+    confirm,
+    operation,
+)
+from batonmq.cli.output import Columns, counted, described, duration
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.core.route import QueueId
+from batonmq.locks import LockDetail, Locks
+from batonmq.operation import Operation
 
-app = typer.Typer(help="Look at the locks on queues.", no_args_is_help=True)
+app = typer.Typer(help="Look at the locks on queues, and break them.", no_args_is_help=True)
+GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")]
+TopicArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Its topic.")]
+BrokerArgument = Annotated[str, typer.Argument(metavar="BROKER", help="The queue's broker.")]
+QueueArgument = Annotated[int, typer.Argument(metavar="QUEUE", min=0, help="The queue's index.")]
 
 _COLUMNS: Columns = {
     "GROUP": "group",
@@ -23,13 +39,15 @@ _COLUMNS: Columns = {
     "OWNER": "client_id",
     "HELD": lambda item: item["client_id"] and duration(item["held_ms"]),
     "LEASE-AGE": lambda item: item["client_id"] and duration(item["lease_age_ms"]),
+    "SUBSCRIPTION": lambda item: item["subscription_generation"] or None,
     "WAITERS": lambda item: ",".join(item["waiters"]),
 }
-
-
-@app.callback()
-def lock() -> None:
-    """Look at the locks on queues."""
+_KEPT_COLUMNS: Columns = {
+    "GROUP": "group",
+    "TOPIC": "topic",
+    "BROKER": "broker",
+    "QUEUE": "queue_id",
+}
 
 
 @app.command("list")
@@ -41,7 +59,7 @@ def list_(
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
-    """List who owns which queue, and who waits for it."""
+    """List who owns which queue, under which subscription, and who waits for it."""
     session = open_session(context, nameserver, form)
     session.run(_list(session, group, topic))
 
@@ -50,3 +68,149 @@ async def _list(session: Session, group: str, topic: str) -> None:
     async with Admin(session.nameserver) as admin:
         locks = await admin.list_locks(group, topic)
     session.output.items([asdict(lock) for lock in locks], _COLUMNS)
+
+
+@app.command()
+def describe(
+    context: typer.Context,
+    group: GroupArgument,
+    topic: TopicArgument,
+    broker: BrokerArgument,
+    queue_id: QueueArgument,
+    *,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Show everything known of one lock: its lease, a hand-over under way, the last refusals."""
+    session = open_session(context, nameserver, form)
+    session.run(_describe(session, group, QueueId(topic, broker, queue_id)))
+
+
+async def _describe(session: Session, group: str, queue: QueueId) -> None:
+    async with Admin(session.nameserver) as admin:
+        detail = await Locks(admin).describe(group, queue)
+    lock = asdict(detail.lock)
+    item = lock | {
+        "term": detail.term,
+        "lease_left_ms": detail.lease_left_ms,
+        "pending_step": detail.pending_step,
+        "pending_attempt": detail.pending_attempt,
+        "offsets_token": detail.offsets_token,
+        "owner_evicted": detail.owner_evicted,
+        "denials": [
+            {"client_id": d.client_id, "age_ms": d.age_ms, "error": described(d.error)}
+            for d in detail.denials
+        ],
+    }
+    session.output.detail(item, [lock], _COLUMNS)
+    for line in ("", *about(detail)):
+        session.output.note(line)
+
+
+@app.command("force-release")
+def force_release(
+    context: typer.Context,
+    group: GroupArgument,
+    topic: TopicArgument,
+    broker: BrokerArgument,
+    queue_id: QueueArgument,
+    *,
+    reason: Annotated[str, typer.Option(help="Why; it is recorded.")],
+    by: ByOption = "",
+    yes: YesOption = False,
+    op_id: OpIdOption = "",
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Take a queue from its owner, whatever it is doing.
+
+    Its acknowledgements are refused from then on. Another owner gets what was in its hands again,
+    flagged as redelivered, while the old one may still be at work on it. The same one, if it lives
+    and is still dealt the queue, asks for it at once and goes on.
+    """
+    check_can_ask(yes=yes)
+    session = open_session(context, nameserver, form)
+    queue = QueueId(topic, broker, queue_id)
+    if not yes:
+        confirm(
+            session, f"Take {queue} from its owner in {group}? What is in its hands may come again."
+        )
+    session.run(_force_release(session, group, queue, operation(by, reason, op_id)))
+
+
+async def _force_release(session: Session, group: str, queue: QueueId, done: Operation) -> None:
+    async with Admin(session.nameserver) as admin:
+        taken = await Locks(admin).force_release(group, queue, done)
+    named = {
+        "group": group,
+        "topic": queue.topic,
+        "broker": queue.broker,
+        "queue_id": queue.queue_id,
+        "op_id": done.op_id,
+    }
+    session.output.line(
+        named | asdict(taken),
+        f"{queue} is taken from {taken.client_id or 'nobody'}; it may have had "
+        f"{counted(taken.maybe_seen_count, 'message')} in hand; the token is {taken.token} now",
+    )
+
+
+@app.command("release-all")
+def release_all(
+    context: typer.Context,
+    client_id: Annotated[str, typer.Argument(metavar="CLIENT_ID", help="The owner.")],
+    *,
+    group: Annotated[str, typer.Option(help="Only in this group.", show_default=False)] = "",
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Give back the queues that a client has closed and not released.
+
+    Nothing is taken from a client that is at work: what it has not closed is kept, and listed.
+    """
+    session = open_session(context, nameserver, form)
+    session.run(_release_all(session, client_id, group))
+
+
+async def _release_all(session: Session, client_id: str, group: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        released = await Locks(admin).release_all(client_id, group)
+    kept = [{"group": group} | asdict(queue) for group, queue in released.kept]
+    count = released.released_count
+    item = {
+        "client_id": client_id,
+        "incarnation_ids": released.incarnation_ids,
+        "released_count": count,
+        "kept": kept,
+    }
+    session.output.detail(item, kept, _KEPT_COLUMNS)
+    session.output.note("")
+    if not released.incarnation_ids:
+        session.output.note(f"{client_id} owns nothing")
+        return
+    session.output.note(f"given back: {counted(count, 'queue')}; kept: {len(kept)}")
+    if kept:
+        session.output.note(
+            "a queue is kept until its owner closes it or its lease ends; "
+            "see baton lock force-release"
+        )
+
+
+def about(detail: LockDetail) -> Iterator[str]:
+    """What a table of locks does not show of one; for people."""
+    lock = detail.lock
+    if lock.client_id:
+        yield f"lease of {lock.client_id} ends in {duration(detail.lease_left_ms)}"
+    if detail.owner_evicted:
+        yield f"{lock.client_id} is no member of the group any more"
+    if detail.pending_step:
+        yield f"hand-over is at {detail.pending_step}, attempt {detail.pending_attempt}"
+    if detail.offsets_token is not None and detail.offsets_token != lock.token:
+        yield f"the token at offsets is {detail.offsets_token}"
+    yield f"the lock manager's term is {detail.term}"
+    for denial in detail.denials:
+        error = denial.error
+        yield (
+            f"refused {duration(denial.age_ms)} ago: {denial.client_id}: "
+            f"{error.reason}: {error.message}"
+        )

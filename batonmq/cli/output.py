@@ -78,41 +78,50 @@ class Output:
     def note(self, text: str) -> None:
         """Something a person wants to know beside the result; a program doesn't."""
         if self.form is Form.TABLE:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def error(self, error: BatonError) -> None:
         """A refusal or failure: its reason, its sentence, its remedy."""
         if self.form is Form.TABLE:
             self.failure(error.reason, error.message, error.remedy)
-            for d in error.differences:
-                print(
-                    f"  {d.topic} {d.setting}: {d.newcomer_client_id} has "
-                    f"{d.newcomer_value!r}, {d.member_client_id} has {d.member_value!r}",
-                    file=sys.stderr,
-                )
+            for line in differences(error):
+                print(f"  {line}", file=sys.stderr)
             return
-        described = {
-            "reason": error.reason,
-            "message": error.message,
-            "remedy": error.remedy,
-            "retry": error.retry.value,
-            "retry_after_ms": error.retry_after_ms,
-            "facts": error.facts,
-            "differences": [
-                {slot: getattr(d, slot) for slot in type(d).__slots__} for d in error.differences
-            ],
-        }
-        print(json.dumps({"error": described}), file=sys.stderr)
+        print(json.dumps({"error": described(error)}), file=sys.stderr)
 
     def failure(self, reason: str, message: str, remedy: str) -> None:
         """A failure that did not come from a service."""
         if self.form is Form.JSON:
-            described = {"reason": reason, "message": message, "remedy": remedy}
-            print(json.dumps({"error": described}), file=sys.stderr)
+            failure = {"reason": reason, "message": message, "remedy": remedy}
+            print(json.dumps({"error": failure}), file=sys.stderr)
         else:
             print(f"error: {reason}: {message}", file=sys.stderr)
             if remedy:
                 print(f"  {remedy}", file=sys.stderr)
+
+
+def described(error: BatonError) -> dict[str, Any]:
+    """A refusal or failure for a program, with everything it carries."""
+    return {
+        "reason": error.reason,
+        "message": error.message,
+        "remedy": error.remedy,
+        "retry": error.retry.value,
+        "retry_after_ms": error.retry_after_ms,
+        "facts": error.facts,
+        "differences": [
+            {slot: getattr(d, slot) for slot in type(d).__slots__} for d in error.differences
+        ],
+    }
+
+
+def differences(error: BatonError) -> list[str]:
+    """For people: on what two members of a group disagree, one line for each point."""
+    return [
+        f"{d.topic} {d.setting}: {d.newcomer_client_id} has "
+        f"{d.newcomer_value!r}, {d.member_client_id} has {d.member_value!r}"
+        for d in error.differences
+    ]
 
 
 def printable(text: str) -> str:
@@ -134,6 +143,11 @@ def duration(milliseconds: int) -> str:
     parts = [(seconds // 86_400, "d"), (seconds // 3600 % 24, "h"), (seconds // 60 % 60, "m")]
     shown = [f"{count}{unit}" for count, unit in [*parts, (seconds % 60, "s")] if count]
     return "".join(shown[:2])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things for people: 1 queue, 2 queues."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _cell(item: Item, column: str | Callable[[Item], object]) -> str:

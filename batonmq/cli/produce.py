@@ -11,7 +11,7 @@ from typing import Annotated, TypedDict
 import typer
 
 from batonmq.cli.lines import read_lines
-from batonmq.cli.output import Form, Output, wall_time
+from batonmq.cli.output import Form, Output, counted, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.common.errors import BatonError, InvalidArgument
@@ -138,10 +138,10 @@ class _Summary:
         """Tell a person what has become of the messages."""
         if self._schedules:
             count = len(self._schedules)
-            self._output.note(f"{count} message{'' if count == 1 else 's'} scheduled")
+            self._output.note(f"{counted(count, 'message')} scheduled")
             return
         count = sum(map(len, self._offsets.values()))
-        words = [f"{count} message{'' if count == 1 else 's'} stored", *sorted(self._durabilities)]
+        words = [f"{counted(count, 'message')} stored", *sorted(self._durabilities)]
         self._output.note(" ".join(words))
         if self._output.form is Form.TABLE and self._offsets:
             self._output.items(

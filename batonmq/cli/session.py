@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +20,7 @@ from batonmq.cli.output import Form, Output
 from batonmq.common.errors import BatonError
 
 DEFAULT_NAMESERVER = "127.0.0.1:9876"
+Value = TypeVar("Value")
 
 NameserverOption = Annotated[
     str | None,
@@ -50,15 +51,15 @@ class Session:
     nameserver: str
     output: Output
 
-    def run(self, main: Coroutine[Any, Any, None], *, endless: bool = False) -> None:
-        """Run `main`; SIGINT, SIGTERM and SIGHUP cancel it, so that it can end in good order.
+    def run(self, main: Coroutine[Any, Any, Value], *, endless: bool = False) -> Value:
+        """What `main` returns. SIGINT, SIGTERM and SIGHUP cancel it, so that it ends in good order.
 
         Args:
             endless: Being interrupted is how the command ends: status 0 and not 130.
         """
         try:
             try:
-                asyncio.run(_interruptible(main))
+                return asyncio.run(_interruptible(main))
             except BaseExceptionGroup as group:
                 raise _first_of(group) from group
         except BatonError as error:
@@ -86,13 +87,13 @@ def open_session(context: typer.Context, nameserver: str | None, form: Form | No
     return Session(nameserver or defaults.nameserver, Output(form or defaults.form))
 
 
-async def _interruptible(main: Coroutine[Any, Any, None]) -> None:
+async def _interruptible(main: Coroutine[Any, Any, Value]) -> Value:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, task.cancel)
-    await main
+    return await main
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from batonmq.admin import Admin
+from batonmq.cli.changes import YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.reports import Topic
@@ -135,22 +136,33 @@ def update(
     permission: Annotated[
         Permission | None, typer.Option(help="What may be done: read and write, or one of them.")
     ] = None,
+    inherited: Annotated[
+        bool | None,
+        typer.Option(help="Whether topics created on demand may take their settings from it."),
+    ] = None,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
     """Change the number of queues of a topic, or what may be done with it."""
-    if queues is None and permission is None:
-        raise typer.BadParameter("nothing to change: give --queues or --permission")
+    if queues is None and permission is None and inherited is None:
+        raise typer.BadParameter("nothing to change: give --queues, --permission or --inherited")
     session = open_session(context, nameserver, form)
-    session.run(_update(session, name, queues or 0, permission))
+    session.run(_update(session, name, queues or 0, permission, inherited))
 
 
-async def _update(session: Session, name: str, queues: int, permission: Permission | None) -> None:
+async def _update(
+    session: Session,
+    name: str,
+    queues: int,
+    permission: Permission | None,
+    inherited: bool | None,
+) -> None:
     async with Admin(session.nameserver) as admin:
         topic = await admin.update_topic(
             name,
             queue_count=queues,
             permission=_PERMISSIONS[permission] if permission is not None else "",
+            inherited=inherited,
         )
     if topic.queue_counts != topic.writable_counts:
         session.output.note("the last queues take no more messages, and go once they are read")
@@ -162,11 +174,15 @@ def delete(
     context: typer.Context,
     name: NameArgument,
     *,
+    yes: YesOption = False,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
     """Delete a topic with all its messages."""
+    check_can_ask(yes=yes)
     session = open_session(context, nameserver, form)
+    if not yes:
+        confirm(session, f"Delete topic {name} with all its messages?")
     session.run(_delete(session, name))
 
 
@@ -185,4 +201,5 @@ def _item(topic: Topic) -> dict[str, Any]:
         "queue_counts": dict(topic.queue_counts),
         "writable_counts": dict(topic.writable_counts),
         "permission": topic.permission,
+        "inherited": topic.inherited,
     }

@@ -14,13 +14,14 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
     If both happen, the result wins. What `work` raises is raised as it is.
     """
-    outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    results: list[T] = []
+    errors: list[Exception] = []
 
     async def run() -> None:
         try:
-            outcome.set_result(await work)
+            results.append(await work)
         except Exception as error:  # noqa: BLE001  raised below, outside of the group
-            outcome.set_exception(error)
+            errors.append(error)
 
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(run())
@@ -28,7 +29,9 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         working.cancel()
-    return outcome.result() if outcome.done() else None
+    for error in errors:
+        raise error
+    return results[0] if results else None
 
 
 async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:

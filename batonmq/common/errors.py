@@ -456,6 +456,66 @@ class HandoverPending(BatonError):
     remedy = "Wait a moment."
 
 
+class ModeChanged(BatonError):
+    """The group's queues are owned and the call is for one without ownership, or the other way."""
+
+    reason = "MODE_CHANGED"
+    kind = "FAILED_PRECONDITION"
+    retry = Retry.REDO
+    remedy = "Read the group anew; consume as it says."
+
+
+class Paused(BatonError):
+    """An operator has paused the group."""
+
+    reason = "PAUSED"
+    kind = "FAILED_PRECONDITION"
+    retry = Retry.SAME_CALL
+    remedy = "Wait, or resume the group: baton group resume NAME."
+
+
+class SubscriptionDraining(BatonError):
+    """The subscription of the group is being changed: no queue is given to anybody."""
+
+    reason = "SUBSCRIPTION_DRAINING"
+    kind = "ABORTED"
+    retry = Retry.SAME_CALL
+    remedy = "Wait until every member has given back its queues."
+
+
+class OldTopic(BatonError):
+    """The start offset was read of an earlier topic of the name."""
+
+    reason = "OLD_TOPIC"
+    kind = "FAILED_PRECONDITION"
+    retry = Retry.REDO
+    remedy = "Look up the offset again."
+
+
+class GroupInUse(BatonError):
+    """The group has live members."""
+
+    reason = "GROUP_IN_USE"
+    kind = "FAILED_PRECONDITION"
+    remedy = "Stop its members first."
+
+
+class OperationNotFound(BatonError):
+    """No recorded operation has this id."""
+
+    reason = "OPERATION_NOT_FOUND"
+    kind = "NOT_FOUND"
+    remedy = "Look at the recorded ones: baton group resets NAME."
+
+
+class OperationExists(BatonError):
+    """This operation id was used for something else."""
+
+    reason = "OPERATION_EXISTS"
+    kind = "ALREADY_EXISTS"
+    remedy = "Choose another operation id."
+
+
 class NotLeader(BatonError):
     """This node does not lead."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import grpc
@@ -16,6 +17,12 @@ from batonmq.common.errors import BatonError, Difference, Internal, Unreachable
 ERROR_OF: dict[str, type[BatonError]] = {e.reason: e for e in BatonError.__subclasses__()}
 """Every error class by its reason; finer ones that a module derives for itself are not among it."""
 
+_TRANSIENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,  # by the peer: a server that stops drops so what it has not begun
+)
+
 
 def error_to_pb(error: BatonError) -> error_pb2.Error:
     """The error as an item of a batched answer, or as the detail of a status."""
@@ -26,17 +33,7 @@ def error_to_pb(error: BatonError) -> error_pb2.Error:
         retry=error_pb2.Retry.Value(f"RETRY_{error.retry.value}"),
         retry_after_ms=error.retry_after_ms,
         facts=error.facts,
-        differences=[
-            error_pb2.SubscriptionDifference(
-                topic=d.topic,
-                setting=d.setting,
-                newcomer_client_id=d.newcomer_client_id,
-                newcomer_value=d.newcomer_value,
-                member_client_id=d.member_client_id,
-                member_value=d.member_value,
-            )
-            for d in error.differences
-        ],
+        differences=differences_to_pb(error.differences),
     )
 
 
@@ -51,17 +48,41 @@ def error_from_pb(error: error_pb2.Error) -> BatonError:
         remedy=error.remedy,
         retry_after_ms=error.retry_after_ms,
         facts=dict(error.facts),
-        differences=tuple(
-            Difference(
-                d.topic,
-                d.setting,
-                d.newcomer_client_id,
-                d.newcomer_value,
-                d.member_client_id,
-                d.member_value,
-            )
-            for d in error.differences
-        ),
+        differences=differences_from_pb(error.differences),
+    )
+
+
+def differences_to_pb(
+    differences: Iterable[Difference],
+) -> list[error_pb2.SubscriptionDifference]:
+    """Inverse of `differences_from_pb`."""
+    return [
+        error_pb2.SubscriptionDifference(
+            topic=d.topic,
+            setting=d.setting,
+            newcomer_client_id=d.newcomer_client_id,
+            newcomer_value=d.newcomer_value,
+            member_client_id=d.member_client_id,
+            member_value=d.member_value,
+        )
+        for d in differences
+    ]
+
+
+def differences_from_pb(
+    differences: Iterable[error_pb2.SubscriptionDifference],
+) -> tuple[Difference, ...]:
+    """On what two members of a group disagree."""
+    return tuple(
+        Difference(
+            d.topic,
+            d.setting,
+            d.newcomer_client_id,
+            d.newcomer_value,
+            d.member_client_id,
+            d.member_value,
+        )
+        for d in differences
     )
 
 
@@ -84,8 +105,8 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoRetur
 def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
     """The deliberate error behind a failed call.
 
-    Without one (the peer is away, the deadline passed) it is `Unreachable`; for a write that
-    means that the outcome is not known.
+    Without one (the peer is away or stops, the deadline passed) it is `Unreachable`; for a write
+    that means that the outcome is not known.
     """
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
@@ -95,6 +116,5 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
         packed = error_pb2.Error()
         if detail.Unpack(packed):
             return error_from_pb(packed)
-    transient = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    kind = Unreachable if error.code() in transient else Internal
+    kind = Unreachable if error.code() in _TRANSIENT else Internal
     return kind(f"{error.code().name}: {error.details()}")

@@ -11,11 +11,14 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
 from batonmq.common.aio import wait_until
-from batonmq.common.errors import BatonError, Fenced, UnknownQueue
+from batonmq.common.errors import BatonError
 from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.consuming.joint import JointCalls
+from batonmq.consuming.notices import Notices
+from batonmq.consuming.pulling import OVER
 from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import Session, queue_of, ranges_to_pb
-from batonmq.core.inflight import Acks
+from batonmq.core.inflight import Acks, QueueProgress
 from batonmq.core.route import QueueId
 from batonmq.directory import CALL_TIMEOUT_S
 
@@ -29,15 +32,24 @@ COMMIT_GATHER_MS = 10
 class Leases:
     """Renews and commits for the queues in `runners`, which its owner changes as it likes."""
 
-    def __init__(self, session: Session, runners: Mapping[QueueId, QueueRunner]) -> None:
-        self._session, self._runners = session, runners
+    def __init__(
+        self,
+        session: Session,
+        calls: JointCalls,
+        runners: Mapping[QueueId, QueueRunner],
+        notices: Notices,
+    ) -> None:
+        self._session, self._calls = session, calls
+        self._runners, self._notices = runners, notices
 
     async def run_keep_alives(self) -> None:
-        """Renew the leases for ever (protocol section 5, KeepAlive)."""
+        """Renew the leases for ever, if the group has any (protocol section 5, KeepAlive)."""
         session = self._session
         while True:
             await wait_until(session.keep_alive_soon, session.settings.keep_alive_ms)
             session.keep_alive_soon.clear()
+            if not session.view.owned:
+                continue
             try:
                 await self._keep_alive()
             except BatonError as error:
@@ -67,26 +79,26 @@ class Leases:
         """
         now_ms = self._session.clock.monotonic_ms()
         found = [
-            (runner, runner.token, acks)
+            (runner, runner.progress, acks)
             for runner in list(self._runners.values())
-            if (acks := runner.to_commit(now_ms)) is not None
+            if runner.progress is not None and (acks := runner.to_commit(now_ms)) is not None
         ]
         for start in range(0, len(found), COMMIT_ITEMS_MAX):
             await self._commit(found[start : start + COMMIT_ITEMS_MAX])
 
-    async def _commit(self, found: Sequence[tuple[QueueRunner, int, Acks]]) -> None:
+    async def _commit(self, found: Sequence[tuple[QueueRunner, QueueProgress, Acks]]) -> None:
         session = self._session
         request = offsets_pb.CommitRequest(
             offsets_epoch=session.offsets_epoch,
             items=[
                 offsets_pb.CommitItem(
                     queue=runner.key,
-                    token=token,
-                    reset_epoch=runner.progress.reset_epoch if runner.progress else 0,
+                    token=progress.token,
+                    reset_epoch=progress.reset_epoch,
                     committed_offset=acks.committed,
                     acked=ranges_to_pb(acks.ranges),
                 )
-                for runner, token, acks in found
+                for runner, progress, acks in found
             ],
         )
         sent_ms = session.clock.monotonic_ms()
@@ -97,22 +109,21 @@ class Leases:
             raise from_rpc_error(error) from error
         if not session.saw_epoch(answer.offsets_epoch):
             return
-        for (runner, token, acks), outcome in zip(found, answer.outcomes, strict=True):
+        for (runner, progress, acks), outcome in zip(found, answer.outcomes, strict=True):
             if not outcome.HasField("error"):
-                runner.committed(token, acks, sent_ms)
+                runner.committed(progress, acks, sent_ms)
                 continue
             refusal = error_from_pb(outcome.error)
-            log.info("commit refused queue=%s token=%d error=%s", runner.queue, token, refusal)
-            if runner.token == token and isinstance(refusal, Fenced | UnknownQueue):
-                runner.fence()
+            log.info("commit refused queue=%s error=%s", runner.queue, refusal)
+            if runner.progress is progress and isinstance(refusal, OVER):
+                runner.refused(refusal)
 
     async def _keep_alive(self) -> None:
         session = self._session
         held = {queue: r.token for queue, r in self._runners.items() if r.token}
-        asking = [r.asking_seq for r in self._runners.values() if r.asking_seq]
         request = lockmgr_pb.KeepAliveRequest(
             incarnation=session.incarnation,
-            acquire_seq=min(asking) - 1 if asking else session.acquire_seq,
+            acquire_seq=self._calls.seen_seq,
             holds=[
                 lockmgr_pb.Hold(queue=session.key(queue), token=token)
                 for queue, token in held.items()
@@ -129,24 +140,17 @@ class Leases:
             queue = queue_of(report.queue)
             runner = self._runners.get(queue)
             if report.state == lockmgr_pb.HOLD_STATE_ORPHAN:
-                if runner is None or not (runner.token or runner.asking_seq):
+                if not (runner and runner.token) and not self._calls.asks_for(queue):
                     orphans.append(lockmgr_pb.Hold(queue=report.queue, token=report.token))
             elif runner is None or runner.token != held.get(queue):
                 continue
             elif report.state in (lockmgr_pb.HOLD_STATE_OK, lockmgr_pb.HOLD_STATE_WANTED):
                 runner.renew(sent_ms, answer.lease_ms)
+                if report.state == lockmgr_pb.HOLD_STATE_WANTED:
+                    self._notices.wanted(queue, report.token, report.wanted_reason)
             elif report.state == lockmgr_pb.HOLD_STATE_NOT_OWNER:
                 log.info("not owner queue=%s token=%d", queue, report.token)
                 runner.fence()
         if orphans:
-            await self._release(orphans)
-
-    async def _release(self, orphans: Sequence[lockmgr_pb.Hold]) -> None:
-        """Give back grants whose answers were lost; nothing was delivered under them."""
-        log.info("releasing %d orphaned grants", len(orphans))
-        stub = await self._session.directory.lockmgr()
-        request = lockmgr_pb.ReleaseRequest(incarnation=self._session.incarnation, holds=orphans)
-        try:
-            await stub.Release(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            log.info("releasing %d orphaned grants", len(orphans))
+            await self._calls.release_orphans(orphans)

@@ -1,21 +1,58 @@
-"""Being a member of a group: heartbeats out, generations in."""
+"""Being a member of a group: heartbeats out, the group's record in."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.common.aio import wait_until
-from batonmq.common.errors import BatonError, Retry, Unreachable
-from batonmq.common.rpc import from_rpc_error
+from batonmq.common.errors import BatonError, Difference, Retry, Unreachable
+from batonmq.common.rpc import differences_from_pb, from_rpc_error
+from batonmq.consuming.group import GroupView
 from batonmq.consuming.session import Session
 from batonmq.directory import CALL_TIMEOUT_S
 
 log = logging.getLogger(__name__)
+
+VerdictKind = Literal["accepted", "staged", "replaced", "overruled"]
+
+_KINDS: Mapping[pb.Verdict.ValueType, VerdictKind] = {
+    pb.VERDICT_ACCEPTED: "accepted",
+    pb.VERDICT_STAGED: "staged",
+    pb.VERDICT_REPLACED: "replaced",
+    pb.VERDICT_OVERRULED: "overruled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the group's policy says of a member's subscription (protocol section 14).
+
+    Attributes:
+        kind: `accepted`: it is the group's. `staged`: it is to be the group's next one, and the
+            member has no queues until then. `replaced`: it is the group's now, against the will
+            of other members. `overruled`: another member has replaced it, and this one gets what
+            that one asked for.
+        differences: On what it differs from the group's.
+    """
+
+    kind: VerdictKind = "accepted"
+    differences: tuple[Difference, ...] = ()
+
+    def __str__(self) -> str:
+        """All of it in a line."""
+        told = "; ".join(
+            f"{d.topic or d.setting}: {d.newcomer_client_id} asks for {d.newcomer_value!r}, "
+            f"{d.member_client_id} has {d.member_value!r}"
+            for d in self.differences
+        )
+        return f"{self.kind}: {told}" if told else self.kind
 
 
 class Membership:
@@ -23,20 +60,20 @@ class Membership:
 
     Args:
         heartbeat: Sent as it is, again and again.
-        on_group: Called with the group each time a newer generation of it is seen.
+        on_view: Called each time a newer generation of the group is seen.
+
+    Attributes:
+        verdict: On the subscription, by the last heartbeat.
     """
 
     def __init__(
-        self,
-        session: Session,
-        heartbeat: pb.HeartbeatRequest,
-        on_group: Callable[[pb.Group], None],
+        self, session: Session, heartbeat: pb.HeartbeatRequest, on_view: Callable[[], None]
     ) -> None:
-        self._session, self._heartbeat, self._on_group = session, heartbeat, on_group
+        self._session, self._heartbeat, self._on_view = session, heartbeat, on_view
         self._interval_ms = 10_000
-        self._rejoin = asyncio.Event()
         self._calling = asyncio.Lock()
         self._left = False
+        self.verdict = Verdict()
 
     async def join(self, timeout_ms: int | None = None) -> None:
         """Send a heartbeat until it is answered.
@@ -66,28 +103,35 @@ class Membership:
 
         Raises:
             SubscriptionConflict, ClientIdInUse: the group does not take us back.
+            TopicNotFound: a topic is gone.
         """
+        soon = self._session.heartbeat_soon
         while not self._left:
-            await wait_until(self._rejoin, self._interval_ms)
-            self._rejoin.clear()
+            await wait_until(soon, self._interval_ms)
+            soon.clear()
             if not self._left:
                 await self.join()
 
     async def run_watch(self) -> None:
-        """Follow the group for ever; a lost stream is reopened."""
-        directory, failures = self._session.directory, 0
+        """Follow the group for ever: the stream is the session of this member.
+
+        When it breaks a heartbeat goes out at once, before the session's grace is over, and the
+        stream is reopened.
+        """
+        session, failures = self._session, 0
+        request = pb.WatchGroupRequest(group=session.group, incarnation=session.incarnation)
         while True:
             error: BatonError = Unreachable("the watch ended")
             try:
-                request = pb.WatchGroupRequest(group=self._session.group)
-                async for answer in directory.nameserver().WatchGroup(request):
+                async for answer in session.directory.nameserver().WatchGroup(request):
                     failures = 0
                     self._see(answer.group)
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
-                directory.next_nameserver()
+                session.directory.next_nameserver()
             log.debug("group watch reopens error=%s", error)
-            await directory.pause(error, failures)
+            session.heartbeat_soon.set()
+            await session.directory.pause(error, failures)
             failures += 1
 
     async def leave(self) -> None:
@@ -117,13 +161,27 @@ class Membership:
             directory.next_nameserver()
             raise from_rpc_error(error) from error
         self._interval_ms = answer.interval_ms or self._interval_ms
+        self._judge(answer)
         self._see(answer.group)
 
+    def _judge(self, answer: pb.HeartbeatResponse) -> None:
+        kind = _KINDS.get(answer.verdict, "accepted")
+        verdict = Verdict(kind, differences_from_pb(answer.differences))
+        if verdict != self.verdict:
+            level = logging.INFO if kind == "accepted" else logging.WARNING
+            log.log(level, "subscription of group %s is %s", self._session.group, verdict)
+        self.verdict = verdict
+
     def _see(self, group: pb.Group) -> None:
-        if group.generation <= self._session.generation:
+        session = self._session
+        if group.generation <= session.view.generation:
             return
-        self._session.generation = group.generation
-        mine = self._session.incarnation
-        if not self._left and all(member.incarnation != mine for member in group.members):
-            self._rejoin.set()
-        self._on_group(group)
+        before, session.view = session.view, GroupView.of(group, session.incarnation)
+        changed = session.view.subscription_generation != before.subscription_generation
+        if (changed and before.member) or not session.view.member:
+            session.heartbeat_soon.set()  # for another verdict, or to be a member again
+        if session.view.paused and not before.paused:
+            log.warning("group %s is paused by %s: %s", session.group, *session.view.paused)
+        elif before.paused and not session.view.paused:
+            log.warning("group %s goes on, no longer paused", session.group)
+        self._on_view()

@@ -1,4 +1,4 @@
-"""One pull: ask storage, check the answer, queue what is to be handled."""
+"""Pulls: when to ask storage, what to ask, and what to make of the answer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 import numpy as np
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 
+from batonmq.common.aio import unless
+from batonmq.common.errors import (
+    BatonError,
+    Fenced,
+    GroupNotFound,
+    ModeChanged,
+    NotReadable,
+    Paused,
+    Retry,
+    UnknownQueue,
+)
 from batonmq.common.rpc import from_rpc_error
 from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ranges_from_pb
-from batonmq.core.inflight import QueueProgress
+from batonmq.consuming.session import ranges_from_pb, ranges_to_pb
+from batonmq.core.inflight import Acks, QueueProgress
 from batonmq.core.records import check_batch, decode_records, tag_hashes
+from batonmq.core.subscription import TagFilter
 from batonmq.directory import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -22,37 +35,93 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OVER = (Fenced, UnknownQueue, ModeChanged)
+"""Refusals after which nothing is to be had under the same token."""
+
+
+async def pull_forever(runner: QueueRunner) -> None:
+    """Fill the buffer until stopped; fence on a refused token."""
+    failures, unreadable = 0, False
+    while await _due(runner):
+        runner.interrupted.clear()
+        try:
+            await unless(runner.interrupted, pull(runner))
+            failures, unreadable = 0, _tell_unreadable(runner, None, unreadable)
+        except OVER as error:
+            runner.refused(error)
+        except BatonError as error:
+            if isinstance(error, GroupNotFound):
+                runner.session.heartbeat_soon.set()  # it is new, and storage will hear of it
+            elif error.retry is Retry.NEVER:
+                log.error("queue can't be read queue=%s error=%s", runner.queue, error)
+            unreadable = _tell_unreadable(runner, error, unreadable)
+            await runner.session.directory.pause(error, failures)
+            failures = 0 if isinstance(error, Paused) else failures + 1
+
+
+async def _due(runner: QueueRunner) -> bool:
+    """Wait for room, for the end of a pause, and for the subscription that the grant is for.
+
+    Returns:
+        False once no message may be started any more.
+    """
+    session, settings = runner.session, runner.session.settings
+    while runner.may_start() and (progress := runner.progress) is not None:
+        view, full = session.view, progress.span >= settings.span_max
+        old = view.subscription_generation < runner.bound_generation
+        old = old or runner.queue.topic not in view.filters
+        buffered = len(runner.buffer) >= settings.buffer_messages_max
+        if not (full or old or buffered or view.paused):
+            return True
+        if full:
+            session.commit_soon.set()
+        if old:
+            session.heartbeat_soon.set()
+        runner.changed.clear()
+        await runner.changed.wait()
+    return False
+
 
 async def pull(runner: QueueRunner) -> None:
     """Pull once for `runner`. What arrives after its ownership ended is dropped.
+
+    Acks that are not confirmed ride along (protocol 6.6); the answer says if they were taken.
 
     Raises:
         BatonError: as storage refused, or the answer is damaged.
     """
     session, progress = runner.session, runner.progress
     assert progress is not None
-    settings = session.settings
+    settings, view = session.settings, session.view
+    runner.filter = view.filters[runner.queue.topic]
+    riding = _riding(runner, progress)
     request = pb.PullRequest(
         queue=runner.key,
         offset=progress.next_offset,
         token=runner.token,
         pull_id=session.random.getrandbits(63),
         expression=runner.filter.canonical(),
+        subscription_generation=view.subscription_generation,
         bytes_max=settings.pull_bytes_max,
         messages_max=min(settings.pull_messages_max, settings.span_max - progress.span),
         hold_ms=settings.pull_hold_ms,
         offsets_epoch=session.offsets_epoch,
+        progress=None if riding is None else _acks_to_pb(progress, riding),
     )
+    wanted = runner.filter
     stub = await session.directory.storage(runner.queue.broker)
     sent_ms = session.clock.monotonic_ms()
     try:
         answer = await stub.Pull(request, timeout=settings.pull_hold_ms / 1000 + CALL_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
-    stale = runner.progress is not progress or answer.pull_id != request.pull_id
-    if stale or answer.next_offset <= progress.next_offset or not runner.may_start():
+    if runner.progress is not progress or answer.pull_id != request.pull_id:
         return
-    if not session.saw_epoch(answer.offsets_epoch):
+    if runner.owned and not session.saw_epoch(answer.offsets_epoch):
+        return  # of an older epoch, or nothing was found and nothing recorded
+    if riding is not None and answer.progress_taken:
+        runner.committed(progress, riding, sent_ms)
+    if answer.next_offset <= progress.next_offset or not runner.may_start():
         return
     if answer.lost_count:
         log.warning(
@@ -61,22 +130,35 @@ async def pull(runner: QueueRunner) -> None:
             progress.next_offset,
             answer.lost_count,
         )
+    runner.pulled(sent_ms)
     progress.note_maybe_seen(ranges_from_pb(answer.redelivered))
-    messages = list(_decode(runner, progress, answer))
-    runner.renew(sent_ms, runner.lease_ms)
+    messages = list(_decode(runner, progress, answer, wanted))
     progress.receive(answer.next_offset, [message.offset for message in messages])
     if messages:
         runner.buffer.extend(messages)
         runner.arrived.set()
         session.available.set()
-    elif 4 * progress.unconfirmed_count >= settings.span_max:
-        session.commit_soon.set()
+    else:
+        session.note_unconfirmed(progress.unconfirmed_count)
+
+
+def _riding(runner: QueueRunner, progress: QueueProgress) -> Acks | None:
+    wished = runner.owned and runner.session.settings.commit_on_pull
+    return progress.acks() if wished and progress.dirty else None
+
+
+def _acks_to_pb(progress: QueueProgress, acks: Acks) -> offsets_pb.Acks:
+    return offsets_pb.Acks(
+        reset_epoch=progress.reset_epoch,
+        committed_offset=acks.committed,
+        acked=ranges_to_pb(acks.ranges),
+    )
 
 
 def _decode(
-    runner: QueueRunner, progress: QueueProgress, answer: pb.PullResponse
+    runner: QueueRunner, progress: QueueProgress, answer: pb.PullResponse, wanted: TagFilter
 ) -> Iterator[ReceivedMessage]:
-    first, end, wanted = progress.next_offset, answer.next_offset, runner.filter
+    first, end = progress.next_offset, answer.next_offset
     codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
     for raw in answer.batches:
         header = check_batch(raw, stamped=True)
@@ -98,3 +180,12 @@ def _decode(
             )
             message.lineage = runner.lineage
             yield message
+
+
+def _tell_unreadable(runner: QueueRunner, error: BatonError | None, unreadable: bool) -> bool:
+    """Log when the topic stops giving messages, and when it begins again; which it is now."""
+    if isinstance(error, NotReadable) and not unreadable:
+        log.warning("queue waits, its topic gives no messages queue=%s", runner.queue)
+    if error is None and unreadable:
+        log.info("queue goes on, its topic gives messages again queue=%s", runner.queue)
+    return isinstance(error, NotReadable) or (unreadable and error is not None)

@@ -7,112 +7,148 @@ import logging
 from collections import deque
 from typing import Literal
 
-import grpc.aio
-from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-from baton.storage.v1 import storage_service_pb2 as storage_pb
-
-from batonmq.common.aio import unless, wait_until
-from batonmq.common.errors import (
-    BatonError,
-    Draining,
-    Fenced,
-    HandoverPending,
-    Held,
-    NotReadable,
-    OldRequest,
-    Retry,
-    Unacked,
-    UnknownQueue,
-    Unreachable,
-)
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.common.aio import unless
+from batonmq.common.errors import BatonError, Fenced, ModeChanged
+from batonmq.consuming.asking import acquire, look_up
+from batonmq.consuming.giving_back import give_back
+from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.pulling import pull
-from batonmq.consuming.session import (
-    CONSUME_FROM,
-    OwnershipEvent,
-    Session,
-    queue_to_pb,
-    ranges_from_pb,
-    ranges_to_pb,
-)
+from batonmq.consuming.pulling import pull_forever
+from batonmq.consuming.session import OwnershipEvent, Session
 from batonmq.core.inflight import Acks, Closing, QueueProgress, Start
 from batonmq.core.route import QueueId
-from batonmq.directory import CALL_TIMEOUT_S
+from batonmq.core.subscription import TagFilter
 
 log = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_MS = 3_000
 """The owner stops so long before its lease ends at the lock manager (protocol section 8)."""
-ACQUIRE_HOLD_MS = 15_000
-RESUME_RANGES_MAX = 4_096
-"""More are not claimed: what is left out comes again, flagged."""
 
 
 class QueueRunner:
-    """Owns one queue while it is assigned to the consumer.
+    """Reads one queue while it is assigned to the consumer.
 
     `run` acquires, pulls, and on `unassign` drains, closes and releases. Handlers get messages by
     `take` and report with `finish` or `give_up`; both do nothing for messages of an ownership
-    that is over.
+    that is over. In a group whose queues nobody owns (protocol section 15) the token is 0, there
+    is no deadline, and nothing is acquired or given back: progress is read, and committed.
+
+    Attributes:
+        owned: Whether the group's queues are owned; fixed, as a group that changes drops it all.
+        progress: What is known of the queue's messages; None unless it is ours.
+        token: Of the grant; 0 without one.
+        bound_generation: Generation of the subscription that the grant is for; 0 for any.
+        filter: By which the last pull was made.
+        fenced: Whether the token is not valid any more.
+        unassigned: Set when the queue is not ours any more by the group's record.
+        stopping: Set while no message may be started.
+        arrived: Set when a message may wait in `buffer`.
+        freed: Set when asking for the queue again may help.
+        ended: Set when a handler has ended, or what runs has lost its meaning.
+        changed: Set when a pull that was not due may be.
+        interrupted: Set when the pull under way is not one to be made any more.
     """
 
-    def __init__(self, session: Session, queue: QueueId) -> None:
-        self.session, self.queue = session, queue
+    def __init__(self, session: Session, calls: JointCalls, queue: QueueId) -> None:
+        self.session, self.calls, self.queue = session, calls, queue
         self.key = session.key(queue)
-        self.filter = session.filters[queue.topic]
+        self.owned = session.view.owned
         self.progress: QueueProgress | None = None
-        self.token = 0
-        self.asking_seq = 0
-        self.arrived = asyncio.Event()
+        self.token = self.bound_generation = self.lineage = 0
+        self.filter = TagFilter(None)
         self.buffer: deque[ReceivedMessage] = deque()
-        self.lineage = 0
+        self.fenced = False
+        self.unassigned, self.stopping = asyncio.Event(), asyncio.Event()
+        self.arrived, self.freed, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.changed, self.interrupted = asyncio.Event(), asyncio.Event()
         self.lease_ms = 30_000
         self._deadline_ms = 0
-        self.stopping = asyncio.Event()
-        self._unassigned = asyncio.Event()
-        self._fenced = False
-        self._ended = asyncio.Event()
-        self._room = asyncio.Event()
+        self._useful = False
 
     @property
     def assigned(self) -> bool:
         """Whether the queue is ours by the newest generation."""
-        return not self._unassigned.is_set()
+        return not self.unassigned.is_set()
 
     @property
     def draining(self) -> bool:
         """Whether no message is started any more; `stopping` is the event for it."""
         return self.stopping.is_set()
 
+    @property
+    def holding(self) -> bool:
+        """Whether the queue is ours, also while it is given back."""
+        return self.progress is not None and not self.fenced
+
+    # ---- what the group and the servers say
+
     def unassign(self) -> None:
         """The queue is somebody else's now: start nothing, finish what runs, give it back."""
         if self.assigned:
-            self._unassigned.set()
+            self.unassigned.set()
+            self.freed.set()
             self.stopping.set()
-            if self.progress is not None and not self._fenced:
+            if self.holding:
                 self._tell("draining")
 
-    def fence(self) -> None:
-        """The token is not valid any more, or may not be: start nothing under it."""
-        if self.progress is not None and not self._fenced:
-            self._fenced = True
+    def drop(self) -> None:
+        """The group has changed its mode: nothing of what we have counts, nobody is told."""
+        self.fence(forget=True)
+        self.unassign()
+
+    def look(self) -> None:
+        """The group's record has changed and the queue is still ours: go on by it."""
+        view = self.session.view
+        self.changed.set()
+        if view.paused or view.filters.get(self.queue.topic) != self.filter:
+            self.interrupted.set()
+
+    def fence(self, *, forget: bool = False) -> None:
+        """The token is not valid any more, or may not be: start nothing under it.
+
+        Args:
+            forget: What is in hand counts no more either: its results are discarded.
+        """
+        if self.holding:
+            self.fenced = True
             self.stopping.set()
-            self._ended.set()
             self._tell("fenced")
+        if forget:
+            self._forget()
+        self.ended.set()
+
+    def refused(self, error: BatonError) -> None:
+        """A call under our token was refused: it is over (protocol sections 11, 13 and 15)."""
+        log.info("fenced queue=%s token=%d error=%s", self.queue, self.token, error)
+        if isinstance(error, ModeChanged):
+            self.session.heartbeat_soon.set()
+        reset = error.facts.get("why") == "RESET"
+        self.fence(forget=reset or isinstance(error, ModeChanged))
+
+    def granted(self, sent_ms: int, lease_ms: int, bound_generation: int) -> None:
+        """An Acquire that was sent at `sent_ms` was granted."""
+        self._deadline_ms = 0
+        self.bound_generation = bound_generation
+        self.renew(sent_ms, lease_ms)
 
     def renew(self, sent_ms: int, lease_ms: int) -> None:
         """An access that was sent at `sent_ms` was accepted under our token."""
         self._deadline_ms = max(self._deadline_ms, sent_ms + lease_ms - DEADLINE_MARGIN_MS)
         self.lease_ms = lease_ms
 
+    def pulled(self, sent_ms: int) -> None:
+        """A pull that was sent at `sent_ms` has brought something."""
+        self._useful = True
+        if self.owned:
+            self.renew(sent_ms, self.lease_ms)
+
+    # ---- handlers
+
     def may_start(self) -> bool:
-        """Whether a message may be started now: owned, not draining, deadline not passed."""
+        """Whether a message may be started now: ours, not draining, deadline not passed."""
         if self.progress is None or self.stopping.is_set():
             return False
-        if self.session.clock.monotonic_ms() >= self._deadline_ms:
+        if self.owned and self.session.clock.monotonic_ms() >= self._deadline_ms:
             log.warning("own deadline passed queue=%s token=%d", self.queue, self.token)
             self.fence()
             return False
@@ -127,265 +163,106 @@ class QueueRunner:
             if self.progress is not None and self.progress.start(message.offset):
                 message.attempts += 1
                 if 2 * len(self.buffer) <= self.session.settings.buffer_messages_max:
-                    self._room.set()
+                    self.changed.set()
                 return message
         self.arrived.clear()
         return None
 
+    def counts(self, message: ReceivedMessage) -> bool:
+        """Whether it still matters how the handling of `message` ends."""
+        return self.progress is not None and message.lineage == self.lineage
+
     def finish(self, message: ReceivedMessage) -> bool:
         """The message is handled; False if that no longer counts."""
         progress = self.progress
-        if progress is None or message.lineage != self.lineage:
+        if progress is None or not self.counts(message):
             return False
         counted = progress.finish(message.offset)
-        if 4 * progress.unconfirmed_count >= self.session.settings.span_max:
-            self.session.commit_soon.set()
-        if self.stopping.is_set() and not progress.running:
-            self._ended.set()
+        self.session.note_unconfirmed(progress.unconfirmed_count)
+        self.ended.set()
         return counted
 
     def give_up(self, message: ReceivedMessage) -> None:
         """The message was started and will not be handled by this ownership."""
-        if self.progress is not None and message.lineage == self.lineage:
+        if self.progress is not None and self.counts(message):
             self.progress.give_up(message.offset)
-            if not self.progress.running:
-                self._ended.set()
+            self.ended.set()
+
+    # ---- commits
 
     def to_commit(self, now_ms: int) -> Acks | None:
-        """Acks worth a commit now: new ones, or any when the deadline is near."""
+        """Acks worth a commit now: new ones, or any when the deadline is near.
+
+        A commit without news renews the lease; without ownership it finds out about a reset.
+        """
         progress = self.progress
-        if progress is None or self._fenced:
+        if progress is None or self.fenced:
             return None
         near = now_ms + self.lease_ms // 2 >= self._deadline_ms
         return progress.acks() if progress.dirty or near else None
 
-    def committed(self, token: int, acks: Acks, sent_ms: int) -> None:
-        """offsets has accepted `acks` under `token`."""
-        if self.progress is not None and self.token == token:
-            self.progress.confirm(acks)
+    def committed(self, progress: QueueProgress, acks: Acks, sent_ms: int) -> None:
+        """offsets has accepted `acks`, which were those of `progress`."""
+        if self.progress is progress:
+            progress.confirm(acks)
             self.renew(sent_ms, self.lease_ms)
-            self._room.set()
+            self._useful = True
+            self.changed.set()
+
+    # ---- the life of the queue
 
     async def run(self) -> None:
-        """Own the queue, again and again, as long as it is assigned."""
+        """Have the queue, again and again, as long as it is assigned."""
         failures = 0
         while self.assigned:
-            start = await self._acquire(failures)
+            if failures > 1:
+                again = Fenced("fenced again and again")
+                await unless(self.unassigned, self.session.directory.pause(again, failures))
+            start = await (acquire(self) if self.owned else look_up(self))
             if start is None:
                 self.session.keep_alive_soon.set()
                 break
             self._begin(start)
-            await unless(self.stopping, self._pull_forever())
-            self._forget_unstarted()
-            if not self._fenced:
-                await self._give_back()
+            await unless(self.stopping, pull_forever(self))
+            self.buffer.clear()
+            self.arrived.clear()
+            if not self.fenced:
+                await give_back(self)
+            if not self.fenced:
                 return
-            failures += 1
+            failures = 0 if self._useful else failures + 1
             self.token = 0
         self.progress = None
 
+    def end(self) -> Closing:
+        """Nothing that still runs counts from now on; what there is to say about it."""
+        assert self.progress is not None
+        closing = self.progress.closing()
+        self._forget()
+        return closing
+
+    def given_back(self, token: int) -> None:
+        """The next owner may have the queue."""
+        self.token = 0
+        self._tell("released", token)
+
     def _begin(self, start: Start) -> None:
         carried = self.progress
-        same = carried is not None and carried.reset_epoch == start.reset_epoch
-        self.progress = carried.renewed(start) if carried is not None else QueueProgress(start)
-        if not same:
-            self.lineage += 1
+        if carried is not None and carried.reset_epoch != start.reset_epoch:
+            self._forget()
+        kept = self.progress
+        self.progress = kept.renewed(start) if kept is not None else QueueProgress(start)
         self.token = start.token
-        self._fenced = False
+        self.fenced = self._useful = False
         self.stopping.clear()
-        self._ended.clear()
+        self.ended.clear()
         if not self.assigned:
             self.stopping.set()
         self._tell("granted")
 
-    async def _acquire(self, failures: int) -> Start | None:
-        """Ask until the queue is ours; None once it is not assigned any more."""
-        seq = self.session.next_acquire_seq()
-        while self.assigned:
-            self.asking_seq, asked_ms = seq, self.session.clock.monotonic_ms()
-            try:
-                return await unless(self._unassigned, self._ask(seq))
-            except BatonError as error:
-                log.debug("acquire refused queue=%s error=%s", self.queue, error)
-                if not isinstance(error, Unreachable):
-                    seq = self.session.next_acquire_seq()
-                if isinstance(error, Held | Unacked | Draining | HandoverPending):
-                    held_ms = self.session.clock.monotonic_ms() - asked_ms
-                    if held_ms >= ACQUIRE_HOLD_MS // 2:
-                        continue  # nothing has failed; a pause would miss the release
-                if error.retry is Retry.NEVER and not isinstance(error, OldRequest):
-                    log.warning("queue not granted queue=%s error=%s", self.queue, error)
-                await unless(self._unassigned, self.session.directory.pause(error, failures))
-                failures += 1
-            finally:
-                self.asking_seq = 0
-        return None
-
-    async def _ask(self, seq: int) -> Start:
-        session, progress = self.session, self.progress
-        item = lockmgr_pb.AcquireItem(
-            queue=self.key,
-            resume=ranges_to_pb(progress.in_hand()[:RESUME_RANGES_MAX] if progress else ()),
-            reset_epoch=progress.reset_epoch if progress else 0,
-            initial_offset=await self._initial_offset(),
-        )
-        request = lockmgr_pb.AcquireRequest(
-            incarnation=session.incarnation,
-            acquire_seq=seq,
-            generation=session.generation,
-            items=[item],
-            hold_ms=ACQUIRE_HOLD_MS,
-        )
-        stub = await session.directory.lockmgr()
-        sent_ms = session.clock.monotonic_ms()
-        try:
-            async for answer in stub.Acquire(
-                request, timeout=ACQUIRE_HOLD_MS / 1000 + CALL_TIMEOUT_S
-            ):
-                if answer.HasField("error"):
-                    raise error_from_pb(answer.error)
-                grant = answer.grant
-                session.saw_epoch(grant.offsets_epoch)
-                self._deadline_ms = 0
-                self.renew(sent_ms, grant.lease_ms)
-                return Start(
-                    grant.token,
-                    grant.reset_epoch,
-                    grant.committed_offset,
-                    ranges_from_pb(grant.acked),
-                    ranges_from_pb(grant.maybe_seen),
-                )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        raise Unreachable("lockmgr ended an Acquire without an outcome")
-
-    async def _initial_offset(self) -> int:
-        """Where to start if the group has no progress on the queue."""
-        stub = await self.session.directory.storage(self.queue.broker)
-        try:
-            answer = await stub.QueryOffsets(
-                storage_pb.QueryOffsetsRequest(queues=[queue_to_pb(self.queue)]),
-                timeout=CALL_TIMEOUT_S,
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        outcome = answer.outcomes[0]
-        if outcome.HasField("error"):
-            raise error_from_pb(outcome.error)
-        first = CONSUME_FROM[self.session.settings.consume_from]
-        if first == nameserver_pb.CONSUME_FROM_FIRST:
-            return outcome.offsets.first_offset
-        return outcome.offsets.next_offset
-
-    async def _pull_forever(self) -> None:
-        """Fill the buffer until stopped; fence on a refused token."""
-        failures, unreadable = 0, False
-        while self.may_start():
-            await self._wait_for_room()
-            try:
-                await pull(self)
-                failures, unreadable = 0, self._tell_unreadable(None, unreadable)
-            except (Fenced, UnknownQueue) as error:
-                log.info("fenced queue=%s error=%s", self.queue, error)
-                self.fence()
-            except BatonError as error:
-                if error.retry is Retry.NEVER:
-                    log.error("queue can't be read queue=%s error=%s", self.queue, error)
-                unreadable = self._tell_unreadable(error, unreadable)
-                await self.session.directory.pause(error, failures)
-                failures += 1
-
-    def _tell_unreadable(self, error: BatonError | None, unreadable: bool) -> bool:
-        """Log when the topic stops giving messages, and when it begins again; which it is now."""
-        if isinstance(error, NotReadable) and not unreadable:
-            log.warning("queue waits, its topic gives no messages queue=%s", self.queue)
-        if error is None and unreadable:
-            log.info("queue goes on, its topic gives messages again queue=%s", self.queue)
-        return isinstance(error, NotReadable) or (unreadable and error is not None)
-
-    async def _wait_for_room(self) -> None:
-        settings, progress = self.session.settings, self.progress
-        assert progress is not None
-        while (
-            len(self.buffer) >= settings.buffer_messages_max or progress.span >= settings.span_max
-        ):
-            if progress.span >= settings.span_max:
-                self.session.commit_soon.set()
-            self._room.clear()
-            await self._room.wait()
-
-    def _forget_unstarted(self) -> None:
-        self.buffer.clear()
-        self.arrived.clear()
-
-    async def _give_back(self) -> None:
-        """Let handlers end, close at offsets, release at lockmgr (protocol section 9)."""
-        progress = self.progress
-        assert progress is not None
-        clock = self.session.clock
-        deadline_ms = clock.monotonic_ms() + self.session.settings.drain_timeout_ms
-        while (
-            progress.running
-            and not self._fenced
-            and (left_ms := deadline_ms - clock.monotonic_ms()) > 0
-        ):
-            self._ended.clear()
-            await wait_until(self._ended, left_ms)
-        if self._fenced:
-            self.progress = None
-            return
-        closing = progress.closing()
+    def _forget(self) -> None:
         self.progress = None
         self.lineage += 1
-        if closing.unfinished:
-            log.warning("drained with unfinished queue=%s %s", self.queue, closing.unfinished)
-        await self._close(closing)
-        await self._release(closing.token)
-        self.token = 0
-        self._tell("released", closing.token)
-
-    async def _close(self, closing: Closing) -> None:
-        """Repeat one frozen Close until it is answered, or the lease must be over."""
-        item = offsets_pb.CloseItem(
-            queue=self.key,
-            token=closing.token,
-            reset_epoch=closing.reset_epoch,
-            committed_offset=closing.acks.committed,
-            acked=ranges_to_pb(closing.acks.ranges),
-            unfinished=ranges_to_pb(closing.unfinished),
-        )
-        failures, clock = 0, self.session.clock
-        deadline_ms = clock.monotonic_ms() + 2 * self.lease_ms
-        while clock.monotonic_ms() < deadline_ms:
-            try:
-                stub = await self.session.directory.offsets()
-                request = offsets_pb.CloseRequest(
-                    offsets_epoch=self.session.offsets_epoch, items=[item]
-                )
-                answer = await stub.Close(request, timeout=CALL_TIMEOUT_S)
-                if answer.outcomes[0].HasField("error"):
-                    error = error_from_pb(answer.outcomes[0].error)
-                    log.warning("close refused queue=%s error=%s", self.queue, error)
-                return
-            except grpc.aio.AioRpcError as failure:
-                await self.session.directory.pause(from_rpc_error(failure), failures)
-            except BatonError as failure:
-                await self.session.directory.pause(failure, failures)
-            failures += 1
-
-    async def _release(self, token: int) -> None:
-        """Tell lockmgr; if it is away for long, the next owner finds the token closed."""
-        hold = lockmgr_pb.Hold(queue=self.key, token=token)
-        request = lockmgr_pb.ReleaseRequest(incarnation=self.session.incarnation, holds=[hold])
-        for failures in range(8):
-            try:
-                stub = await self.session.directory.lockmgr()
-                await stub.Release(request, timeout=CALL_TIMEOUT_S)
-                return
-            except grpc.aio.AioRpcError as failure:
-                await self.session.directory.pause(from_rpc_error(failure), failures)
-            except BatonError as failure:
-                await self.session.directory.pause(failure, failures)
 
     def _tell(
         self, kind: Literal["granted", "draining", "released", "fenced"], token: int = 0

@@ -74,6 +74,7 @@ _FEW = 40
 """Up to so many records a loop is faster than numpy."""
 
 Int64Array = npt.NDArray[np.int64]
+_NO_KEYS = (np.empty(0, np.uint16), np.empty(0, np.uint32))
 
 
 @dataclass(slots=True)
@@ -134,8 +135,9 @@ def tag_hash(tag: str) -> int:
 @lru_cache(maxsize=4096)
 def check_tag(tag: str) -> str:
     """Why `tag`, which is not empty, can't be a tag; empty if it can."""
-    if len(tag.encode("utf-8", "surrogatepass")) > TAG_BYTES_MAX:
-        return f"a tag has more than {TAG_BYTES_MAX} bytes"
+    length = len(tag.encode("utf-8", "surrogatepass"))
+    if length > TAG_BYTES_MAX:
+        return f"a tag has {length} bytes; the limit is {TAG_BYTES_MAX}"
     if not tag.isprintable() or " " in tag or "|" in tag:
         return f"tag {tag!r} holds white space, '|' or a character that can't be shown"
     return ""
@@ -165,7 +167,7 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
 
 def decode_properties(raw: bytes) -> dict[str, str]:
     """Inverse of `encode_properties`; a missing last separator is accepted."""
-    pairs = (item.partition("\x01") for item in raw.decode().split("\x02"))
+    pairs = (item.partition("\x01") for item in raw.decode("utf-8", "replace").split("\x02"))
     return {name: value for name, mark, value in pairs if mark}
 
 
@@ -195,27 +197,26 @@ def encode_record(message: Message) -> bytes:
 class BatchBuilder:
     """Collects the messages of one queue and encodes them as one batch."""
 
-    __slots__ = ("_extra_keys", "_key_hashes", "_records", "_tag_hashes", "bytes_count")
+    __slots__ = ("_extra_keys", "_key_hashes", "_records", "_tag_hashes", "bytes_count", "count")
 
     def __init__(self) -> None:
         self._records: list[bytes] = []
         self._tag_hashes: list[int] = []
         self._key_hashes: list[int] = []
         self._extra_keys: list[tuple[int, int]] = []
-        self.bytes_count = 0
+        self.bytes_count = self.count = 0
 
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def add(self, message: Message, record: bytes) -> None:
-        """Add `message`, already encoded as `record` by `encode_record`."""
-        if len(message.keys) > 1:
-            index = len(self._records)
-            self._extra_keys += [(index, key_hash(key)) for key in message.keys[1:]]
+    def add(self, message: Message, record: bytes) -> int:
+        """Add `message`, already encoded as `record` by `encode_record`; its index."""
+        index, keys = self.count, message.keys
+        if len(keys) > 1:
+            self._extra_keys += [(index, key_hash(key)) for key in keys[1:]]
         self._records.append(record)
-        self._tag_hashes.append(tag_hash(message.tag))
-        self._key_hashes.append(key_hash(message.keys[0]) if message.keys else 0)
+        self._tag_hashes.append(tag_hash(message.tag) if message.tag else 0)
+        self._key_hashes.append(key_hash(keys[0]) if keys else 0)
         self.bytes_count += len(record) + 12
+        self.count = index + 1
+        return index
 
     def messages(self) -> Iterator[tuple[Message, bytes]]:
         """What was added, in order: each message, and the record that it is encoded as."""
@@ -248,10 +249,10 @@ class BatchBuilder:
             producer: Producer id and epoch.
             sequence: Sequence of the first message within (producer, queue).
         """
-        if not self._records:
+        if not self.count:
             raise BadBatch("a batch needs at least one record", facts={"field": "count"})
         name = topic.encode("ascii")
-        count = len(self._records)
+        count = self.count
         body = b"".join(
             (
                 name,
@@ -370,6 +371,8 @@ def key_hashes(
     """Every key of a batch: index of its record and its hash, first keys before extra keys."""
     _, _, keys_at, extra_at, _ = _columns_at(header)
     column = np.frombuffer(batch, ">u4", header.count, keys_at)
+    if not column.any():  # no message has a key
+        return _NO_KEYS
     indexes = column.nonzero()[0]
     hashes = column[indexes]
     if header.extra_key_count:
@@ -393,8 +396,10 @@ class Record:
 def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iterator[Record]:
     """Decode the records at `indexes` (0-based within the batch, ascending), one by one.
 
+    Text that is not UTF-8 comes with U+FFFD in it: nobody may stop a queue with it.
+
     Raises:
-        BadBatch: a record's inner lengths are wrong, or its text is not UTF-8.
+        BadBatch: a record's inner lengths are wrong.
     """
     starts = _columns_at(header)
     lengths = np.frombuffer(batch, ">u4", header.count, starts[0]).astype(np.int64)
@@ -410,17 +415,15 @@ def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iter
         body_at = properties_at + properties_bytes
         if body_at > end:
             raise BadBatch(f"record {index} is cut short", facts={"field": "record"})
-        try:
-            record = Record(
-                header.first_offset + index,
-                batch[tag_at:properties_at].decode() if tag_bytes else "",
-                tuple(batch[keys_at:tag_at].decode().split(" ")) if keys_bytes else (),
-                decode_properties(batch[properties_at:body_at]) if properties_bytes else {},
-                batch[body_at:end],
-            )
-        except UnicodeDecodeError as error:
-            raise BadBatch(f"record {index}: {error}", facts={"field": "record"}) from error
-        yield record
+        yield Record(
+            header.first_offset + index,
+            batch[tag_at:properties_at].decode("utf-8", "replace") if tag_bytes else "",
+            tuple(batch[keys_at:tag_at].decode("utf-8", "replace").split(" "))
+            if keys_bytes
+            else (),
+            decode_properties(batch[properties_at:body_at]) if properties_bytes else {},
+            batch[body_at:end],
+        )
 
 
 def _columns_at(header: Header) -> tuple[int, int, int, int, int]:
@@ -463,11 +466,15 @@ def _extremes_of_many(batch: bytes | memoryview, header: Header) -> tuple[int, .
     """As `_extremes_of_few`, for all records at once."""
     lengths_at, _, _, _, records_at = _columns_at(header)
     lengths = np.frombuffer(batch, ">u4", header.count, lengths_at).astype(np.int64)
-    ends = np.cumsum(lengths)
-    ends += records_at
-    _check_lengths(int(lengths.min()), int(ends[-1]), header)
-    at_every_byte = np.ndarray((header.length - 7,), ">u8", batch, 0, (1,))
-    heads = at_every_byte[ends - lengths].astype(np.int64)
+    ends = lengths.cumsum()
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    _check_lengths(shortest, records_at + int(ends[-1]), header)
+    count = header.length - records_at - 7
+    at_every_byte = np.ndarray((count,), np.uint64, batch, records_at, (1,))
+    heads = at_every_byte[ends - lengths]
+    if not heads.any():  # nothing but bodies
+        return shortest - RECORD.size, 0, 0, 0, longest - RECORD.size
+    heads = heads.view(">u8").astype(np.int64)
     keys, tags, properties = heads >> 48 & 0xFFFF, heads >> 32 & 0xFFFF, heads & 0xFFFFFFFF
     bodies = lengths - keys - tags - properties - RECORD.size
     columns = (keys, tags, properties, bodies)

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from batonmq.core.records import BatchBuilder, Message
+from batonmq.core.records import BatchBuilder
 from batonmq.core.route import QueueId
 
 Token = TypeVar("Token")
@@ -70,24 +70,20 @@ class QueueSender(Generic[Token]):
 
     def open_batch(self, record_bytes: int) -> Batch[Token] | None:
         """The batch that takes another record of this size; None if a new one has to begin."""
-        if not self._waiting or self._waiting[-1].encoded:
+        if not self._waiting:
             return None
-        builder = self._waiting[-1].builder
-        full = len(builder) >= self._count_max or builder.bytes_count + record_bytes > (
-            self._bytes_max
+        batch = self._waiting[-1]
+        builder = batch.builder
+        full = (
+            builder.count >= self._count_max or builder.bytes_count + record_bytes > self._bytes_max
         )
-        return None if full else self._waiting[-1]
+        return None if full or batch.encoded else batch
 
     def begin_batch(self, token: Token, monotonic_ms: int) -> Batch[Token]:
         """A new batch behind the others."""
         batch = Batch(token, monotonic_ms)
         self._waiting.append(batch)
         return batch
-
-    def add(self, batch: Batch[Token], message: Message, record: bytes) -> int:
-        """Add a message to an open batch; its index there."""
-        batch.builder.add(message, record)
-        return len(batch.builder) - 1
 
     def take(self, unix_ms: int) -> Batch[Token]:
         """Put the first waiting batch in flight; its bytes are fixed from then on."""
@@ -106,7 +102,7 @@ class QueueSender(Generic[Token]):
     def stored(self) -> Batch[Token]:
         """The batch in flight is stored."""
         batch = self._landed()
-        self._sequence = (self._sequence + len(batch.builder)) % SEQUENCE_LIMIT
+        self._sequence = (self._sequence + batch.builder.count) % SEQUENCE_LIMIT
         return batch
 
     def again(self) -> None:

@@ -11,8 +11,10 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.leader import Leader
 from services.lockmgr.membership import PREFIX as GROUPS
+from services.lockmgr.membership import Membership
 from services.lockmgr.offsets import OffsetsPeer
 from services.lockmgr.server import LockmgrServicer
+from services.runtime.gates import PREFIX as GATES
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime
@@ -23,11 +25,11 @@ SERVICE = "baton.lockmgr.v1.LockmgrService"
 @asynccontextmanager
 async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The parts of a lock manager, for the runtime to run."""
-    groups = Mirror(runtime.etcd, GROUPS)
+    groups, gates = Mirror(runtime.etcd, GROUPS), Mirror(runtime.etcd, GATES)
     peer: OffsetsPeer = Peer(
         runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect
     )
-    leader = Leader(settings, runtime, groups, peer)
+    leader = Leader(settings, runtime, Membership(groups, gates), peer)
     servicer = LockmgrServicer(leader, runtime.clock, settings.hold_ms_max)
     try:
         yield App(
@@ -37,7 +39,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
                 )
             },
             leader=False,
-            loops=[groups.run, leader.run, leader.keep_registered],
+            loops=[groups.run, gates.run, leader.run, leader.keep_registered],
             held=frozenset({"Acquire"}),
             drain=leader.settle,
         )

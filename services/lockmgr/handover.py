@@ -1,4 +1,5 @@
-"""One hand-over: fence at offsets, then persist in etcd, then say so (protocol section 5).
+"""One hand-over, to an asker or to nobody: fence at offsets, then persist in etcd, then say so
+(protocol section 5).
 
 Neither step is left before its outcome is known: a fence is repeated with the same attempt id, a
 transaction until it was made or refused. Until then the table keeps the entry as pending.
@@ -10,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from baton.common.v1 import queue_pb2
@@ -42,28 +43,96 @@ from services.lockmgr.metrics import Recorder
 from services.lockmgr.offsets import Offsets, Verdict, unreachable
 from services.lockmgr.store import BACKOFF, Change, Conflict, LockStore
 from services.lockmgr.translate import incarnation_to_pb, key_to_pb
+from services.runtime.etcd import Compare
+from services.runtime.gates import PREFIX as GATES
+from services.runtime.gates import Gate
 
 log = logging.getLogger(__name__)
+
+_TO_NOBODY = Condition.CLOSED_OR_DRAINED
+"""Passes on what is closed from the start, since nobody holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One queue that somebody asks for, with what it brings along as an earlier owner."""
+    """One queue that somebody asks for, with what it brings along as an earlier owner.
+
+    `gate`: the group's, by which the asker was admitted; etcd has to have it still when the grant
+    is persisted.
+    """
 
     key: QueueKey
     asker: Asker
     resume: Sequence[queue_pb2.OffsetRange] = ()
     reset_epoch: int = 0
     initial_offset: int = 0
+    topic_id: int = 0
+    gate: Gate | None = None
+
+    @property
+    def subscription_generation(self) -> int:
+        """What deliveries under the grant have to name; 0 lets any pass."""
+        gate = self.gate
+        return gate.subscription_generation if gate is not None and gate.bound else 0
+
+    def change(self, lock: Lock, revision: int) -> Change:
+        """What to persist over the entry of `revision`."""
+        assert self.gate is not None, "nobody gets a queue who was not admitted"
+        unchanged = Compare(GATES + self.key.group, mod_revision=self.gate.revision)
+        return Change(self.key, lock, revision, unchanged)
+
+    def fence(self) -> pb.FenceItem:
+        """What is the same in every fence for it."""
+        return pb.FenceItem(
+            queue=key_to_pb(self.key),
+            holder=incarnation_to_pb(self.asker.incarnation),
+            resume=self.resume,
+            reset_epoch=self.reset_epoch,
+            initial_offset=self.initial_offset,
+            topic_id=self.topic_id,
+            subscription_generation=self.subscription_generation,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Force:
+    """An operator takes a queue from its owner; `op_id` is the same when that is repeated."""
+
+    key: QueueKey
+    op_id: str
+    by: str
+    reason: str
+
+    @property
+    def attempt(self) -> str:
+        """Id of the fence: that of the operation."""
+        return f"force-{self.op_id}"
+
+    def fence(self) -> pb.FenceItem:
+        """What is the same in every fence for it."""
+        return pb.FenceItem(queue=key_to_pb(self.key), forced_by=self.by, forced_reason=self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """A queue that goes to nobody because the subscription of its group changes."""
+
+    key: QueueKey
+
+    def fence(self) -> pb.FenceItem:
+        """What is the same in every fence for it."""
+        return pb.FenceItem(queue=key_to_pb(self.key))
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No grant. `clears`: waiting makes sense; `again`: looking anew at once does."""
+    """No grant. `clears`: waiting makes sense; `again`: looking anew at once does; `stale_gate`:
+    it does once the group's new gate is here."""
 
     error: BatonError
     clears: bool = False
     again: bool = False
+    stale_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +181,7 @@ class HandOvers:
         start_ms = self._now_ms()
         passed = await self._fence(wish, grant, pending, entry)
         if isinstance(passed, Refusal):
-            if not isinstance(passed.error, NotLeader):
-                self._table.refused(wish.key)
-            if passed.again:
-                self._table.distrust(wish.key)
-            return passed
+            return self._not_fenced(wish.key, passed)
         fenced_ms, pending.step = self._now_ms(), Step.PERSIST
         lock = Lock(
             owner=wish.asker.incarnation,
@@ -124,8 +189,10 @@ class HandOvers:
             acquire_seq=wish.asker.acquire_seq,
             attempt=passed.attempt,
             generation=wish.asker.generation,
+            subscription_generation=wish.subscription_generation,
+            forced_op_id=entry.lock.forced_op_id,
         )
-        outcome = await self._term.store.persist(Change(wish.key, lock, entry.revision))
+        outcome = await self._term.store.persist(wish.change(lock, entry.revision))
         if isinstance(outcome, Conflict):
             return self._not_persisted(wish.key, outcome)
         self._granted(wish, grant, passed, lock, outcome)
@@ -133,7 +200,25 @@ class HandOvers:
         self._term.recorder.phases(
             fence=fenced_ms - start_ms, persist=end_ms - fenced_ms, total=end_ms - start_ms
         )
-        return self.answer(passed.answer, newly_acquired=grant.newly_acquired)
+        return self.answer(passed.answer, lock, newly_acquired=grant.newly_acquired)
+
+    async def free(
+        self, taking: Force | Clear, grant: Grant, pending: Pending
+    ) -> pb.Fenced | Refusal:
+        """As `carry_out`, to nobody: what any gate allows."""
+        entry = self._table.get(taking.key)
+        assert entry is not None
+        passed = await self._fence(taking, grant, pending, entry)
+        if isinstance(passed, Refusal):
+            return self._not_fenced(taking.key, passed)
+        pending.step = Step.PERSIST
+        op_id = taking.op_id if isinstance(taking, Force) else entry.lock.forced_op_id
+        lock = replace(entry.lock.freed(), token=passed.answer.token, forced_op_id=op_id)
+        outcome = await self._term.store.persist(Change(taking.key, lock, entry.revision))
+        if isinstance(outcome, Conflict):
+            return self._not_persisted(taking.key, outcome)
+        self._table.freed(taking.key, lock, outcome)
+        return passed.answer
 
     async def repeat(self, wish: Wish, entry: Entry) -> lockmgr_pb.Grant | Refusal:
         """Answer the grant once more, if offsets confirms that its token is in force.
@@ -142,7 +227,10 @@ class HandOvers:
         token and condition it carries could not pass as a new fence.
         """
         lock, stamp = entry.lock, entry.stamp
-        item = self._item(wish, Condition.SAME_HOLDER, lock.token - 1, lock.attempt, lock.token)
+        item = wish.fence()
+        item.MergeFrom(
+            self._try_of(Condition.SAME_HOLDER, lock.token - 1, lock.attempt, lock.token)
+        )
         try:
             verdict = await self._term.offsets.fence(item)
         except BatonError as error:
@@ -154,9 +242,9 @@ class HandOvers:
             return Refusal(self._pending_error(wish.key), clears=True, again=True)
         self._table.renew(wish.key, self._now_ms())
         self._term.recorder.repeated()
-        return self.answer(verdict, newly_acquired=entry.newly_acquired)
+        return self.answer(verdict, lock, newly_acquired=entry.newly_acquired)
 
-    def answer(self, fenced: pb.Fenced, *, newly_acquired: bool) -> lockmgr_pb.Grant:
+    def answer(self, fenced: pb.Fenced, lock: Lock, *, newly_acquired: bool) -> lockmgr_pb.Grant:
         """What the new owner is told."""
         return lockmgr_pb.Grant(
             token=fenced.token,
@@ -167,29 +255,41 @@ class HandOvers:
             lease_ms=self._term.policy.lease_ms,
             newly_acquired=newly_acquired,
             offsets_epoch=self._term.offsets.epoch,
+            subscription_generation=lock.subscription_generation,
         )
 
     async def _fence(
-        self, wish: Wish, grant: Grant, pending: Pending, entry: Entry
+        self,
+        taking: Wish | Force | Clear,
+        grant: Grant,
+        pending: Pending,
+        entry: Entry,
     ) -> _Passed | Refusal:
         """Try the conditions in order; each under an attempt id of its own."""
         conditions, expected_token = deque(grant.conditions), grant.expected_token
         refused: list[BatonError] = []
         while conditions:
             condition = conditions.popleft()
-            pending.attempt = self._next_attempt()
-            item = self._item(wish, condition, expected_token, pending.attempt, entry.lock.token)
+            if isinstance(taking, Force) and condition is Condition.FORCED:
+                pending.attempt = taking.attempt
+            else:
+                pending.attempt = self._next_attempt()
+            item = taking.fence()
+            item.MergeFrom(
+                self._try_of(condition, expected_token, pending.attempt, entry.lock.token)
+            )
             verdict = await self._until_known(item)
             if not isinstance(verdict, BatonError):
                 return _Passed(pending.attempt, condition, verdict)
             if isinstance(verdict, TokenMismatch):
                 if verdict.facts.get("attempt") != pending.attempt:
-                    return Refusal(self._pending_error(wish.key), clears=True, again=True)
-                # Ours, and its answer is lost: fence once more, as the holder that we made.
-                conditions = deque([Condition.SAME_HOLDER])
+                    return Refusal(self._pending_error(taking.key), clears=True, again=True)
+                # Ours, and its answer is lost: fence once more, from the holder that we made.
+                ours = Condition.SAME_HOLDER if item.HasField("holder") else _TO_NOBODY
+                conditions = deque([ours])
                 expected_token = int(verdict.facts["token"])
             elif isinstance(verdict, Superseded):
-                return Refusal(self._pending_error(wish.key), clears=True, again=True)
+                return Refusal(self._pending_error(taking.key), clears=True, again=True)
             elif not isinstance(verdict, Unacked | NotIdle | NotHolder):
                 return Refusal(verdict)
             refused.append(verdict)
@@ -222,20 +322,16 @@ class HandOvers:
             return False
         return True
 
-    def _item(
-        self, wish: Wish, condition: Condition, expected_token: int, attempt: str, token_min: int
+    def _try_of(
+        self, condition: Condition, expected_token: int, attempt: str, token_min: int
     ) -> pb.FenceItem:
+        """What one try adds to a fence."""
         return pb.FenceItem(
-            queue=key_to_pb(wish.key),
             attempt=attempt,
             expected_token=expected_token,
             condition=pb.FenceCondition.Value(f"FENCE_CONDITION_{condition.value}"),
-            idle_ms=self._term.policy.lease_ms if condition is Condition.IDLE else 0,
-            holder=incarnation_to_pb(wish.asker.incarnation),
-            resume=wish.resume,
-            reset_epoch=wish.reset_epoch,
+            idle_ms=self._term.policy.silence_ms if condition is Condition.IDLE else 0,
             token_min=token_min,
-            initial_offset=wish.initial_offset,
         )
 
     def _why(self, entry: Entry, refused: Sequence[BatonError]) -> BatonError:
@@ -251,12 +347,23 @@ class HandOvers:
             facts={**unacked.facts, "owner": owner.client_id if owner else ""},
         )
 
+    def _not_fenced(self, key: QueueKey, refusal: Refusal) -> Refusal:
+        if not isinstance(refusal.error, NotLeader):
+            self._table.refused(key)
+        if refusal.again:
+            self._table.distrust(key)
+        return refusal
+
     def _not_persisted(self, key: QueueKey, conflict: Conflict) -> Refusal:
         if conflict.deposed:
             return Refusal(NotLeader("another lock manager leads", retry_after_ms=200))
-        log.error("lock changed behind the leader's back key=%s", key)
+        if conflict.gate:
+            log.info("grant overtaken by a change of the group key=%s", key)
+        else:
+            log.error("lock changed behind the leader's back key=%s", key)
         self._table.reloaded(key, conflict.lock, conflict.revision, fenced=True)
-        return Refusal(self._pending_error(key), clears=True, again=True)
+        error = self._pending_error(key)
+        return Refusal(error, clears=True, again=not conflict.gate, stale_gate=conflict.gate)
 
     def _granted(
         self, wish: Wish, grant: Grant, passed: _Passed, lock: Lock, revision: int

@@ -19,7 +19,6 @@ from services.lockmgr.metrics import Recorder
 from services.lockmgr.offsets import Offsets, OffsetsPeer
 from services.lockmgr.store import BACKOFF, LockStore
 from services.runtime.election import Election
-from services.runtime.mirror import Mirror
 from services.runtime.process import Runtime
 
 log = logging.getLogger(__name__)
@@ -31,16 +30,15 @@ class Leader:
     """This node's part in the election; while it leads there is a desk.
 
     Args:
-        groups: Live copy of the groups, run by somebody else.
+        members: Of the groups, by live copies.
         peer: Where offsets is.
     """
 
     def __init__(
-        self, settings: LockmgrSettings, runtime: Runtime, groups: Mirror, peer: OffsetsPeer
+        self, settings: LockmgrSettings, runtime: Runtime, members: Membership, peer: OffsetsPeer
     ) -> None:
         self._settings, self._runtime = settings, runtime
-        self._groups, self._peer = groups, peer
-        self._members = Membership(groups)
+        self._members, self._peer = members, peer
         self._recorder = Recorder(runtime.registry, runtime.hub)
         self._election = Election(
             runtime.etcd, "lockmgr", settings.node_id, ttl_ms=settings.leader_lease_ms
@@ -101,15 +99,15 @@ class Leader:
                 tasks.create_task(term.store.run())
                 tasks.create_task(term.offsets.run())
                 await self._take_over(term)
-                desk = Desk(term, self._members, self._election.valid, tasks)
-                tasks.create_task(desk.watch_parked())
-                tasks.create_task(desk.keep_house())
-                self._desk = desk
+                limit = self._settings.watchers_max
+                self._desk = Desk(term, self._members, self._election.valid, tasks, limit)
                 self._register(number)
         finally:
+            if self._desk is not None:
+                self._desk.close()
             self._desk = None
             self._register(0)
-            self._recorder.standing(0, LockTable(term.policy).counts())
+            self._recorder.standing(0, LockTable(term.policy).counts(), watchers=0)
 
     def _term(self, number: int) -> Term:
         runtime, policy = self._runtime, self._settings.policy()
@@ -125,7 +123,7 @@ class Leader:
         )
 
     async def _take_over(self, term: Term) -> None:
-        await self._groups.ready()
+        await self._members.ready()
         entries = await self._until_answered("load", term.store.load)
         tokens = await self._until_answered("announce", term.offsets.announce)
         now_ms = term.clock.monotonic_ms()

@@ -1,15 +1,17 @@
-"""Who is a member of a group and what the group subscribes to, from the groups in etcd."""
+"""Who is a member of a group and what the group allows, from the groups and gates in etcd."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.common.errors import NotMember, NotSubscribed
+from batonmq.common.errors import NotMember, NotSubscribed, SubscriptionDraining
 from services.lockmgr.core.locks import Asker, Incarnation, QueueKey
+from services.runtime.gates import Gate, Gates
 from services.runtime.mirror import Mirror
 
 PREFIX = "groups/"
@@ -27,13 +29,23 @@ class Group:
 
 
 class Membership:
-    """Answers from a live copy of the groups; whoever is not in it is not a member."""
+    """Answers from live copies of the groups and their gates; whoever is not there is no member.
 
-    def __init__(self, groups: Mirror) -> None:
-        self._groups = groups
+    Args:
+        groups, gates: Run by somebody else.
+    """
+
+    def __init__(self, groups: Mirror, gates: Mirror) -> None:
+        self._groups, self._gates, self._open = groups, gates, Gates(gates)
         self._known: dict[str, tuple[int, Group]] = {}
         self._changed = asyncio.Event()
         groups.on_change.append(self._tell)
+        gates.on_change.append(self._tell)
+
+    async def ready(self) -> None:
+        """Until everything that is in etcd is here."""
+        await self._groups.ready()
+        await self._gates.ready()
 
     def group(self, name: str) -> Group:
         """The group as it is here; without members if it is unknown."""
@@ -50,15 +62,26 @@ class Membership:
         """Whether the group has this very incarnation."""
         return incarnation in self.group(name).members
 
-    def check(self, key: QueueKey, asker: Asker) -> None:
-        """Refuse who may not ask for the queue.
+    def is_draining(self, name: str) -> bool:
+        """Whether the subscription of the group is being changed."""
+        gate = self._open.get(name)
+        return gate is not None and gate.draining
+
+    def admit(self, key: QueueKey, asker: Asker) -> Gate:
+        """The gate that a grant to the asker has to find unchanged.
 
         Raises:
             NotMember: the asker is none, or believes a generation that is not here.
+            ModeChanged: nobody owns queues of the group.
             NotSubscribed: the group does not subscribe to the topic.
+            SubscriptionDraining: what the group subscribes to is being changed.
         """
-        group, client_id = self.group(key.group), asker.incarnation.client_id
+        group, gate = self.group(key.group), self._open.get(key.group)
+        client_id = asker.incarnation.client_id
         facts = {"group": key.group, "client_id": client_id}
+        if gate is None:
+            raise NotMember(f"group {key.group} is not known", facts=facts)
+        self._open.check_owned(key.group)
         if asker.incarnation not in group.members:
             raise NotMember(f"{client_id} is not a member of {key.group}", facts=facts)
         if asker.generation > group.generation:
@@ -72,12 +95,40 @@ class Membership:
                 f"{key.group} does not subscribe to {key.topic}",
                 facts={"group": key.group, "topic": key.topic},
             )
+        if gate.draining:
+            raise SubscriptionDraining(
+                f"the subscription of {key.group} is being changed",
+                retry_after_ms=500,
+                facts={
+                    "group": key.group,
+                    "subscription_generation": gate.subscription_generation,
+                },
+            )
+        return gate
 
     async def arrive(self, name: str, generation: int) -> None:
-        """Wait, but not for long, until the group's `generation` is here."""
+        """Wait, but not for long, until the group's `generation` and its gate are here."""
+        await self._until(
+            lambda: self.group(name).generation >= generation and self._open.get(name) is not None
+        )
+
+    async def passed(self, name: str, gate: Gate) -> bool:
+        """Wait, but not for long, until the group has another gate here; whether it has."""
+        await self._until(lambda: self._open.get(name) != gate)
+        return self._open.get(name) != gate
+
+    def changed_groups(self) -> AsyncIterator[frozenset[str]]:
+        """Names of groups whose record changes; first, all."""
+        return self._groups.watch()
+
+    def changed_gates(self) -> AsyncIterator[frozenset[str]]:
+        """Names of groups whose gate changes; first, all."""
+        return self._gates.watch()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
-                while self.group(name).generation < generation:
+                while not holds():
                     await self._changed.wait()
 
     def _tell(self, _: frozenset[str]) -> None:

@@ -38,6 +38,17 @@ class Recorder:
             registry=registry,
         )
         self._releases = Counter("baton_lockmgr_releases", "Queues released.", registry=registry)
+        self._forced = Counter(
+            "baton_lockmgr_forced", "Queues taken by operators.", registry=registry
+        )
+        self._cleared = Counter(
+            "baton_lockmgr_cleared",
+            "Queues freed because the subscription of their group changed and the owner could not.",
+            registry=registry,
+        )
+        self._watchers = Gauge(
+            "baton_lockmgr_watchers", "Clients that watch their queues.", registry=registry
+        )
         self._reports = Counter(
             "baton_lockmgr_keep_alive_reports",
             "Entries reported to owners, by state.",
@@ -88,19 +99,30 @@ class Recorder:
             event = pb.LockReleased(client_id=owner.client_id, token=token)
             self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_released=event))
 
+    def forced(self, key: QueueKey, event: pb.LockForced) -> None:
+        """An operator took a queue from its owner."""
+        self._forced.inc()
+        if self._hub.watched:
+            self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_forced=event))
+
+    def cleared(self) -> None:
+        """A queue of a group whose subscription changes was freed."""
+        self._cleared.inc()
+
     def kept_alive(self, reports: Sequence[Report]) -> None:
         """An owner's keep-alive was judged."""
         self._keep_alives.inc()
-        for report in reports:
-            self._reports.labels(report.state.value).inc()
+        for state, count in Counts(report.state for report in reports).items():
+            self._reports.labels(state.value).inc(count)
 
     def phases(self, **phase_ms: int) -> None:
         """How long the phases of a hand-over took."""
         for phase, ms in phase_ms.items():
             self._seconds.labels(phase).observe(ms / 1000)
 
-    def standing(self, term: int, counts: Counts[LockState]) -> None:
-        """What the table holds now."""
+    def standing(self, term: int, counts: Counts[LockState], watchers: int) -> None:
+        """What the table holds now, and how many watch."""
         self._term.set(term)
+        self._watchers.set(watchers)
         for state in LockState:
             self._entries.labels(state.value).set(counts[state])

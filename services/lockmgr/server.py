@@ -16,7 +16,7 @@ from batonmq.common.rpc import error_to_pb
 from batonmq.core.names import check_group, check_topic
 from services.lockmgr import translate
 from services.lockmgr.core.locks import Asker, QueueKey
-from services.lockmgr.handover import Wish
+from services.lockmgr.handover import Force, Wish
 from services.lockmgr.leader import Leader
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -53,10 +53,9 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         desk = self._leader.desk()
         reports = desk.keep_alive(incarnation, request.acquire_seq, holds)
         desk.check_leads()
-        return pb.KeepAliveResponse(
-            reports=[translate.report_to_pb(report) for report in reports],
-            lease_ms=desk.lease_ms,
-        )
+        response = translate.reports_to_pb(reports, request.holds)
+        response.lease_ms = desk.lease_ms
+        return response
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         """See the proto."""
@@ -65,9 +64,71 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         translate.check_at_most("holds", len(request.holds), translate.ITEMS_MAX)
         holds = translate.holds_from_pb(request.holds)
         desk = self._leader.desk()
-        released_count = await desk.release(incarnation, holds)
+        released_count = await desk.freeing.release(incarnation, holds)
         desk.check_leads()
         return pb.ReleaseResponse(released_count=released_count)
+
+    async def ReleaseAll(
+        self, request: pb.ReleaseAllRequest, context: Context
+    ) -> pb.ReleaseAllResponse:
+        """See the proto."""
+        incarnation = translate.incarnation_from_pb(request.incarnation)
+        group = check_group(request.group) if request.group else ""
+        desk = self._leader.desk()
+        released_count, kept = await desk.freeing.release_all(incarnation, group)
+        desk.check_leads()
+        return pb.ReleaseAllResponse(
+            released_count=released_count, kept=[translate.key_to_pb(key) for key in kept]
+        )
+
+    async def ForceRelease(
+        self, request: pb.ForceReleaseRequest, context: Context
+    ) -> pb.ForceReleaseResponse:
+        """See the proto."""
+        force = Force(
+            translate.key_from_pb(request.queue),
+            translate.check_op_id(request.op_id),
+            by=translate.check_text("by", request.by, translate.BY_MAX),
+            reason=translate.check_text("reason", request.reason, translate.REASON_MAX),
+        )
+        desk = self._leader.desk()
+        forced = await desk.freeing.force(force)
+        desk.check_leads()
+        previous = forced.previous
+        return pb.ForceReleaseResponse(
+            previous_owner=translate.incarnation_to_pb(previous) if previous else None,
+            token=forced.token,
+            maybe_seen_count=forced.maybe_seen_count,
+        )
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: Context
+    ) -> AsyncIterator[pb.WatchResponse]:
+        """See the proto."""
+        incarnation = translate.incarnation_from_pb(request.incarnation)
+        async with aclosing(self._leader.desk().watch(incarnation)) as notices:
+            async for notice in notices:
+                yield translate.notice_to_pb(notice)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        """See the proto."""
+        key = translate.key_from_pb(request.queue)
+        desk, now_ms = self._leader.desk(), self._clock.monotonic_ms()
+        entry, evicted = desk.describe(key)
+        shown, pending = translate.entry_to_pb(entry, now_ms), entry.pending
+        return pb.DescribeResponse(
+            entry=shown,
+            term=desk.term,
+            lease_left_ms=max(0, desk.silence_ms - shown.lease_age_ms) if entry.lock.owner else 0,
+            pending_step=pending.step.value if pending else "",
+            pending_attempt=pending.attempt if pending else "",
+            offsets_token=entry.offsets_token,
+            owner_evicted=evicted,
+            denials=[
+                translate.denial_to_pb(denial, now_ms)
+                for denial in reversed(entry.denials.values())
+            ],
+        )
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
         """See the proto."""
@@ -107,5 +168,6 @@ def _wish(asker: Asker, item: pb.AcquireItem) -> Wish:
     translate.check_ranges(item.resume)
     translate.check_number("reset_epoch", item.reset_epoch)
     translate.check_number("initial_offset", item.initial_offset)
+    translate.check_number("topic_id", item.topic_id)
     key = translate.key_from_pb(item.queue)
-    return Wish(key, asker, item.resume, item.reset_epoch, item.initial_offset)
+    return Wish(key, asker, item.resume, item.reset_epoch, item.initial_offset, item.topic_id)

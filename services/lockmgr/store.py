@@ -22,28 +22,34 @@ log = logging.getLogger(__name__)
 PREFIX = "locks/"
 BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
 _CHANGES_MAX = 100
-"""Entries per transaction; etcd takes 128 operations, one of them is the leader's guard."""
+_COMPARES_MAX = 128
+"""etcd takes no more per transaction: the leader's guard, the entries, their groups' gates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A lock to be written over the one of `revision`; 0 for a queue that has no entry."""
+    """A lock to be written over the one of `revision`; 0 for a queue that has no entry.
+
+    `gate`: what must hold of the group's gate; None for a change that any gate allows.
+    """
 
     key: QueueKey
     lock: Lock
     revision: int
+    gate: Compare | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
     """A change that was not made, and what stands in etcd instead.
 
-    `deposed`: because this term is over.
+    `deposed`: because this term is over; `gate`: because of the group's gate alone.
     """
 
     lock: Lock | None
     revision: int
-    deposed: bool
+    deposed: bool = False
+    gate: bool = False
 
 
 Outcome = int | Conflict
@@ -86,6 +92,9 @@ class LockStore:
         return await self._changes.call(change)
 
     async def _write(self, changes: Sequence[Change]) -> Sequence[Outcome]:
+        if len(self._compares(changes)) > _COMPARES_MAX:
+            middle = len(changes) // 2
+            return [*await self._write(changes[:middle]), *await self._write(changes[middle:])]
         revision = await self._txn(changes)
         if revision is not None:
             return [revision] * len(changes)
@@ -105,8 +114,7 @@ class LockStore:
         A try whose answer was lost may still be made later, but only as long as its comparisons
         hold: once a repetition has been made or refused, nothing of it can land any more.
         """
-        compare = [self._guard]
-        compare += [Compare(_key(c.key), mod_revision=c.revision) for c in changes]
+        compare = self._compares(changes)
         put = [Put(_key(c.key), lock_to_pb(c.key, c.lock).SerializeToString()) for c in changes]
         tries = 0
         while True:
@@ -117,6 +125,11 @@ class LockStore:
             await self._pause(tries)
             tries += 1
 
+    def _compares(self, changes: Sequence[Change]) -> list[Compare]:
+        entries = [Compare(_key(c.key), mod_revision=c.revision) for c in changes]
+        gates = dict.fromkeys(c.gate for c in changes if c.gate is not None)
+        return [self._guard, *entries, *gates]
+
     async def _read_back(self, change: Change) -> Outcome:
         stored = await self._get(_key(change.key))
         lock = _lock(stored) if stored else None
@@ -125,7 +138,8 @@ class LockStore:
             return revision
         leader = await self._get(self._guard.key)
         deposed = leader is None or leader.create_revision != self._guard.create_revision
-        return Conflict(lock, revision, deposed)
+        gate = change.gate is not None and revision == change.revision and not deposed
+        return Conflict(lock, revision, deposed, gate)
 
     async def _get(self, key: str) -> Stored | None:
         tries = 0

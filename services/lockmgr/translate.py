@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Sequence
 
 from baton.common.v1 import queue_pb2
@@ -9,19 +10,34 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import stored_lock_pb2
 
 from batonmq.common.errors import InvalidArgument, LimitExceeded
+from batonmq.common.rpc import error_to_pb
 from batonmq.core.names import check_broker, check_client_id, check_group, check_topic
-from services.lockmgr.core.locks import Entry, Incarnation, Lock, LockState, QueueKey
+from services.lockmgr.core.locks import (
+    Denial,
+    Entry,
+    Incarnation,
+    Lock,
+    LockState,
+    QueueKey,
+    Wanted,
+    WantedReason,
+)
 from services.lockmgr.core.table import HoldState, Report
 
+Notice = tuple[QueueKey, int, Wanted | None]
+"""A queue with its token, and why it is wanted from its owner; None if it is free instead."""
 ITEMS_MAX = 1_024
 HOLDS_MAX = 10_000
+BY_MAX, REASON_MAX = 255, 1_024
 RANGES_MAX = 4_096
 """Ranges one item may resume: what is in hand lies within a span of 2,000 offsets."""
 QUEUE_ID_MAX = 65_535
 NUMBER_MAX = 1 << 62
 """Offsets and epochs are not greater, here and at offsets."""
 
+_OP_ID = re.compile(r"[!-~]{1,58}")
 _HOLD_STATES = {state: pb.HoldState.Value(f"HOLD_STATE_{state.value}") for state in HoldState}
+_WANTED_REASONS = {r: pb.WantedReason.Value(f"WANTED_REASON_{r.value}") for r in WantedReason}
 _LOCK_STATES = {state: pb.LockState.Value(f"LOCK_STATE_{state.name}") for state in LockState}
 
 
@@ -74,9 +90,13 @@ def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[QueueKey, int]]:
         InvalidName, LimitExceeded: see `key_from_pb`.
     """
     found: dict[QueueKey, int] = {}
+    allowed: set[tuple[str, str, str]] = set()
     for hold in holds:
         check_positive("token", hold.token)
-        key = key_from_pb(hold.queue)
+        queue = hold.queue.queue
+        key = QueueKey(hold.queue.group, queue.topic, queue.broker, queue.queue_id)
+        if key[:3] not in allowed or key.queue_id > QUEUE_ID_MAX:
+            allowed.add(key_from_pb(hold.queue)[:3])
         check_new("holds", key, found)
         found[key] = hold.token
     return list(found.items())
@@ -118,6 +138,24 @@ def check_number(field: str, value: int) -> None:
         raise InvalidArgument(f"{field} is {value}, not 0 to {NUMBER_MAX}", facts={"field": field})
 
 
+def check_text(field: str, value: str, chars_max: int) -> str:
+    """Refuse a text that is missing or too long."""
+    if not value:
+        raise InvalidArgument(f"{field} is missing", facts={"field": field})
+    check_at_most(field, len(value), chars_max)
+    return value
+
+
+def check_op_id(value: str) -> str:
+    """Refuse an operation id that can't be part of the id of a fence."""
+    if not _OP_ID.fullmatch(value):
+        raise InvalidArgument(
+            f"op_id {value[:80]!r} is not 1 to 58 visible ASCII characters",
+            facts={"field": "op_id"},
+        )
+    return value
+
+
 def check_at_most(field: str, actual: int, limit: int) -> None:
     """Refuse what is larger than `limit`."""
     if actual > limit:
@@ -142,6 +180,8 @@ def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> Lock:
         acquire_seq=stored.acquire_seq,
         attempt=stored.attempt,
         generation=stored.generation,
+        subscription_generation=stored.subscription_generation,
+        forced_op_id=stored.forced_op_id,
     )
 
 
@@ -154,16 +194,39 @@ def lock_to_pb(key: QueueKey, lock: Lock) -> stored_lock_pb2.StoredLock:
         acquire_seq=lock.acquire_seq,
         attempt=lock.attempt,
         generation=lock.generation,
+        subscription_generation=lock.subscription_generation,
+        forced_op_id=lock.forced_op_id,
     )
 
 
-def report_to_pb(report: Report) -> pb.HoldReport:
-    """One line of a keep-alive's answer."""
-    return pb.HoldReport(
-        queue=key_to_pb(report.key),
-        state=_HOLD_STATES[report.state],
-        token=report.token,
-        wanted_by=report.wanted_by,
+def reports_to_pb(reports: Sequence[Report], holds: Sequence[pb.Hold]) -> pb.KeepAliveResponse:
+    """A keep-alive's answer: first a report per hold, in order, then those of orphans."""
+    response = pb.KeepAliveResponse()
+    for number, (key, state, token, wanted) in enumerate(reports):
+        queue = holds[number].queue if number < len(holds) else key_to_pb(key)
+        line = response.reports.add(queue=queue, state=_HOLD_STATES[state], token=token)
+        if wanted is not None:
+            line.wanted_by = wanted.by
+            line.wanted_reason = _WANTED_REASONS[wanted.reason]
+    return response
+
+
+def notice_to_pb(notice: Notice) -> pb.WatchResponse:
+    """One event of a watch."""
+    key, token, wanted = notice
+    queue = key_to_pb(key)
+    if wanted is None:
+        return pb.WatchResponse(freed=pb.Freed(queue=queue))
+    reason = _WANTED_REASONS[wanted.reason]
+    return pb.WatchResponse(wanted=pb.Wanted(queue=queue, token=token, by=wanted.by, reason=reason))
+
+
+def denial_to_pb(denial: Denial, now_ms: int) -> pb.Denial:
+    """One refusal of a description."""
+    return pb.Denial(
+        client_id=denial.client_id,
+        error=error_to_pb(denial.error),
+        age_ms=now_ms - denial.at_ms,
     )
 
 
@@ -181,4 +244,5 @@ def entry_to_pb(entry: Entry, now_ms: int) -> pb.LockEntry:
         waiters=[asker.client_id for asker, _ in waiters],
         generation=entry.lock.generation,
         acquire_seq=entry.lock.acquire_seq,
+        subscription_generation=entry.lock.subscription_generation,
     )

@@ -6,18 +6,29 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
-from services.nameserver.expiry import Expiry
+from services.nameserver.group_calls import GroupCalls
+from services.nameserver.group_store import GroupStore
+from services.nameserver.inspector import Inspector
+from services.nameserver.lookout import Lookout, StuckMetrics
 from services.nameserver.progress import Progress
+from services.nameserver.questions import Brokers, Questions
+from services.nameserver.refusals import Refusals
 from services.nameserver.server import NameserverServicer
+from services.nameserver.sessions import Sessions
 from services.nameserver.shrinking import Shrinking
-from services.nameserver.store import Store
+from services.nameserver.stuck_calls import StuckCalls
 from services.nameserver.telemetry import Telemetry
+from services.nameserver.tending import Tending
+from services.nameserver.topic_calls import TopicCalls
+from services.nameserver.topic_store import TopicStore
+from services.nameserver.turns import Turns
 from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime, run
 
@@ -26,16 +37,54 @@ from services.runtime.process import App, Runtime, run
 async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The nameserver's parts; it has nothing to recover, all state is in etcd."""
     catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=settings.watchers_max)
-    store = Store(runtime.etcd, runtime.random, member_lease_ms=settings.member_lease_ms)
     telemetry = Telemetry(runtime.registry, runtime.hub, catalog)
-    expiry = Expiry(catalog, store, telemetry, runtime.random, sweep_ms=settings.member_lease_ms)
+    turns = Turns(runtime.random)
+    topic_store = TopicStore(runtime.etcd, turns)
+    group_store = GroupStore(
+        runtime.etcd,
+        turns,
+        topic_store,
+        member_lease_ms=settings.member_lease_ms,
+        on_change=telemetry.group_changed,
+    )
+    tending = Tending(catalog, group_store, runtime.random, sweep_ms=settings.member_lease_ms)
+    sessions = Sessions(
+        runtime.etcd, catalog, group_store, telemetry, grace_ms=settings.session_grace_ms
+    )
     offsets = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect)
     progress = Progress(offsets.stub)
-    servicer = NameserverServicer(settings, catalog, store, telemetry, progress)
+    topics = TopicCalls(settings, catalog, topic_store, progress)
+    refusals = Refusals(runtime.etcd, catalog, lease_ms=settings.member_lease_ms)
+    groups = GroupCalls(
+        settings=settings,
+        clock=runtime.clock,
+        catalog=catalog,
+        store=group_store,
+        topics=topics,
+        sessions=sessions,
+        refusals=refusals,
+        progress=progress,
+        telemetry=telemetry,
+    )
+    lockmgr = Peer(runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect)
+    brokers = Brokers(lambda: catalog.addresses, runtime.connect)
+    questions = Questions(lockmgr.stub, offsets.stub, brokers)
+    inspector = Inspector(catalog, refusals.of, questions, runtime.clock)
+    lookout = Lookout(
+        catalog,
+        inspector,
+        StuckMetrics(runtime.registry),
+        runtime.hub,
+        node_id=settings.node_id,
+        interval_ms=settings.inspect_interval_ms,
+    )
+    servicer = NameserverServicer(
+        settings, catalog, topics, groups, StuckCalls(groups, topics, inspector)
+    )
     name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name
     shrinking = Shrinking(
         catalog,
-        store,
+        topic_store,
         offsets.stub,
         runtime.connect,
         interval_ms=settings.shrink_interval_ms,
@@ -43,10 +92,18 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     try:
         yield App(
             servicers={name: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer)},
-            loops=(*(mirror.run for mirror in catalog.mirrors), expiry.run, shrinking.run),
+            loops=(
+                *(mirror.run for mirror in catalog.mirrors),
+                tending.run,
+                sessions.run,
+                shrinking.run,
+                lookout.run,
+            ),
         )
     finally:
         await offsets.close()
+        await lockmgr.close()
+        await brokers.close()
 
 
 if __name__ == "__main__":

@@ -11,14 +11,18 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from google.protobuf.message import DecodeError
 
 from batonmq.common.errors import NotServing, Overloaded
-from services.nameserver.convert import group_from_bytes, topic_from_bytes
-from services.nameserver.core import Group, Route, Topic, build_route
+from services.nameserver.convert_groups import group_from_pb
+from services.nameserver.convert_topics import topic_from_bytes
+from services.nameserver.core.groups import Group
+from services.nameserver.core.topics import Route, Topic, build_route
+from services.nameserver.group_store import is_owned
 from services.runtime.etcd import EtcdSession
 from services.runtime.mirror import Mirror
 
@@ -34,22 +38,33 @@ class Catalog:
     Args:
         nodes: Mirror of `nodes/`; somebody else runs it.
         watchers_max: More than so many watches at a time are refused.
+
+    Attributes:
+        mirrors: To be run, each as one task.
+        owned: Keys of the queues that have an owner, by group. Nothing waits for it to be read.
     """
 
     def __init__(self, etcd: EtcdSession, nodes: Mirror, *, watchers_max: int) -> None:
-        self._topic_mirror = Mirror(etcd, "topics/")
-        self._group_mirror = Mirror(etcd, "groups/")
-        self._nodes, self._watchers_max = nodes, watchers_max
+        self.topic_mirror = Mirror(etcd, "topics/")
+        self.group_mirror = Mirror(etcd, "groups/")
         self.live = Mirror(etcd, "live/")
-        self.mirrors = (self._topic_mirror, self._group_mirror, self.live)
+        self.refused = Mirror(etcd, "refused/")
+        self.locks = Mirror(etcd, "locks/")
+        self._nodes, self._watchers_max = nodes, watchers_max
+        self._needed = (self.topic_mirror, self.group_mirror, self.live, self.refused)
+        self.mirrors = (*self._needed, self.locks)
         self.topics: dict[str, Topic] = {}
         self.groups: dict[str, Group] = {}
+        self.owned: dict[str, set[str]] = {}
         self.watcher_count = 0
+        self._pushes: dict[str, _Pushed] = {}
         self._addresses: dict[str, str] = {}
+        self._rooms: dict[str, str] = {}
         self._route_generation = 0
         self._waiting: dict[str, dict[asyncio.Event, None]] = defaultdict(dict)
-        self._topic_mirror.on_change.append(self._topics_changed)
-        self._group_mirror.on_change.append(self._groups_changed)
+        self.topic_mirror.on_change.append(self._topics_changed)
+        self.group_mirror.on_change.append(self._groups_changed)
+        self.locks.on_change.append(self._locks_changed)
         nodes.on_change.append(self._nodes_changed)
         self._nodes_changed(frozenset())
 
@@ -59,12 +74,12 @@ class Catalog:
         Raises:
             NotServing: etcd has not been read once.
         """
-        if not all(mirror.revision for mirror in (*self.mirrors, self._nodes)):
+        if not all(mirror.revision for mirror in (*self._needed, self._nodes)):
             raise NotServing("the nameserver has not read etcd yet", retry_after_ms=200)
 
     async def ready(self) -> None:
         """Until every copy is complete."""
-        for mirror in (*self.mirrors, self._nodes):
+        for mirror in (*self._needed, self._nodes):
             await mirror.ready()
 
     async def caught_up(self, *, topics: int = 0, groups: int = 0, live: int = 0) -> None:
@@ -75,8 +90,8 @@ class Catalog:
         """
         try:
             async with asyncio.timeout(CATCH_UP_MS_MAX / 1000):
-                await self._topic_mirror.reached(topics)
-                await self._group_mirror.reached(groups)
+                await self.topic_mirror.reached(topics)
+                await self.group_mirror.reached(groups)
                 await self.live.reached(live)
         except TimeoutError as error:
             raise NotServing(
@@ -87,6 +102,21 @@ class Catalog:
     def addresses(self) -> dict[str, str]:
         """host:port of every broker that is alive."""
         return self._addresses
+
+    @property
+    def rooms(self) -> dict[str, str]:
+        """Machine room, perhaps empty, of every broker that is alive."""
+        return self._rooms
+
+    def message(self, name: str) -> pb.Group | None:
+        """The group as it stands in etcd; shared, so not to be changed."""
+        pushed = self._pushes.get(name)
+        return pushed.message.group if pushed is not None else None
+
+    def push(self, name: str) -> pb.WatchGroupResponse | None:
+        """The same as it is pushed: one message for all who watch, since it may be large."""
+        pushed = self._pushes.get(name)
+        return pushed.message if pushed is not None else None
 
     def route(self, topic: Topic) -> Route:
         """The present route of a topic. Its generation rises with any topic's, any broker's."""
@@ -134,20 +164,39 @@ class Catalog:
                 del self._waiting[key]
 
     def _topics_changed(self, names: frozenset[str]) -> None:
-        _follow(self._topic_mirror, names, self.topics, topic_from_bytes)
+        _follow(self.topic_mirror, names, self.topics, topic_from_bytes)
         self._routes_changed()
         self._wake(f"topics/{name}" for name in names)
 
     def _groups_changed(self, names: frozenset[str]) -> None:
-        _follow(self._group_mirror, names, self.groups, group_from_bytes)
+        _follow(self.group_mirror, names, self._pushes, _pushed)
+        for name in names:
+            pushed = self._pushes.get(name)
+            if pushed is None:
+                self.groups.pop(name, None)
+            else:
+                self.groups[name] = pushed.group
         self._wake(f"groups/{name}" for name in names)
 
+    def _locks_changed(self, keys: frozenset[str]) -> None:
+        for key in keys:
+            group = key.partition("/")[0]
+            stored = self.locks.values.get(key)
+            if stored is not None and _decoded(key, stored.value, is_owned):
+                self.owned.setdefault(group, set()).add(key)
+            elif group in self.owned:
+                self.owned[group].discard(key)
+                if not self.owned[group]:
+                    del self.owned[group]
+
     def _nodes_changed(self, _: frozenset[str]) -> None:
-        addresses = {
-            node.node_id: node.address
+        brokers = [
+            node
             for node in self.nodes()[0]
             if node.service == pb.SERVICE_KIND_STORAGE and node.leader
-        }
+        ]
+        self._rooms = {node.node_id: node.room for node in brokers}
+        addresses = {node.node_id: node.address for node in brokers}
         if addresses == self._addresses:
             return
         self._addresses = addresses
@@ -160,13 +209,21 @@ class Catalog:
         Topics and nodes arrive by two streams, so a change may come after one with a higher
         revision; replicas then differ by the one that is added, until the next change.
         """
-        revision = max(self._topic_mirror.revision, self._nodes.revision)
+        revision = max(self.topic_mirror.revision, self._nodes.revision)
         self._route_generation = max(self._route_generation + 1, revision)
 
     def _wake(self, keys: Iterator[str]) -> None:
         for key in keys:
             for changed in self._waiting.get(key, ()):
                 changed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pushed:
+    """A group, and the message that tells of it."""
+
+    message: pb.WatchGroupResponse
+    group: Group
 
 
 def _follow(
@@ -183,6 +240,11 @@ def _follow(
             decoded.pop(key, None)
         else:
             decoded[key] = value
+
+
+def _pushed(value: bytes) -> _Pushed:
+    message = pb.WatchGroupResponse(group=pb.Group.FromString(value))
+    return _Pushed(message, group_from_pb(message.group))
 
 
 def _decoded(key: str, value: bytes, decode: Callable[[bytes], Value]) -> Value | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from services.nameserver.core import QUEUES_DEFAULT, QUEUES_MAX
+from services.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX
 from services.runtime.settings import ServiceSettings
 
 
@@ -18,12 +18,21 @@ class NameserverSettings(ServiceSettings):
     rounds up to whole seconds."""
     heartbeat_interval_ms: int = Field(10_000, ge=100)
     """Members are told to send a heartbeat so often, in milliseconds."""
+    session_grace_ms: int = Field(5_000, ge=1_000, le=60_000)
+    """A member whose connection broke, and who sends no heartbeat, is removed after so long, in
+    milliseconds; rounded up to whole seconds."""
     auto_create_topics: bool = False
     """Whether a topic that a producer asks for is created if it does not exist."""
     auto_create_queue_count: int = Field(QUEUES_DEFAULT, ge=1, le=QUEUES_MAX)
     """Queues of a topic that is created so."""
+    auto_create_template: str = ""
+    """A topic whose number of queues and permission a topic that is created so takes instead, if
+    it is there and marked as inherited; empty for none."""
     shrink_interval_ms: int = Field(2_000, ge=50)
     """How often queues that are being given up are looked at, in milliseconds."""
+    inspect_interval_ms: int = Field(15_000, ge=100)
+    """How often all groups are looked at for lag and stuck queues, in milliseconds; the replica
+    whose node id comes first does it."""
     watchers_max: int = Field(10_000, ge=1)
     """Open watches of routes and groups; more are refused."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc.aio
 from baton.offsets.v1 import offsets_service_pb2 as pb
@@ -15,6 +16,7 @@ from batonmq.common.rpc import from_rpc_error
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
+Answer = TypeVar("Answer", pb.DeleteTopicResponse, pb.DeleteGroupResponse)
 
 
 class Progress:
@@ -37,25 +39,40 @@ class Progress:
             OffsetsUnreachable: not known whether it has ended.
         """
         request = pb.DeleteTopicRequest(topic=topic, offsets_epoch=self._epoch, topic_id=topic_id)
+        answer = await self._call(lambda stub: stub.DeleteTopic(request, timeout=CALL_TIMEOUT_S))
+        if answer.queue_count:
+            log.info("progress forgotten topic=%s queues=%d", topic, answer.queue_count)
+
+    async def forget_group(self, group: str) -> int:
+        """End the progress of a group; the number of queues that had some.
+
+        Raises:
+            OffsetsUnreachable: not known whether it has ended.
+        """
+        request = pb.DeleteGroupRequest(group=group, offsets_epoch=self._epoch)
+        answer = await self._call(lambda stub: stub.DeleteGroup(request, timeout=CALL_TIMEOUT_S))
+        return answer.queue_count
+
+    async def _call(
+        self, call: Callable[[pb_grpc.OffsetsServiceAsyncStub], Awaitable[Answer]]
+    ) -> Answer:
         try:
-            answer = await self._offsets().DeleteTopic(request, timeout=CALL_TIMEOUT_S)
+            answer = await call(self._offsets())
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(topic, from_rpc_error(error)) from error
+            raise _unreachable(from_rpc_error(error)) from error
         except Unreachable as error:
-            raise _unreachable(topic, error) from error
+            raise _unreachable(error) from error
         if answer.offsets_epoch < self._epoch:
             raise OffsetsUnreachable(
                 f"offsets answered with epoch {answer.offsets_epoch} after {self._epoch}",
                 retry_after_ms=500,
             )
         self._epoch = answer.offsets_epoch
-        if answer.queue_count:
-            log.info("progress forgotten topic=%s queues=%d", topic, answer.queue_count)
+        return answer
 
 
-def _unreachable(topic: str, error: BatonError) -> OffsetsUnreachable:
+def _unreachable(error: BatonError) -> OffsetsUnreachable:
     return OffsetsUnreachable(
-        f"topic {topic} is not created: offsets did not say that it has forgotten an earlier one: "
-        f"{error.message}",
+        f"nothing is changed: offsets did not say that it has forgotten: {error.message}",
         retry_after_ms=500,
     )

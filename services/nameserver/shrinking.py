@@ -21,9 +21,9 @@ from batonmq.common.errors import BatonError, NotServing, Unreachable
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.core.route import TOPICS_REVISION
 from services.nameserver.catalog import Catalog
-from services.nameserver.core import QueueSpread, Topic
+from services.nameserver.core.topics import QueueSpread, Topic
 from services.nameserver.spread import QueueEnd, dropped, unread_count
-from services.nameserver.store import Store
+from services.nameserver.topic_store import TopicStore
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Shrinking:
     def __init__(
         self,
         catalog: Catalog,
-        store: Store,
+        store: TopicStore,
         offsets: Callable[[], offsets_grpc.OffsetsServiceAsyncStub],
         connect: Callable[[str], grpc.aio.Channel],
         *,
@@ -70,7 +70,7 @@ class Shrinking:
         Raises:
             BatonError: somebody who has to be asked does not answer.
         """
-        found = await self._store.read_topic(name)
+        found = await self._store.read(name)
         if found is None or not found[0].shrinking:
             return
         topic, revision = found
@@ -83,7 +83,7 @@ class Shrinking:
         waiting = await self._waiting(topic, ends)
         if waiting:
             self._tell(name, waiting)
-        elif await self._store.replace_topic(dropped(topic), revision):
+        elif await self._store.replace(dropped(topic), revision):
             log.info("topic has shrunk topic=%s queues=%d", name, topic.queue_count)
 
     async def _waiting(self, topic: Topic, ends: Sequence[QueueEnd]) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from batonmq.common.errors import LimitExceeded, NoBroker
-from services.nameserver.core import Group, QueueSpread, Topic
+from services.nameserver.core.groups import Group
+from services.nameserver.core.topics import QueueSpread, Topic
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,9 @@ def resized(topic: Topic, queue_count: int, brokers: Collection[str]) -> tuple[Q
         _grow(counts, missing, brokers, topic.topic_id)
     elif missing < 0:
         _shrink(counts, -missing, topic.name)
-    present = {part.broker: part.queue_count for part in topic.spread}
+    present = {part.broker: part for part in topic.spread}
     return tuple(
-        _spread(name, max(counts[name], present.get(name, 0)), counts[name])
-        for name in sorted(counts)
+        _spread(present.get(name, QueueSpread(name, 0)), counts[name]) for name in sorted(counts)
     )
 
 
@@ -54,7 +54,8 @@ def unread_count(end: QueueEnd, group: Group | None, topic: str, committed: int 
     """Messages of the queue that the group still has to read before the queue may go.
 
     A group without progress on the queue is waited for if it may yet want the messages: it
-    subscribes to the topic, and has members, or would start with the first message.
+    subscribes to the topic, and has members, or would start with the first message. The progress
+    of a broadcasting group is known to its members only, so it is not waited for.
 
     Args:
         group: The record; None if there is none any more.
@@ -63,7 +64,7 @@ def unread_count(end: QueueEnd, group: Group | None, topic: str, committed: int 
     if committed is not None:
         return max(0, end.next_offset - max(committed, end.first_offset))
     subscribes = group is not None and any(s.topic == topic for s in group.terms.subscriptions)
-    if group is None or not subscribes:
+    if group is None or not subscribes or group.terms.broadcasting:
         return 0
     wants = bool(group.members) or group.terms.consume_from == "FIRST"
     return end.next_offset - end.first_offset if wants else 0
@@ -72,12 +73,18 @@ def unread_count(end: QueueEnd, group: Group | None, topic: str, committed: int 
 def dropped(topic: Topic) -> Topic:
     """`topic` without the queues that are being given up."""
     return replace(
-        topic, spread=tuple(QueueSpread(p.broker, p.writable_count) for p in topic.spread)
+        topic,
+        spread=tuple(
+            replace(part, queue_count=part.writable_count, write_queue_count=0)
+            for part in topic.spread
+        ),
     )
 
 
-def _spread(broker: str, queue_count: int, writable_count: int) -> QueueSpread:
-    return QueueSpread(broker, queue_count, writable_count if writable_count < queue_count else 0)
+def _spread(present: QueueSpread, writable_count: int) -> QueueSpread:
+    queue_count = max(present.queue_count, writable_count)
+    write_queue_count = writable_count if writable_count < queue_count else 0
+    return replace(present, queue_count=queue_count, write_queue_count=write_queue_count)
 
 
 def _grow(counts: dict[str, int], missing: int, brokers: Collection[str], first: int) -> None:

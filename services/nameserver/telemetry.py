@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from batonmq.common.errors import BatonError, SubscriptionConflict
-from batonmq.common.rpc import error_to_pb
+from batonmq.common.rpc import differences_to_pb
+from services.nameserver.asks import GroupChange
 from services.nameserver.catalog import Catalog
-from services.nameserver.core import Group, Heartbeat
-from services.nameserver.store import GroupChange
+from services.nameserver.core.differences import longest_standing
+from services.nameserver.core.groups import Heartbeat, Policy, hash_of
 from services.runtime.events import EventHub
+
+log = logging.getLogger(__name__)
 
 
 class Telemetry:
@@ -28,6 +33,22 @@ class Telemetry:
             "groups": (
                 "Consumer groups, those without members included.",
                 lambda: len(catalog.groups),
+            ),
+            "differing_members": (
+                "Members that ask for another subscription than their group has.",
+                lambda: sum(m.differs for group in catalog.groups.values() for m in group.members),
+            ),
+            "draining_groups": (
+                "Groups whose queues are being given back for a new subscription.",
+                lambda: sum(group.draining for group in catalog.groups.values()),
+            ),
+            "paused_groups": (
+                "Groups that an operator has paused.",
+                lambda: sum(group.pause is not None for group in catalog.groups.values()),
+            ),
+            "refused_clients": (
+                "Clients that are refused at this time.",
+                lambda: len(catalog.refused.values),
             ),
             "members": ("Live members of all groups.", lambda: len(catalog.live.values)),
             "watchers": ("Open watches of routes and groups.", lambda: catalog.watcher_count),
@@ -46,6 +67,22 @@ class Telemetry:
         self._expiries = Counter(
             "baton_nameserver_expiries", "Members removed for silence.", registry=registry
         )
+        self._broken_sessions = Counter(
+            "baton_nameserver_broken_sessions",
+            "Members removed because their connection broke.",
+            registry=registry,
+        )
+        self._subscription_changes = Counter(
+            "baton_nameserver_subscription_changes",
+            "Subscriptions of groups that were changed, by policy.",
+            ("policy",),
+            registry=registry,
+        )
+        self._replacements = Counter(
+            "baton_nameserver_replacements",
+            "Those that were changed against the will of other members: messages are lost there.",
+            registry=registry,
+        )
 
     def accepted(self) -> None:
         """A heartbeat was accepted."""
@@ -60,21 +97,69 @@ class Telemetry:
         refused = pb.SubscriptionRefused(
             group=heartbeat.group,
             client_id=heartbeat.client_id,
-            differences=error_to_pb(error).differences,
+            differences=differences_to_pb(error.differences),
         )
         self._hub.publish(pb.MetricEvent(queue=_of(heartbeat.group), subscription_refused=refused))
 
-    def group_changed(self, change: GroupChange) -> None:
-        """A call had this effect on a group, perhaps none."""
-        self._expiries.inc(len(change.expired))
-        if change.changed and change.group is not None:
-            self._publish(change.group)
+    def session_broken(self) -> None:
+        """A member was removed because its connection broke."""
+        self._broken_sessions.inc()
 
-    def _publish(self, group: Group) -> None:
+    def group_changed(self, change: GroupChange) -> None:
+        """A record was written here."""
+        group = change.group
+        self._expiries.inc(len(change.expired))
+        log.info(
+            "group changed group=%s generation=%d members=%d joined=%s left=%s",
+            group.name,
+            group.generation,
+            len(group.members),
+            ",".join(change.joined) or "-",
+            ",".join(change.left) or "-",
+        )
+        if change.expired:
+            log.warning(
+                "members expired group=%s generation=%d members=%s",
+                group.name,
+                group.generation,
+                ",".join(f"{m.client_id}@{m.host}" for m in change.expired),
+            )
         changed = pb.GroupChanged(
             group=group.name, generation=group.generation, member_count=len(group.members)
         )
         self._hub.publish(pb.MetricEvent(queue=_of(group.name), group_changed=changed))
+        before = change.before.subscription_generation if change.before else 0
+        if group.subscription_generation != before:
+            self._subscription_changed(change)
+
+    def _subscription_changed(self, change: GroupChange) -> None:
+        group = change.group
+        self._subscription_changes.labels(group.policy.value).inc()
+        client_id = _author(change)
+        differences = change.replaced.get(client_id, ())
+        if group.policy is Policy.WARN and differences:
+            self._replacements.inc()
+            log.warning(
+                "subscription replaced group=%s subscription_generation=%d client_id=%s",
+                group.name,
+                group.subscription_generation,
+                client_id,
+            )
+        changed = pb.SubscriptionChanged(
+            group=group.name,
+            subscription_generation=group.subscription_generation,
+            client_id=client_id,
+            differences=differences_to_pb(differences),
+        )
+        self._hub.publish(pb.MetricEvent(queue=_of(group.name), subscription_changed=changed))
+
+
+def _author(change: GroupChange) -> str:
+    """Client id of a member that asks for what the group has; if known, of who made it so."""
+    group = change.group
+    if change.replaced:
+        return [*change.replaced][-1]
+    return longest_standing(group.members, hash_of(group.terms.subscriptions))
 
 
 def _of(group: str) -> queue_pb2.GroupQueue:

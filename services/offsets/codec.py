@@ -1,22 +1,59 @@
-"""Bytes of a queue's key and progress on the disk.
+"""Bytes of a queue's key and progress, and of an operation, on the disk.
 
 A key is `group NUL topic NUL broker NUL queue_id`, all ASCII without NUL inside; keys of a group
-stand together. Keys of anything but queues begin with NUL.
+stand together. Keys of anything but queues begin with NUL. A value begins with a checksum:
+
+    at  size  field
+     0     4  CRC-32C of the key and of the rest of the value, little-endian
+     4        what is stored
 """
 
 from __future__ import annotations
 
+import google_crc32c
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import stored_progress_pb2
 from google.protobuf.message import DecodeError
 
 from batonmq.common.errors import DataLoss
-from services.offsets.core.calls import Grant, Holder, QueueKey, Tombstone
+from services.offsets.core.calls import (
+    Grant,
+    Holder,
+    Moved,
+    Place,
+    QueueKey,
+    Source,
+    Tombstone,
+)
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
+from services.offsets.core.resets import Operation, Order, Step
 
 META = b"\0"
 """First byte of keys that are not of queues."""
+_CHECKSUM_SIZE = 4
+
+
+def seal(key: bytes, value: bytes) -> bytes:
+    """The value as it stands on the disk."""
+    return _checksum(key, value) + value
+
+
+def unseal(key: bytes, stored: bytes) -> bytes:
+    """Inverse of `seal`.
+
+    Raises:
+        DataLoss: the key or the value is not what was written.
+    """
+    value = stored[_CHECKSUM_SIZE:]
+    if stored[:_CHECKSUM_SIZE] != _checksum(key, value):
+        raise DataLoss(f"the checksum of what is stored under {key[:80]!r} does not match")
+    return value
+
+
+def _checksum(key: bytes, value: bytes) -> bytes:
+    checksum: int = google_crc32c.value(key + value)
+    return checksum.to_bytes(_CHECKSUM_SIZE, "little")
 
 
 def encode_key(key: QueueKey) -> bytes:
@@ -63,6 +100,12 @@ def encode_progress(progress: Progress | Tombstone) -> bytes:
         fenced_committed_offset=grant.committed_offset if grant else 0,
         fenced_acked=grant.acked.encoded if grant else b"",
         fenced_maybe_seen=grant.maybe_seen.encoded if grant else b"",
+        subscription_generation=progress.subscription_generation,
+        forced_by=progress.forced_by,
+        forced_reason=progress.forced_reason,
+        source=progress.source,
+        first_reset_epoch=progress.first_reset_epoch,
+        superseded=bool(progress.attempt) and grant is None,
     ).SerializeToString()
 
 
@@ -77,11 +120,13 @@ def decode_progress(key: QueueKey, stored: bytes) -> Progress | Tombstone:
         progress = _progress(read)
     except (DecodeError, ValueError) as error:
         raise DataLoss(f"stored progress of {key} can't be read: {error}") from error
-    if read.deleted and read.token > 1 and read.reset_epoch > 0:
+    if read.deleted and read.token > 0 and read.reset_epoch > 0:
         return Tombstone(read.token, read.reset_epoch, read.update_unix_ms)
     lowest = progress.acked.runs[0][0] if progress.acked else progress.committed_offset + 1
     if not 0 <= progress.committed_offset <= progress.delivered_reserved or (
-        read.deleted or progress.token < 1 or lowest <= progress.committed_offset
+        read.deleted
+        or progress.token < (not progress.closed)
+        or lowest <= progress.committed_offset
     ):
         raise DataLoss(
             f"stored progress of {key} contradicts itself: token {progress.token}, committed "
@@ -95,7 +140,7 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
     if read.HasField("holder"):
         holder = Holder(read.holder.client_id, read.holder.incarnation_id)
     grant = None
-    if read.attempt:
+    if read.attempt and not read.superseded:
         grant = Grant(
             read.token,
             read.fenced_committed_offset,
@@ -113,8 +158,79 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
         delivered_reserved=read.delivered_reserved,
         maybe_seen=RangeSet.decode(read.maybe_seen),
         reset_epoch=read.reset_epoch,
+        first_reset_epoch=read.first_reset_epoch,
         grant=grant,
         attempt=read.attempt,
+        forced_by=read.forced_by,
+        forced_reason=read.forced_reason,
+        subscription_generation=read.subscription_generation,
+        source=Source(read.source),
         access_monotonic_ms=0,
         update_unix_ms=read.update_unix_ms,
+    )
+
+
+def encode_operation(operation: Operation) -> bytes:
+    """A reset or clone, all of it."""
+    order = operation.order
+    return stored_progress_pb2.StoredReset(
+        op_id=order.op_id,
+        kind=order.kind,
+        by=order.by,
+        reason=order.reason,
+        unix_ms=operation.unix_ms,
+        steps=[_encode_step(step) for step in operation.steps],
+        undone_op_id=order.undone_op_id,
+        from_group=order.from_group,
+        number=operation.number,
+    ).SerializeToString()
+
+
+def decode_operation(stored: bytes) -> Operation:
+    """Inverse of `encode_operation`.
+
+    Raises:
+        DataLoss: these bytes are not an operation.
+    """
+    try:
+        read = stored_progress_pb2.StoredReset.FromString(stored)
+        return Operation(
+            number=read.number,
+            order=Order(
+                read.op_id,
+                Source(read.kind),
+                read.by,
+                read.reason,
+                read.undone_op_id,
+                read.from_group,
+            ),
+            unix_ms=read.unix_ms,
+            steps=tuple(_decode_step(step) for step in read.steps),
+        )
+    except (DecodeError, ValueError) as error:
+        raise DataLoss(f"a stored operation can't be read: {error}") from error
+
+
+def _encode_step(step: Step) -> stored_progress_pb2.StoredResetStep:
+    key, moved = step.key, step.moved
+    queue = queue_pb2.Queue(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
+    return stored_progress_pb2.StoredResetStep(
+        queue=queue_pb2.GroupQueue(group=key.group, queue=queue),
+        from_offset=moved.before.committed_offset,
+        from_acked=moved.before.acked.encoded,
+        to_offset=step.to_offset,
+        replayed_count=moved.replayed_count,
+        skipped_count=moved.skipped_count,
+        reset_epoch=moved.reset_epoch,
+        token=moved.token,
+    )
+
+
+def _decode_step(read: stored_progress_pb2.StoredResetStep) -> Step:
+    queue = read.queue.queue
+    before = Place(read.from_offset, RangeSet.decode(read.from_acked))
+    return Step(
+        QueueKey(read.queue.group, queue.topic, queue.broker, queue.queue_id),
+        read.to_offset,
+        Moved(before, read.replayed_count, read.skipped_count, read.reset_epoch, read.token),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from services.offsets.core.calls import Limits
+from services.offsets.disk import FREE_BYTES_MIN
 from services.runtime.settings import ServiceSettings
 
 
@@ -23,6 +24,8 @@ class OffsetsSettings(ServiceSettings):
     """Acked ranges above the committed offset of a queue beyond which its delivery stops."""
     ack_bytes_max: int = Field(1024 * 1024, ge=64)
     """Stored size of those ranges beyond which delivery stops, in bytes."""
+    disk_free_bytes_min: int = Field(FREE_BYTES_MIN, ge=0)
+    """With less free on the disk every change is refused with DISK_FULL, in bytes."""
 
     @property
     def limits(self) -> Limits:

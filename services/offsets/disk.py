@@ -10,13 +10,15 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from shutil import disk_usage
 from types import TracebackType
 
 import lmdb
 
-from batonmq.common.errors import DataLoss
+from batonmq.common.errors import DataLoss, DiskFull
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ Entry = tuple[bytes, bytes]
 
 MAP_BYTES_MIN = 1 << 30
 """Address space at first, not memory and not disk; doubled when it is used up."""
+FREE_BYTES_MIN = 64 << 20
+"""What `write` leaves free on the disk, so that it never fails half-way for want of room."""
 
 
 class DataDirInUse(Exception):
@@ -36,13 +40,22 @@ class Disk:
 
     Args:
         folder: Made if it does not exist; used by one process at a time.
+        free_bytes_min: `write` refuses when less is free.
+        free_bytes: What is free on the disk that holds `folder`.
 
     Raises:
         DataDirInUse: another process has it.
         DataLoss: the file is damaged.
     """
 
-    def __init__(self, folder: Path, map_bytes: int = MAP_BYTES_MIN) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        map_bytes: int = MAP_BYTES_MIN,
+        free_bytes_min: int = FREE_BYTES_MIN,
+        free_bytes: Callable[[Path], int] = lambda folder: disk_usage(folder).free,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._held = os.open(folder / "process.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -61,6 +74,8 @@ class Disk:
             raise DataLoss(f"stored progress in {folder} can't be opened: {error}") from error
         self._access = threading.Lock()
         self._closed = False
+        self._free_bytes_min = free_bytes_min
+        self._free_bytes = partial(free_bytes, folder)
 
     def read(self) -> Iterator[Entry]:
         """All entries by key, ascending.
@@ -78,12 +93,22 @@ class Disk:
         """Write all entries or none, and return when they are durable.
 
         Raises:
+            DiskFull: nothing is written; the same write may be tried again.
             lmdb.Error, OSError: not known whether they are; the process must end.
         """
-        await asyncio.to_thread(self.write_now, entries)
+        await asyncio.to_thread(self._write_with_room, entries)
+
+    def _write_with_room(self, entries: Sequence[Entry]) -> None:
+        free_bytes = self._free_bytes()
+        if free_bytes < self._free_bytes_min:
+            raise DiskFull(
+                f"{free_bytes} bytes are free on the disk, {self._free_bytes_min} have to be",
+                facts={"free_bytes": free_bytes, "limit": self._free_bytes_min},
+            )
+        self.write_now(entries)
 
     def write_now(self, entries: Sequence[Entry]) -> None:
-        """`write` for a caller that may be blocked."""
+        """`write` for a caller that may be blocked, whatever is free."""
         with self._access:
             if self._closed:
                 raise OSError("the disk is closed")

@@ -1,17 +1,24 @@
 """One write at a time; what changes meanwhile goes into the next one, all together.
 
 An answer about a key waits until the newest change of the key is durable, whether or not the
-call itself changed it: so nobody learns of, or builds on, a state that a crash can take back.
+call itself changed it: so nobody learns of, or builds on, a state that a crash can take back. While
+the disk is full the same write is tried again and again; who waits for it waits on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from batonmq.common.errors import DiskFull
+
+log = logging.getLogger(__name__)
+
 Key = TypeVar("Key")
 Entry = tuple[bytes, bytes]
+RETRY_MS = 1_000
 
 
 class _Batch(Generic[Key]):
@@ -24,9 +31,13 @@ class GroupCommit(Generic[Key]):
     """Makes changed keys durable in the order in which they changed.
 
     Args:
-        write: Returns when all entries are durable. If it raises, `run` does, nobody who waits is
-            ever answered, and the process has to end: memory is ahead of the disk.
+        write: Returns when all entries are durable. If it raises anything but `DiskFull`, so does
+            `run`, nobody who waits is ever answered, and the process has to end: memory is ahead
+            of the disk.
         entry_of: Key and value on the disk of a key's present state.
+
+    Attributes:
+        full: The refusal of the disk, as long as it has no room; no change may be made meanwhile.
     """
 
     def __init__(
@@ -38,6 +49,16 @@ class GroupCommit(Generic[Key]):
         self._gathering: _Batch[Key] = _Batch()
         self._pending: dict[Key, _Batch[Key]] = {}
         self._arrived = asyncio.Event()
+        self.full: DiskFull | None = None
+
+    def check_room(self) -> None:
+        """Refuse a change that could not become durable now.
+
+        Raises:
+            DiskFull: the disk has no room.
+        """
+        if self.full is not None:
+            raise DiskFull(self.full.message, retry_after_ms=RETRY_MS, facts=self.full.facts)
 
     def changed(self, key: Key) -> None:
         """Note that the state of `key` has changed in memory."""
@@ -56,14 +77,34 @@ class GroupCommit(Generic[Key]):
         for batch in dict.fromkeys(self._pending.values()):
             await batch.durable.wait()
 
+    async def drain(self) -> None:
+        """`settled_all`, unless the disk is full: what is not durable was answered to nobody."""
+        if self.full is None:
+            await self.settled_all()
+
     async def run(self) -> None:
         """Write for ever; to be run as one task."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             batch, self._gathering = self._gathering, _Batch()
-            await self._write([self._entry_of(key) for key in batch.keys])
+            # Once: a state that came later has to become durable with what changed with it.
+            await self._write_once_there_is_room([self._entry_of(key) for key in batch.keys])
             for key in batch.keys:
                 if self._pending[key] is batch:
                     del self._pending[key]
             batch.durable.set()
+
+    async def _write_once_there_is_room(self, entries: Sequence[Entry]) -> None:
+        while True:
+            try:
+                await self._write(entries)
+                break
+            except DiskFull as error:
+                if self.full is None:
+                    log.warning("disk is full, changes are refused error=%s", error)
+                self.full = error
+                await asyncio.sleep(RETRY_MS / 1000)
+        if self.full is not None:
+            log.warning("disk has room again")
+            self.full = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from batonmq.common.errors import BatonError, Fenced
 from services.offsets.core.calls import Committed, Condition, Grant
+from services.offsets.core.resets import Order, Outcome
 from services.offsets.core.table import ProgressTable
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -17,10 +18,12 @@ _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 class OffsetsMetrics:
     """Counters and gauges of one process."""
 
-    def __init__(self, registry: CollectorRegistry, table: ProgressTable) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, table: ProgressTable, disk_full: Callable[[], bool]
+    ) -> None:
         self._commits = Counter(
             "baton_offsets_commits",
-            "Commits and closes by outcome: changed, noop, or the reason of the refusal.",
+            "Commits, closes and acks of pulls: changed, noop, or the reason of the refusal.",
             ("op", "outcome"),
             registry=registry,
         )
@@ -34,6 +37,12 @@ class OffsetsMetrics:
             "baton_offsets_fenced",
             "Items refused because their token is not in force.",
             ("op", "why"),
+            registry=registry,
+        )
+        self._moves = Counter(
+            "baton_offsets_moves",
+            "Queues asked to be moved: moved, repeated, or the reason of the refusal.",
+            ("op", "outcome"),
             registry=registry,
         )
         self.write_seconds = Histogram(
@@ -54,6 +63,18 @@ class OffsetsMetrics:
         )
         # Scraped from another thread: list() of a dict's values is one step of the interpreter.
         ack_ranges.set_function(lambda: max(list(table.ack_ranges.values()), default=0))
+        capped = Gauge(
+            "baton_offsets_capped_queues",
+            "Queues whose deliveries wait: too many acked ranges above the committed offset.",
+            registry=registry,
+        )
+        capped.set_function(lambda: len(table.capped))
+        full = Gauge(
+            "baton_offsets_disk_full",
+            "1 while changes are refused because the disk is full.",
+            registry=registry,
+        )
+        full.set_function(disk_full)
         queues = Gauge("baton_offsets_queues", "Queues with progress.", registry=registry)
         queues.set_function(lambda: len(table))
 
@@ -79,3 +100,14 @@ class OffsetsMetrics:
         else:
             outcome = "granted" if result.changed else "repeated"
         self._fences.labels(condition.value, outcome).inc()
+
+    def moved(self, order: Order, outcome: Outcome) -> None:
+        """Count the queues of a reset, an undo or a clone."""
+        op = "undo" if order.undone_op_id else order.kind.name.lower()
+        fresh = {step.key for step in outcome.fresh}
+        for result in outcome.results:
+            if isinstance(result, BatonError):
+                what = result.reason
+            else:
+                what = "moved" if result.key in fresh else "repeated"
+            self._moves.labels(op, what).inc()

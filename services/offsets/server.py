@@ -7,13 +7,12 @@ a refusal too, waits for the newest change of the queues it speaks of (protocol 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import grpc.aio
 from baton.common.v1 import error_pb2
-from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 
@@ -21,22 +20,33 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, Fenced
 from batonmq.common.rpc import error_to_pb
 from batonmq.core.names import check_group, check_topic
-from services.offsets.core.calls import Committed, Condition, Fence, Grant, Instant, QueueKey
-from services.offsets.core.table import ProgressTable
-from services.offsets.group_commit import GroupCommit
-from services.offsets.metrics import OffsetsMetrics
-from services.offsets.persistence import DurableKey
-from services.offsets.wire import (
-    Reader,
-    check_single,
+from services.offsets.answers import (
+    committed_pb,
     fenced_pb,
-    number,
+    operation_pb,
     progress_pb,
-    queue_pb,
     ranges_pb,
+    reset_outcome_pb,
+    step_pb,
     token_pb,
 )
-from services.runtime.events import EventHub
+from services.offsets.core.calls import (
+    Acks,
+    Committed,
+    Delivered,
+    Delivery,
+    Instant,
+    QueueKey,
+    Source,
+)
+from services.offsets.core.ranges import RangeSet
+from services.offsets.core.resets import Outcome, Resets, Step
+from services.offsets.core.table import ProgressTable
+from services.offsets.group_commit import GroupCommit
+from services.offsets.modes import Modes
+from services.offsets.persistence import DurableKey
+from services.offsets.telemetry import Telemetry
+from services.offsets.wire import Reader, check_single, number, topic_or_all
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +60,11 @@ class Parts:
     """What the servicer works with."""
 
     table: ProgressTable
+    resets: Resets
     commits: GroupCommit[DurableKey]
     clock: Clock
-    metrics: OffsetsMetrics
-    hub: EventHub
+    modes: Modes
+    telemetry: Telemetry
 
 
 class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
@@ -61,12 +72,12 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
     def __init__(self, parts: Parts) -> None:
         self._table, self._commits, self._clock = parts.table, parts.commits, parts.clock
-        self._metrics, self._hub = parts.metrics, parts.hub
+        self._resets, self._modes, self._telemetry = parts.resets, parts.modes, parts.telemetry
         self._read = Reader(parts.table, parts.table.limits.ack_ranges_max)
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
         """See the proto."""
-        self._table.check_epoch(request.offsets_epoch)
+        self._check_change(request.offsets_epoch)
         if self._table.announce(number(request.term, "term", 1)):
             self._commits.changed(None)
             log.info("lock manager announced term=%d", request.term)
@@ -76,19 +87,18 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
     async def Fence(self, request: pb.FenceRequest, context: Context) -> pb.FenceResponse:
         """See the proto."""
-        self._table.check_epoch(request.offsets_epoch)
+        self._check_change(request.offsets_epoch)
         term = number(request.term, "term", 1)
         wishes = self._read.items(request.items, self._read.fence)
         now, outcomes = self._now(), []
-        for (key, wish), item in zip(wishes, request.items, strict=True):
+        for key, wish in wishes:
             grant = _attempt(self._table.fence, key, term, wish, now)
-            self._metrics.fence(wish.condition, grant)
+            self._telemetry.fence(key, wish, grant)
             if isinstance(grant, BatonError):
                 outcomes.append(pb.FenceOutcome(error=error_to_pb(grant)))
                 continue
             if grant.changed:
                 self._commits.changed(key)
-                _log_fence(key, wish, grant, item)
             outcomes.append(pb.FenceOutcome(fenced=fenced_pb(grant)))
         await self._commits.settled([None, *(key for key, _ in wishes)])
         return pb.FenceResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
@@ -97,19 +107,14 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self, request: pb.RecordDeliveredRequest, context: Context
     ) -> pb.RecordDeliveredResponse:
         """See the proto."""
-        self._table.check_epoch(request.offsets_epoch)
-        deliveries = self._read.items(request.items, self._read.delivery)
-        now, outcomes = self._now(), []
-        for key, token, run in deliveries:
-            delivered = _attempt(self._table.record_delivered, key, token, run, now)
-            if isinstance(delivered, BatonError):
-                outcomes.append(pb.DeliveryOutcome(error=self._refused("record", delivered)))
-                continue
-            if delivered.changed:
-                self._commits.changed(key)
-            maybe_seen = ranges_pb(delivered.maybe_seen)
-            outcomes.append(pb.DeliveryOutcome(delivered=pb.Delivered(maybe_seen=maybe_seen)))
-        await self._commits.settled(delivery[0] for delivery in deliveries)
+        self._check_change(request.offsets_epoch)
+        items = self._read.items(request.items, self._read.delivery)
+        now = self._now()
+        results = [self._deliver(*item, now) for item in items]
+        await self._commits.settled(item[0] for item in items)
+        acked = [(item[:2], each[1]) for item, each in zip(items, results, strict=True) if each[1]]
+        self._telemetry.commits("pull", [one[0] for one in acked], [one[1] for one in acked])
+        outcomes = [outcome for outcome, _ in results]
         return pb.RecordDeliveredResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
@@ -126,32 +131,34 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """See the proto."""
-        self._table.check_epoch(request.offsets_epoch)
+        self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.commit)
         check_single(item[0] for item in items)
         now, outcomes = self._now(), []
-        results = [_attempt(self._table.commit, *item, now) for item in items]
-        for item, result in zip(items, results, strict=True):
+        results = [_attempt(self._commit, *item, now, Source.COMMIT) for item in items]
+        for result in results:
             if isinstance(result, BatonError):
                 outcomes.append(pb.CommitOutcome(error=self._refused("commit", result)))
             else:
-                outcomes.append(pb.CommitOutcome(committed=self._committed(item[0], result)))
-        await self._settled("commit", [item[:2] for item in items], results)
+                outcomes.append(pb.CommitOutcome(committed=committed_pb(result)))
+        await self._commits.settled(item[0] for item in items)
+        self._telemetry.commits("commit", [item[:2] for item in items], results)
         return pb.CommitResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
         """See the proto."""
-        self._table.check_epoch(request.offsets_epoch)
+        self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.close)
         check_single(item[0] for item in items)
         now, outcomes = self._now(), []
-        results = [_attempt(self._table.close, *item, now) for item in items]
-        for item, result in zip(items, results, strict=True):
+        results = [_attempt(self._close, *item, now) for item in items]
+        for result in results:
             if isinstance(result, BatonError):
                 outcomes.append(pb.CloseOutcome(error=self._refused("close", result)))
             else:
-                outcomes.append(pb.CloseOutcome(closed=self._committed(item[0], result)))
-        await self._settled("close", [item[:2] for item in items], results)
+                outcomes.append(pb.CloseOutcome(closed=committed_pb(result)))
+        await self._commits.settled(item[0] for item in items)
+        self._telemetry.commits("close", [item[:2] for item in items], results)
         return pb.CloseResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
@@ -164,7 +171,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             if isinstance(progress, BatonError):
                 outcomes.append(pb.QueryOutcome(error=error_to_pb(progress)))
             else:
-                outcomes.append(pb.QueryOutcome(progress=progress_pb(key, progress, now)))
+                found = progress_pb(key, progress, self._table.limits, now)
+                outcomes.append(pb.QueryOutcome(progress=found))
         await self._commits.settled(keys)
         return pb.QueryResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
@@ -173,7 +181,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     ) -> pb.QueryGroupResponse:
         """See the proto."""
         keys, now = self._table.group(check_group(request.group)), self._now()
-        queues = [progress_pb(key, self._table.query(key), now) for key in keys]
+        limits = self._table.limits
+        queues = [progress_pb(key, self._table.query(key), limits, now) for key in keys]
         await self._commits.settled(keys)
         return pb.QueryGroupResponse(offsets_epoch=self._table.epoch, queues=queues)
 
@@ -181,7 +190,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self, request: pb.DeleteTopicRequest, context: Context
     ) -> pb.DeleteTopicResponse:
         """See the proto."""
-        self._table.check_epoch(request.offsets_epoch)
+        self._check_change(request.offsets_epoch)
         topic, topic_id = check_topic(request.topic), number(request.topic_id, "topic_id", 1)
         ended = self._table.delete_topic(topic, topic_id, self._now())
         if ended is not None:
@@ -193,36 +202,139 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         await self._commits.settled([topic])
         return pb.DeleteTopicResponse(offsets_epoch=self._table.epoch, queue_count=len(ended or ()))
 
+    async def DeleteGroup(
+        self, request: pb.DeleteGroupRequest, context: Context
+    ) -> pb.DeleteGroupResponse:
+        """See the proto."""
+        self._check_change(request.offsets_epoch)
+        group, topic = check_group(request.group), topic_or_all(request.topic)
+        ended = self._table.delete_group(group, topic, self._now())
+        for key in ended:
+            self._commits.changed(key)
+        if ended:
+            log.info("progress deleted group=%s topic=%s queues=%d", group, topic, len(ended))
+        await self._commits.settled_all()
+        return pb.DeleteGroupResponse(offsets_epoch=self._table.epoch, queue_count=len(ended))
+
+    async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
+        """See the proto."""
+        self._check_change(request.offsets_epoch)
+        group, order, targets = self._read.reset(request)
+        now, dry_run = self._now(), request.dry_run
+        if order.undone_op_id:
+            outcome = self._resets.undo(group, order, now, dry_run=dry_run)
+        else:
+            outcome = self._resets.reset(group, order, targets, now, dry_run=dry_run)
+        await self._carried_out(outcome)
+        if not dry_run:
+            self._telemetry.moved(group, order, outcome)
+        return pb.ResetResponse(
+            offsets_epoch=self._table.epoch, outcomes=map(reset_outcome_pb, outcome.results)
+        )
+
+    async def Clone(self, request: pb.CloneRequest, context: Context) -> pb.CloneResponse:
+        """See the proto."""
+        self._check_change(request.offsets_epoch)
+        to_group, order, topic = self._read.clone(request)
+        now, dry_run = self._now(), request.dry_run
+        outcome = self._resets.clone(to_group, order, topic, now, dry_run=dry_run)
+        await self._carried_out(outcome)
+        if not dry_run:
+            self._telemetry.moved(to_group, order, outcome)
+        steps = [step_pb(step) for step in outcome.results if isinstance(step, Step)]
+        return pb.CloneResponse(offsets_epoch=self._table.epoch, steps=steps)
+
+    async def ListResets(
+        self, request: pb.ListResetsRequest, context: Context
+    ) -> pb.ListResetsResponse:
+        """See the proto."""
+        found = self._resets.records.newest_first(check_group(request.group))
+        await self._commits.settled_all()
+        return pb.ListResetsResponse(
+            offsets_epoch=self._table.epoch, resets=map(operation_pb, found)
+        )
+
+    # ---- one item
+
+    def _deliver(
+        self,
+        key: QueueKey,
+        token: int,
+        delivery: Delivery,
+        acks: Acks | None,
+        now: Instant,
+    ) -> tuple[pb.DeliveryOutcome, Committed | BatonError | None]:
+        """The outcome, and what became of acks that rode along.
+
+        Acks come first: they may open the window that the delivery needs (protocol 6.6).
+        """
+        committed: Committed | BatonError | None = None
+        if acks is not None:
+            committed = _attempt(self._commit, key, token, acks, now, Source.PULL)
+        if isinstance(committed, BatonError):
+            return pb.DeliveryOutcome(error=self._refused("pull", committed)), committed
+        delivered = _attempt(self._record, key, token, delivery, now)
+        if isinstance(delivered, BatonError):
+            return pb.DeliveryOutcome(error=self._refused("record", delivered)), committed
+        answer = pb.Delivered(
+            maybe_seen=ranges_pb(delivered.maybe_seen),
+            progress=committed_pb(committed) if committed is not None else None,
+        )
+        return pb.DeliveryOutcome(delivered=answer), committed
+
+    def _record(self, key: QueueKey, token: int, delivery: Delivery, now: Instant) -> Delivered:
+        self._modes.check(key.group, token)
+        delivered = self._table.record_delivered(key, token, delivery, now)
+        if delivered.changed:
+            self._commits.changed(key)
+        return delivered
+
+    def _commit(
+        self, key: QueueKey, token: int, acks: Acks, now: Instant, source: Source
+    ) -> Committed:
+        self._modes.check(key.group, token)
+        if token:
+            committed = self._table.commit(key, token, acks, now, source)
+        else:
+            committed = self._table.commit_unowned(key, acks, now)
+        if committed.changed:
+            self._commits.changed(key)
+        return committed
+
+    def _close(
+        self, key: QueueKey, token: int, acks: Acks, unfinished: RangeSet, now: Instant
+    ) -> Committed:
+        self._modes.check(key.group, token)
+        committed = self._table.close(key, token, acks, unfinished, now)
+        if committed.changed:
+            self._commits.changed(key)
+        return committed
+
+    # ---- around them
+
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
 
+    def _check_change(self, seen_epoch: int) -> None:
+        """Refuse a call that may change something."""
+        self._table.check_epoch(seen_epoch)
+        self._commits.check_room()
+
     def _refused(self, op: str, error: BatonError) -> error_pb2.Error:
         if isinstance(error, Fenced):
-            self._metrics.fenced(op, error)
+            self._telemetry.fenced(op, error)
         return error_to_pb(error)
 
-    def _committed(self, key: QueueKey, committed: Committed) -> pb.Committed:
-        if committed.changed:
-            self._commits.changed(key)
-        return pb.Committed(committed_offset=committed.committed_offset, noop=not committed.changed)
+    async def _carried_out(self, outcome: Outcome) -> None:
+        """Return when a reset or clone is durable.
 
-    async def _settled(
-        self,
-        op: str,
-        items: Sequence[tuple[QueueKey, int]],
-        results: Sequence[Committed | BatonError],
-    ) -> None:
-        """Wait until the results are durable, then let the world know."""
-        await self._commits.settled(key for key, _ in items)
-        self._metrics.committed(op, results)
-        if not self._hub.watched:
-            return
-        for (key, token), result in zip(items, results, strict=True):
-            if isinstance(result, Committed) and result.changed:
-                committed = metrics_pb.CommittedRange(
-                    committed_offset=result.committed_offset, token=token, closed=op == "close"
-                )
-                self._hub.publish(metrics_pb.MetricEvent(queue=queue_pb(key), committed=committed))
+        There was no await since it was applied: the queues and the record go into one write.
+        """
+        for step in outcome.fresh:
+            self._commits.changed(step.key)
+        if outcome.record is not None:
+            self._commits.changed(outcome.record)
+        await self._commits.settled_all()
 
 
 def _attempt(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result | BatonError:
@@ -230,23 +342,3 @@ def _attempt(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Re
         return call(*args, **kwargs)
     except BatonError as error:
         return error
-
-
-def _log_fence(key: QueueKey, wish: Fence, grant: Grant, item: pb.FenceItem) -> None:
-    if wish.condition is Condition.FORCED:
-        log.warning(
-            "queue taken by force queue=%s token=%d holder=%s by=%s reason=%s",
-            key,
-            grant.token,
-            wish.holder.client_id,
-            item.forced_by,
-            item.forced_reason,
-        )
-    else:
-        log.debug(
-            "queue fenced queue=%s token=%d holder=%s condition=%s",
-            key,
-            grant.token,
-            wish.holder.client_id,
-            wish.condition.value,
-        )

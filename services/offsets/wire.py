@@ -1,10 +1,10 @@
-"""Requests to plain values, and back. Refuses here what is malformed whatever the state."""
+"""Requests to plain values. Refuses here what is malformed whatever the state."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
@@ -14,24 +14,24 @@ from batonmq.core.names import check_broker, check_client_id, check_group, check
 from services.offsets.core.calls import (
     Acks,
     Condition,
+    Delivery,
     Fence,
-    Grant,
     Holder,
-    Instant,
+    Place,
     QueueKey,
-    Tombstone,
+    Source,
 )
-from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import EMPTY, RangeSet
+from services.offsets.core.resets import Order, Target
 
 ITEMS_MAX = 1_024
 NUMBER_MAX = 1 << 62
 """Offsets, tokens, epochs and times are not greater, so that sums stay in 64 bits."""
 QUEUE_ID_MAX = 65_535
-FORCED_BY_MAX = 255
-FORCED_REASON_MAX = 1_024
+BY_MAX = 255
+REASON_MAX = 1_024
 
-_ATTEMPT = re.compile(r"[!-~]{1,64}")
+_ID = re.compile(r"[!-~]{1,64}")
 _CONDITIONS = {
     pb.FENCE_CONDITION_CLOSED_OR_DRAINED: Condition.CLOSED_OR_DRAINED,
     pb.FENCE_CONDITION_SAME_HOLDER: Condition.SAME_HOLDER,
@@ -41,6 +41,14 @@ _CONDITIONS = {
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+
+
+class ResetWish(NamedTuple):
+    """A reset as asked for; an undo has no targets."""
+
+    group: str
+    order: Order
+    targets: list[Target]
 
 
 class Reader:
@@ -93,29 +101,28 @@ class Reader:
             number(key.queue_id, "queue_id", largest=QUEUE_ID_MAX)
         return key
 
-    def delivery(self, item: pb.DeliveryItem) -> tuple[QueueKey, int, tuple[int, int]]:
-        """Queue, token and range."""
+    def delivery(self, item: pb.DeliveryItem) -> tuple[QueueKey, int, Delivery, Acks | None]:
+        """Queue, token, delivery, and acks that ride along."""
         first, next_ = item.first_offset, item.next_offset
         if not 0 <= first < next_ <= NUMBER_MAX:
             raise _bad_range(first, next_, "next_offset")
-        return self.queue(item.queue), _token(item.token), (first, next_)
+        generation = number(item.subscription_generation, "subscription_generation")
+        acks = self._acks(item.progress, "progress.") if item.HasField("progress") else None
+        delivery = Delivery(first, next_, generation)
+        return self.queue(item.queue), _token(item.token), delivery, acks
 
     def touch(self, item: pb.TouchItem) -> tuple[QueueKey, int]:
         """Queue and token."""
         return self.queue(item.queue), _token(item.token)
 
-    def commit(self, item: pb.CommitItem | pb.CloseItem) -> tuple[QueueKey, int, Acks]:
-        """Queue, token and acks."""
-        acks = Acks(
-            number(item.reset_epoch, "reset_epoch"),
-            number(item.committed_offset, "committed_offset"),
-            self.ranges(item.acked, "acked"),
-        )
-        return self.queue(item.queue), _token(item.token), acks
+    def commit(self, item: pb.CommitItem) -> tuple[QueueKey, int, Acks]:
+        """Queue, token, 0 for none, and acks."""
+        return self.queue(item.queue), number(item.token, "token"), self._acks(item)
 
     def close(self, item: pb.CloseItem) -> tuple[QueueKey, int, Acks, RangeSet]:
         """Queue, token, acks and what was cut off."""
-        return *self.commit(item), self.ranges(item.unfinished, "unfinished")
+        unfinished = self.ranges(item.unfinished, "unfinished")
+        return self.queue(item.queue), _token(item.token), self._acks(item), unfinished
 
     def fence(self, item: pb.FenceItem) -> tuple[QueueKey, Fence]:
         """Queue and wish."""
@@ -124,26 +131,68 @@ class Reader:
             raise InvalidArgument(
                 f"condition {item.condition} is not one of the four", facts={"field": "condition"}
             )
-        if not _ATTEMPT.fullmatch(item.attempt):
-            raise InvalidArgument(
-                f"attempt {item.attempt[:80]!r} is not 1 to 64 visible ASCII characters",
-                facts={"field": "attempt"},
-            )
-        if condition is Condition.FORCED:
-            _text(item.forced_by, "forced_by", FORCED_BY_MAX)
-            _text(item.forced_reason, "forced_reason", FORCED_REASON_MAX)
+        _id(item.attempt, "attempt")
+        forced = condition is Condition.FORCED
+        if forced:
+            _text(item.forced_by, "forced_by", BY_MAX)
+            _text(item.forced_reason, "forced_reason", REASON_MAX)
+        holder = _holder(item.holder) if item.HasField("holder") else None
+        if holder is None and item.resume:
+            raise InvalidArgument("nobody has nothing to resume", facts={"field": "resume"})
         wish = Fence(
             attempt=item.attempt,
             expected_token=number(item.expected_token, "expected_token"),
             condition=condition,
-            holder=_holder(item.holder),
+            holder=holder,
             resume=self.ranges(item.resume, "resume"),
             reset_epoch=number(item.reset_epoch, "reset_epoch"),
             idle_ms=number(item.idle_ms, "idle_ms", int(condition is Condition.IDLE)),
             token_min=number(item.token_min, "token_min"),
             initial_offset=number(item.initial_offset, "initial_offset"),
+            forced_by=item.forced_by if forced else "",
+            forced_reason=item.forced_reason if forced else "",
+            subscription_generation=number(item.subscription_generation, "subscription_generation"),
+            topic_id=number(item.topic_id, "topic_id"),
         )
         return self.queue(item.queue), wish
+
+    def reset(self, request: pb.ResetRequest) -> ResetWish:
+        """What has to be moved, by whom and why."""
+        order = _order(request, Source.RESET)
+        if not request.undo_op_id:
+            targets = self.items(request.items, self._target)
+            groups = {target.key.group for target in targets}
+            if len(groups) > 1:
+                raise InvalidArgument(
+                    f"the queues are of {len(groups)} groups", facts={"field": "items"}
+                )
+            check_single(target.key for target in targets)
+            return ResetWish(groups.pop(), order, targets)
+        if request.items:
+            raise InvalidArgument("an undo names no queues", facts={"field": "items"})
+        _id(request.undo_op_id, "undo_op_id")
+        undo = order._replace(undone_op_id=request.undo_op_id)
+        return ResetWish(check_group(request.undo_group), undo, [])
+
+    def clone(self, request: pb.CloneRequest) -> tuple[str, Order, str]:
+        """The group that gets something, what it gets, and the topic, empty for all."""
+        from_group, to_group = check_group(request.from_group), check_group(request.to_group)
+        if from_group == to_group:
+            raise InvalidArgument(
+                f"group {to_group} can't be cloned into itself", facts={"field": "to_group"}
+            )
+        order = _order(request, Source.CLONE)._replace(from_group=from_group)
+        return to_group, order, topic_or_all(request.topic)
+
+    def _target(self, item: pb.ResetItem) -> Target:
+        return Target(self.queue(item.queue), Place(number(item.to_offset, "to_offset")))
+
+    def _acks(self, item: pb.CommitItem | pb.CloseItem | pb.Acks, within: str = "") -> Acks:
+        return Acks(
+            number(item.reset_epoch, f"{within}reset_epoch"),
+            number(item.committed_offset, f"{within}committed_offset"),
+            self.ranges(item.acked, f"{within}acked"),
+        )
 
     def ranges(self, ranges: Sequence[queue_pb2.OffsetRange], field: str) -> RangeSet:
         """The set of ranges that ascend and do not overlap; they may touch."""
@@ -176,6 +225,15 @@ def check_single(keys: Iterable[QueueKey]) -> None:
         seen.add(key)
 
 
+def topic_or_all(topic: str) -> str:
+    """The name of a topic, or nothing.
+
+    Raises:
+        InvalidName: it is neither.
+    """
+    return check_topic(topic) if topic else ""
+
+
 def number(value: int, field: str, lowest: int = 0, largest: int = NUMBER_MAX) -> int:
     """`value`, if it is within bounds.
 
@@ -189,66 +247,6 @@ def number(value: int, field: str, lowest: int = 0, largest: int = NUMBER_MAX) -
     return value
 
 
-def ranges_pb(ranges: RangeSet) -> list[queue_pb2.OffsetRange]:
-    """The runs as messages."""
-    return [
-        queue_pb2.OffsetRange(first_offset=first, next_offset=next_) for first, next_ in ranges.runs
-    ]
-
-
-def queue_pb(key: QueueKey) -> queue_pb2.GroupQueue:
-    """The key as a message."""
-    queue = queue_pb2.Queue(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
-    return queue_pb2.GroupQueue(group=key.group, queue=queue)
-
-
-def fenced_pb(grant: Grant) -> pb.Fenced:
-    """The grant as a message."""
-    return pb.Fenced(
-        token=grant.token,
-        committed_offset=grant.committed_offset,
-        acked=ranges_pb(grant.acked),
-        maybe_seen=ranges_pb(grant.maybe_seen),
-        reset_epoch=grant.reset_epoch,
-    )
-
-
-def token_pb(key: QueueKey, progress: Progress | Tombstone) -> pb.QueueToken:
-    """Who holds a queue, as a message."""
-    if isinstance(progress, Tombstone):
-        return pb.QueueToken(queue=queue_pb(key), token=progress.token, closed=True)
-    return pb.QueueToken(
-        queue=queue_pb(key),
-        token=progress.token,
-        holder=_holder_pb(progress.holder),
-        closed=progress.closed,
-    )
-
-
-def progress_pb(key: QueueKey, progress: Progress, now: Instant) -> pb.Progress:
-    """Progress as a message."""
-    return pb.Progress(
-        queue=queue_pb(key),
-        token=progress.token,
-        holder=_holder_pb(progress.holder),
-        closed=progress.closed,
-        committed_offset=progress.committed_offset,
-        delivered_offset=progress.delivered_offset,
-        acked_count=progress.acked.count,
-        unacked_count=progress.in_flight().count,
-        maybe_seen_count=progress.maybe_seen.count,
-        reset_epoch=progress.reset_epoch,
-        idle_ms=progress.idle_ms(now),
-        update_unix_ms=progress.update_unix_ms,
-    )
-
-
-def _holder_pb(holder: Holder | None) -> queue_pb2.Incarnation | None:
-    if holder is None:
-        return None
-    return queue_pb2.Incarnation(client_id=holder.client_id, incarnation_id=holder.incarnation_id)
-
-
 def _holder(holder: queue_pb2.Incarnation) -> Holder:
     check_client_id(holder.client_id)
     if holder.incarnation_id == 0:
@@ -258,6 +256,22 @@ def _holder(holder: queue_pb2.Incarnation) -> Holder:
 
 def _token(token: int) -> int:
     return number(token, "token", 1)
+
+
+def _order(request: pb.ResetRequest | pb.CloneRequest, kind: Source) -> Order:
+    if not request.dry_run:
+        _id(request.op_id, "op_id")
+        _text(request.by, "by", BY_MAX)
+        _text(request.reason, "reason", REASON_MAX)
+    return Order(request.op_id, kind, request.by, request.reason)
+
+
+def _id(text: str, field: str) -> None:
+    if not _ID.fullmatch(text):
+        raise InvalidArgument(
+            f"{field} {text[:80]!r} is not 1 to 64 visible ASCII characters",
+            facts={"field": field},
+        )
 
 
 def _text(text: str, field: str, length_max: int) -> None:

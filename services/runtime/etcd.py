@@ -240,6 +240,18 @@ class EtcdSession:
             raise NoQuorum("etcd ended a keep-alive without an answer")
         return bool(answer.TTL > 0)
 
+    async def time_to_live(self, lease_id: int) -> tuple[int, int]:
+        """Whole seconds, rounded down, that a lease has left, and had at first; -1 if it ended.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        async with self._translated():
+            answer = await self._client.leasestub.LeaseTimeToLive(
+                rpc.LeaseTimeToLiveRequest(ID=lease_id), timeout=self._timeout_s
+            )
+        return answer.TTL, answer.grantedTTL
+
     async def revoke(self, lease_id: int) -> None:
         """See `Lease.revoke`."""
         try:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import grpc
@@ -39,6 +40,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._clock, self._held = clock, held
         self.draining = False
         self._waiting: set[asyncio.Task[Any]] = set()
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._by_method = lru_cache(maxsize=None)(self._metrics_of)
         self._calls = Counter(
             "baton_rpc_calls",
             "Calls by outcome; reason is OK or the reason of the error.",
@@ -64,16 +67,29 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wrap the handler chosen for this call."""
+        name = handler_call_details.method
+        if name in self._wrapped:
+            return self._wrapped[name]
         handler = await continuation(handler_call_details)
-        _, service, method = handler_call_details.method.split("/")
+        _, service, method = name.split("/")
         if handler is None or not service.startswith("baton."):
             return handler
+        wrapped = self._wrapped[name] = self._wrap(handler, service, method)
+        return wrapped
+
+    def _wrap(
+        self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         codec = (handler.request_deserializer, handler.response_serializer)
         edge = _Edge(self, service.rpartition(".")[2], method)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(edge.unary(handler.unary_unary), *codec)
         assert handler.unary_stream is not None, "services have no client streams"
         return grpc.unary_stream_rpc_method_handler(edge.stream(handler.unary_stream), *codec)
+
+    def _metrics_of(self, service: str, method: str) -> tuple[Gauge, Histogram]:
+        labels = (service, method)
+        return self._open.labels(*labels), self._seconds.labels(*labels)
 
     def drain(self) -> None:
         """Take no more calls, and end the held ones."""
@@ -101,15 +117,15 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         task = _this_task()
         if method.startswith("Watch") or method in self._held:
             self._waiting.add(task)
-        self._open.labels(service, method).inc()
+        is_open, seconds = self._by_method(service, method)
+        is_open.inc()
         try:
             yield outcome
         finally:
             self._waiting.discard(task)
-            self._open.labels(service, method).dec()
+            is_open.dec()
             self._calls.labels(service, method, outcome.reason).inc()
-            spent_ms = self._clock.monotonic_ms() - start_ms
-            self._seconds.labels(service, method).observe(spent_ms / 1e3)
+            seconds.observe((self._clock.monotonic_ms() - start_ms) / 1e3)
 
 
 class _Outcome:

@@ -55,6 +55,7 @@ class App:
             ended with NOT_SERVING.
         epoch: Registered with the node: among nodes of one name, the highest is the present one.
         leader: Registered with the node: False for a service that tells by itself when it leads.
+        room: Registered with the node: its machine room; empty for none.
         drain: Called after the server has stopped taking calls: finish, flush, release.
     """
 
@@ -63,6 +64,7 @@ class App:
     held: frozenset[str] = frozenset()
     epoch: int = 0
     leader: bool = True
+    room: str = ""
     drain: Callable[[], Awaitable[None]] = _nothing
 
 
@@ -103,7 +105,7 @@ class Runtime:
         """Note the addresses others reach the process at."""
         self._address, self._metrics_address = address, metrics_address
 
-    async def register(self, *, epoch: int = 0, leader: bool = True) -> None:
+    async def register(self, *, epoch: int = 0, leader: bool = True, room: str = "") -> None:
         """Write, or write anew, this node's entry in etcd under the process's lease.
 
         Raises:
@@ -117,6 +119,7 @@ class Runtime:
             start_unix_ms=self._start_unix_ms,
             epoch=epoch,
             leader=leader,
+            room=room,
         )
         await self._write_node()
 
@@ -279,7 +282,7 @@ async def _register(runtime: Runtime, app: App) -> None:
     """Register unless the service did; wait for etcd as long as it takes."""
     while not runtime.registered:
         try:
-            await runtime.register(epoch=app.epoch, leader=app.leader)
+            await runtime.register(epoch=app.epoch, leader=app.leader, room=app.room)
         except NoQuorum as error:
             log.warning("not registered yet error=%s", error)
             await asyncio.sleep(0.5)

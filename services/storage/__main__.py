@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from services.runtime.memory import keep_freed
 from services.runtime.process import run
 from services.storage.app import build
 from services.storage.config import StorageSettings
 
 if __name__ == "__main__":
+    keep_freed()
     run("storage", StorageSettings, build)

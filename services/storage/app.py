@@ -13,6 +13,8 @@ from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 
 from batonmq.common.clock import Clock
+from services.runtime.gates import PREFIX as GATES_PREFIX
+from services.runtime.gates import Gates
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime
@@ -86,6 +88,7 @@ def _app(
     in_thread: InThread,
 ) -> App:
     topics_mirror = Mirror(runtime.etcd, "topics/")
+    gates_mirror = Mirror(runtime.etcd, GATES_PREFIX)
     metrics = StorageMetrics(runtime.registry)
     deliveries = Deliveries(offsets, runtime.clock, age_ms_max=settings.verdict_age_ms_max)
     pulls = ParkedPulls(
@@ -114,6 +117,7 @@ def _app(
             needed_from=(node.store.schedule.waiting.oldest_position,),
             checkpointed=checkpointer.position,
             checkpoint=checkpointer.take,
+            reached=flusher.reached,
             is_gone=topics.is_gone,
             remove_later=node.checkpointing.remove_later,
         ),
@@ -125,6 +129,7 @@ def _app(
     appender = Appender(
         broker=settings.node_id,
         store=node.store,
+        space=node.disk.space,
         flusher=flusher,
         retention=retention,
         metrics=metrics,
@@ -140,6 +145,7 @@ def _app(
             store=node.store,
             appender=appender,
             topics=topics,
+            gates=Gates(gates_mirror),
             flusher=flusher,
             pulls=pulls,
             deliveries=deliveries,
@@ -154,6 +160,7 @@ def _app(
     )
     queries = QueryServicer(settings.node_id, node.store, topics, damage)
     topics_mirror.on_change.append(pulls.wake_topics)
+    gates_mirror.on_change.append(pulls.wake_groups)
 
     async def drain() -> None:
         await flusher.sync()
@@ -172,6 +179,7 @@ def _app(
         },
         loops=(
             topics_mirror.run,
+            gates_mirror.run,
             flusher.run,
             deliveries.run,
             pulls.run,
@@ -183,6 +191,7 @@ def _app(
         ),
         held=frozenset({"Pull"}),
         epoch=node.store.epoch,
+        room=settings.room,
         drain=drain,
     )
 

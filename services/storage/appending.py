@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.common.v1 import queue_pb2
@@ -12,7 +12,7 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, DiskFull
 from services.runtime.events import EventHub
 from services.storage.core.producers import Receipt
-from services.storage.core.retention import Retention
+from services.storage.core.retention import DiskState, Retention, Usage
 from services.storage.core.store import Checked, Store, TopicQueues
 from services.storage.flush import Flusher
 from services.storage.metrics import StorageMetrics
@@ -24,10 +24,12 @@ class Appender:
 
     Attributes:
         broker: Name of this node.
+        space: Bytes in use on the disk, and bytes free; returns at once.
     """
 
     broker: str
     store: Store
+    space: Callable[[], tuple[int, int]]
     flusher: Flusher
     retention: Retention
     metrics: StorageMetrics
@@ -49,9 +51,7 @@ class Appender:
             return []
         self.flusher.check()
         try:
-            outcomes = self.store.append(
-                batches, topics, self.clock.unix_ms(), self.retention.refusal()
-            )
+            outcomes = self.store.append(batches, topics, self.clock.unix_ms(), self._refusal())
         except Exception as error:
             self.flusher.fail(error)  # log and indexes may disagree: recovery has to look
             raise
@@ -87,4 +87,10 @@ class Appender:
         if not isinstance(outcome, DiskFull) or outcome.facts:
             return outcome
         self.retention.met_no_space()
-        return self.retention.refusal() or outcome
+        return self._refusal() or outcome
+
+    def _refusal(self) -> DiskFull | None:
+        """Why nothing may be written, with the numbers of now and not of the last look."""
+        if self.retention.state is DiskState.FULL:
+            self.retention.usage = Usage(*self.space())
+        return self.retention.refusal()

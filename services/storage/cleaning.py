@@ -44,6 +44,7 @@ class Bounds:
         needed_from: Positions from which on somebody does; no segment that holds one goes.
         checkpointed: Position of the last checkpoint, before which the log is not needed to start.
         checkpoint: Takes one; False if there was no space for it.
+        reached: Waits until everything below a position is safe.
         is_gone: Whether a topic of that name and id does not exist any more.
         remove_later: Removes files of indexes once no checkpoint counts on them.
     """
@@ -51,6 +52,7 @@ class Bounds:
     needed_from: Sequence[Callable[[], int | None]]
     checkpointed: Callable[[], int]
     checkpoint: Callable[[], Awaitable[bool]]
+    reached: Callable[[int], Awaitable[None]]
     is_gone: Callable[[str, int], bool]
     remove_later: Callable[[Iterable[str]], None]
 
@@ -79,7 +81,7 @@ class Cleaner:
         self._metrics, self._clock, self._in_thread = metrics, clock, in_thread
         self._interval_ms = interval_ms
         self._space = (0, 0)
-        self._newest: dict[int, int | None] = {}
+        self._newest: dict[int, int] = {}
         self._floors: bytes | None = None
         self._reserved = False
         metrics.disk_used_ratio.set_function(lambda: retention.usage.used_percent / 100)
@@ -99,9 +101,13 @@ class Cleaner:
             await asyncio.sleep(self._interval_ms / 1000)
 
     async def clean(self) -> bool:
-        """One round; whether something was removed, so that the next may begin at once."""
+        """One round; whether something was removed, so that the next may begin at once.
+
+        Raises:
+            NotServing: the log can't be written any more, and the process is about to end.
+        """
         await self.observe()
-        position = self._keep_from()
+        position, written = self._keep_from(), self._store.log.next_position
         if position > self._bounds.checkpointed() and not await self._bounds.checkpoint():
             await self._in_thread(self._free_reserve, None)
             await self._bounds.checkpoint()
@@ -109,6 +115,8 @@ class Cleaner:
         ends = [end for _, end in self._store.log.sealed() if end <= position]
         if not ends:
             return False
+        # Nobody needs these segments because of what the log says: a delivery, or a later place.
+        await self._bounds.reached(written)
         await self._remove(ends[-1])
         await self.observe()
         return True
@@ -134,6 +142,7 @@ class Cleaner:
         if not self._reserved and self._retention.state is not DiskState.FULL:
             with suppress(DiskFull):
                 if not self._disk.load(RESERVE):
+                    self._disk.remove(RESERVE)  # empty, if a crash came while it was made
                     self._disk.create(RESERVE, RESERVE_BYTES).close()
                 self._reserved = True
         self._space = self._disk.space()
@@ -158,17 +167,18 @@ class Cleaner:
         sealed = (Sealed(*segment) for segment in self._store.log.sealed())
         return [segment for segment in sealed if segment.next_position <= needed_from]
 
-    def _newest_in(self, segment: Sealed) -> int | None:
-        """Store time of the batch behind the segment: none in it is younger."""
+    def _newest_in(self, segment: Sealed) -> int:
+        """Store time of the batch behind the segment, or of a later one: none in it is younger."""
         position = segment.next_position
         if position not in self._newest:
-            head = self._store.log.read(position, HEADER_BYTES)
             try:
+                head = self._store.log.read(position, HEADER_BYTES)
+                header = read_header(head)
                 check_stamp(head)
-                self._newest[position] = read_header(head).store_unix_ms
+                self._newest[position] = header.store_unix_ms
             except BatonError as error:
                 log.error("segment without a good first batch position=%d %s", position, error)
-                self._newest[position] = None
+                self._newest[position] = self._store.store_unix_ms
         return self._newest[position]
 
     async def _remove(self, position: int) -> None:

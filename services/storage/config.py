@@ -16,6 +16,8 @@ class StorageSettings(ServiceSettings):
 
     node_id: str = Field("broker-a", pattern=r"^[a-z0-9-]{1,63}$")
     """Broker name: under it the topics know the queues of this node."""
+    room: str = Field("", pattern=r"^[ -~]{0,127}$")
+    """Machine room, for groups whose strategy deals queues by it; empty for none."""
     data_dir: Path = Path("data/storage")
     """Folder of the log and everything else that must survive."""
     segment_bytes: int = Field(1 << 30, ge=4_096)

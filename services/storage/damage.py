@@ -1,4 +1,4 @@
-"""Batches that failed their checksum, each counted and logged once."""
+"""Batches that failed their checksum, and files that can't be read: each told once."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ class Damage:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._positions: set[int] = set()
+        self._told: set[int | str] = set()
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._told)
 
     def met(self, error: DataLoss) -> None:
         """Note that a read came upon a damaged batch, or index; nothing was served."""
-        self.note(int(error.facts.get("position", -1)), error.message)
+        if "position" in error.facts:
+            self.note(int(error.facts["position"]), error.message)
+        elif self._is_new(error.message):
+            log.error("damaged index detail=%r", error.message)
 
     def note(self, position: int, detail: str) -> None:
         """Note that the batch at `position` is damaged."""
-        if position not in self._positions:
-            self._positions.add(position)
-            self._counter.inc()
+        if self._is_new(position):
             log.error("damaged batch position=%d detail=%r", position, detail)
+
+    def _is_new(self, what: int | str) -> bool:
+        if what in self._told:
+            return False
+        self._told.add(what)
+        self._counter.inc()
+        return True

@@ -30,12 +30,16 @@ class Delivery:
 
     Attributes:
         offsets_epoch: Highest epoch of offsets the puller has seen.
+        subscription_generation: Of the filter that was used.
+        progress: Acks that ride along.
     """
 
     holder: Holder
     first_offset: int
     next_offset: int
     offsets_epoch: int
+    subscription_generation: int = 0
+    progress: pb.Acks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,8 @@ class Deliveries:
                     token=one.holder.token,
                     first_offset=one.first_offset,
                     next_offset=one.next_offset,
+                    subscription_generation=one.subscription_generation,
+                    progress=one.progress,
                 )
                 for one in deliveries
             ],

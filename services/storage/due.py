@@ -23,7 +23,7 @@ from batonmq.common.errors import (
     QueueNotFound,
     TopicNotFound,
 )
-from batonmq.core.records import HEADER_BYTES, Header, read_header
+from batonmq.core.records import HEADER_BYTES, Header, check_stamp, read_header
 from services.storage.appending import Appender
 from services.storage.core.delay import Delayed
 from services.storage.core.producers import Receipt
@@ -207,7 +207,12 @@ class DueBatches:
 
     def _holds_up(self, position: int) -> bool:
         """Whether the batch there has waited so long that it stands in the way of retention."""
-        header = read_header(self._store.log.read(position, HEADER_BYTES))
+        try:
+            head = self._store.log.read(position, HEADER_BYTES)
+            header = read_header(head)
+            check_stamp(head)
+        except BatonError:  # reading all of it will tell
+            return True
         age_ms = self._clock.unix_ms() - header.store_unix_ms
         if self._appender.retention.state >= DiskState.CLEAN_FORCIBLY:
             return age_ms >= MOVE_AGE_MS_MIN

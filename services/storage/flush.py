@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from prometheus_client import Histogram
@@ -22,13 +23,24 @@ log = logging.getLogger(__name__)
 InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
 
 
+class OneThread:
+    """Makes blocking calls in a thread of its own: a pool would wake another one for each call."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "sync")
+
+    def __call__(self, call: Callable[[Any], None], argument: Any) -> Awaitable[None]:
+        """Until `call` has returned."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, call, argument)
+
+
 class Flusher:
     """Syncs the log and wakes those who wait for it.
 
     Args:
         grown: Called with the queues in which readers see more than before.
         interval_ms: Time between syncs nobody waits for; 0 syncs at once.
-        in_thread: Makes the blocking call that syncs.
+        in_thread: Makes the blocking call that syncs; by default a thread of its own.
     """
 
     def __init__(
@@ -37,9 +49,9 @@ class Flusher:
         grown: Callable[[frozenset[QueueKey]], None],
         seconds: Histogram,
         interval_ms: int = 0,
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread | None = None,
     ) -> None:
-        self._in_thread = in_thread
+        self._in_thread = in_thread or OneThread()
         self._store, self._sync, self._grown = node.store, node.sync, grown
         self._seconds, self._interval_ms = seconds, interval_ms
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []

@@ -105,6 +105,6 @@ class StorageMetrics:
         )
         self.damaged_batches = Counter(
             "baton_storage_damaged_batches",
-            "Batches that failed their checksum, each counted once.",
+            "Batches that failed their checksum or can't be read, and damaged indexes, each once.",
             registry=registry,
         )

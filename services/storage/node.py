@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from batonmq.common.errors import DataLoss
+from services.storage.core import checkpoint
 from services.storage.core.checkpointing import Checkpointing
 from services.storage.core.commitlog import CommitLog, Unsynced
 from services.storage.core.files import Disk, FileCache
@@ -102,7 +104,7 @@ def recovered(
     """
     begin_ms = monotonic_ms()
     cache = FileCache(disk)
-    epoch = int(disk.load(EPOCH) or b"0") + 1
+    epoch = _last_epoch(disk) + 1
     disk.replace(EPOCH, str(epoch).encode())
     log = CommitLog(disk, cache, segment_bytes)
     keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
@@ -110,7 +112,7 @@ def recovered(
     recovery = Recovery(
         disk,
         store,
-        synced_position=decode_synced(disk.load(SYNCED)),
+        synced_position=_synced_position(disk),
         accept_loss=accept_loss,
     )
     try:
@@ -129,3 +131,31 @@ def recovered(
     finally:
         cache.close()
         log.close()
+
+
+def _synced_position(disk: Disk) -> int:
+    """Up to where the log is known to be synced; a checkpoint knows too, if the file is lost.
+
+    It is noted anew, for the start after this one: recovery may give up the checkpoint.
+    """
+    known = decode_synced(disk.load(SYNCED))
+    vouched = checkpoint.position_of(disk.load(checkpoint.PATH))
+    if vouched > known:
+        disk.replace(SYNCED, encode_synced(vouched))
+    return max(known, vouched)
+
+
+def _last_epoch(disk: Disk) -> int:
+    """Epoch of the last start; 0 if there was none.
+
+    Raises:
+        DataLoss: it can't be read.
+    """
+    raw = disk.load(EPOCH)
+    if raw and not raw.isdigit():
+        raise DataLoss(
+            f"{EPOCH} can't be read: {raw[:20]!r} is no number",
+            remedy="Write a number into the file that is larger than any epoch before; "
+            f"{REPORT} has the one of the last start.",
+        )
+    return int(raw or b"0")

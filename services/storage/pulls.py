@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who pulls: a queue as a group sees it, and the token under which it is owned."""
+    """Who pulls: a queue as a group sees it, and the token under which it is owned; 0 for none."""
 
     group: str
     topic: str
@@ -69,7 +69,7 @@ class ParkedPulls:
         return self._count
 
     async def wait(self, key: QueueKey, holder: Holder, hold_ms: int) -> None:
-        """Until the queue has grown, its topic has changed, or `hold_ms` are over.
+        """Until the queue has grown, its topic or group has changed, or `hold_ms` are over.
 
         Raises:
             Fenced, UnknownQueue: offsets says that the token is not current.
@@ -110,6 +110,12 @@ class ParkedPulls:
             if parked.holder.topic in names:
                 _wake(parked)
 
+    def wake_groups(self, names: frozenset[str]) -> None:
+        """Wake the pulls of groups that have changed."""
+        for parked in self._all():
+            if parked.holder.group in names:
+                _wake(parked)
+
     async def run(self) -> None:
         """Touch every holder at intervals; to be run as one task."""
         while True:
@@ -118,7 +124,7 @@ class ParkedPulls:
 
     async def touch(self) -> None:
         """Tell offsets of all holders; pulls whose token is refused are answered so."""
-        holders = list(dict.fromkeys(parked.holder for parked in self._all()))
+        holders = list(dict.fromkeys(p.holder for p in self._all() if p.holder.token))
         if not holders:
             return
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 
@@ -30,12 +31,18 @@ QUEUE_ID_MAX = 65_535
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A pull whose fields are all in range."""
+    """A pull whose fields are all in range.
+
+    Attributes:
+        progress: Acks that ride along; for offsets to check.
+    """
 
     holder: Holder
     wanted: Wanted
     hold_ms: int
     offsets_epoch: int
+    subscription_generation: int
+    progress: offsets_pb.Acks | None
 
 
 def append_batches(request: pb.AppendRequest) -> list[bytes]:
@@ -82,14 +89,17 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
         raise InvalidArgument("a pull names a queue", facts={"field": "queue"})
     check_group(request.queue.group)
     queue = check_queue_name(request.queue.queue, broker)
-    _least("token", request.token, 1)
+    _least("token", request.token, 0)
     _least("offsets_epoch", request.offsets_epoch, 0)
+    _least("subscription_generation", request.subscription_generation, 0)
     limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
     return Pull(
         Holder(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
         wanted(request),
         request.hold_ms,
         request.offsets_epoch,
+        request.subscription_generation,
+        request.progress if request.HasField("progress") else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -17,6 +17,7 @@ from batonmq.common.errors import BatonError, DataLoss
 from batonmq.common.rpc import error_to_pb
 from batonmq.core.route import TOPICS_REVISION
 from services.runtime.events import EventHub
+from services.runtime.gates import Gates
 from services.storage import requests
 from services.storage.appending import Appender
 from services.storage.core.producers import QueueKey, Receipt
@@ -60,6 +61,7 @@ class Parts:
     store: Store
     appender: Appender
     topics: Topics
+    gates: Gates
     flusher: Flusher
     pulls: ParkedPulls
     deliveries: Deliveries
@@ -102,6 +104,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         end_ms = clock.monotonic_ms() + pull.hold_ms
         while True:
             key = await self._find_readable(pull.holder.topic, pull.holder.queue_id)
+            self._check_group(pull)
             reading = self._read(key, pull)
             if reading is not None:
                 break
@@ -109,14 +112,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             if hold_ms <= 0:
                 return self._answer(request.pull_id, key, pull, None, None)
             await self._parts.pulls.wait(key, pull.holder, hold_ms)
-        delivery = Delivery(
-            pull.holder, pull.wanted.offset, reading.next_offset, pull.offsets_epoch
-        )
-        try:
-            verdict = await self._parts.deliveries.record(delivery)
-        except BatonError as error:
-            self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
-            raise
+            pull = replace(pull, progress=None)  # by now it is old: section 6.6
+        verdict = await self._record(pull, reading) if pull.holder.token else None
         self._tell_delivered(pull, key, reading)
         return self._answer(request.pull_id, key, pull, reading, verdict)
 
@@ -165,6 +162,30 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._appender.tell(batches, outcomes)
         return outcomes
 
+    def _check_group(self, pull: requests.Pull) -> None:
+        """Whether the group may have messages in this way: fail closed (protocol 6.1, 15)."""
+        gates, group = self._parts.gates, pull.holder.group
+        if pull.holder.token:
+            gates.check_owned(group)
+        else:
+            gates.check_unowned(group)
+        gates.check_running(group)
+
+    async def _record(self, pull: requests.Pull, reading: Reading) -> Verdict:
+        delivery = Delivery(
+            pull.holder,
+            pull.wanted.offset,
+            reading.next_offset,
+            pull.offsets_epoch,
+            pull.subscription_generation,
+            pull.progress,
+        )
+        try:
+            return await self._parts.deliveries.record(delivery)
+        except BatonError as error:
+            self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
+            raise
+
     def _read(self, key: QueueKey, pull: requests.Pull) -> Reading | None:
         try:
             return self._store.pull(key, pull.wanted)
@@ -183,7 +204,9 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         except BatonError as error:
             return pb.QueryOffsetsOutcome(error=error_to_pb(error))
         return pb.QueryOffsetsOutcome(
-            offsets=pb.QueueOffsets(first_offset=held.first_offset, next_offset=held.next_offset)
+            offsets=pb.QueueOffsets(
+                first_offset=held.first_offset, next_offset=held.next_offset, topic_id=key[0]
+            )
         )
 
     def _outcome(self, outcome: Receipt | BatonError) -> pb.AppendOutcome:
@@ -220,6 +243,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             offsets_epoch=verdict.offsets_epoch if verdict else 0,
             filtered_count=reading.filtered_count if reading else 0,
             lost_count=reading.lost_count if reading else 0,
+            progress_taken=verdict is not None and pull.progress is not None,
         )
 
     def _tell_delivered(self, pull: requests.Pull, key: QueueKey, reading: Reading) -> None:

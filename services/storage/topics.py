@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from google.protobuf.message import DecodeError
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, TopicNotFound
 from services.runtime.etcd import EtcdSession, Stored
 from services.runtime.mirror import Mirror
 from services.storage.core.store import TopicQueues
+
+log = logging.getLogger(__name__)
 
 MISSING_MS = 1_000
 """A name that etcd did not have is not asked for again so soon."""
@@ -48,7 +52,9 @@ class Topics:
     def is_gone(self, name: str, topic_id: int) -> bool:
         """Whether the topic is known to exist no more, perhaps with another of its name."""
         topic = self.known(name)
-        return self._mirror.revision > 0 and (topic is None or topic.topic_id > topic_id)
+        if topic is None:
+            return self._mirror.revision > 0 and name not in self._mirror.values
+        return self._mirror.revision > 0 and topic.topic_id > topic_id
 
     async def find(self, name: str) -> TopicQueues:
         """The topic; etcd is asked once if it is not known, by one caller at a time.
@@ -93,8 +99,13 @@ class Topics:
             self._missing[name] = self._clock.monotonic_ms() + MISSING_MS
         return topic
 
-    def _parsed(self, name: str, stored: Stored) -> TopicQueues:
-        topic = pb.Topic.FromString(stored.value)
+    def _parsed(self, name: str, stored: Stored) -> TopicQueues | None:
+        """What etcd has; nothing if nobody can read it."""
+        try:
+            topic = pb.Topic.FromString(stored.value)
+        except DecodeError as error:
+            log.error("topic can't be read topic=%s error=%s", name, error)
+            return None
         here = [spread for spread in topic.spread if spread.broker == self._broker]
         queues = TopicQueues(
             topic.topic_id,

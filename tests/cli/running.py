@@ -39,8 +39,9 @@ class Finished:
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """Its output as a table."""
-        heading, *lines = [line.split() for line in self.out.splitlines()]
+        """Its output as a table; what follows an empty line is beside it."""
+        table = self.out.partition("\n\n")[0]
+        heading, *lines = [line.split() for line in table.splitlines()]
         return [dict(zip(heading, line, strict=True)) for line in lines]
 
 

@@ -34,6 +34,30 @@ NOWHERE = "127.0.0.1:1"
         ["consume", "t", "--group", "g", "--count", "0"],
         ["group", "describe"],
         ["lock", "steal"],
+        ["topic", "delete", "t"],
+        ["group", "reset", "g", "--reason", "r", "--yes"],
+        ["group", "reset", "g", "--reason", "r", "--yes", "--to-latest", "--to-earliest"],
+        ["group", "reset", "g", "--reason", "r", "--yes", "--to-offset", "0", "--shift", "0"],
+        ["group", "reset", "g", "--reason", "r", "--yes", "--to-latest", "--undo", "x"],
+        ["group", "reset", "g", "--reason", "r", "--yes", "--to-offset", "-1"],
+        ["group", "reset", "g", "--yes", "--to-latest"],
+        ["group", "reset", "g", "--reason", "r", "--to-latest"],
+        ["group", "reset", "g", "--dry-run", "--to-latest", "--queue", "a/0"],
+        ["group", "reset", "g", "--dry-run", "--to-latest", "--topic", "t", "--queue", "a"],
+        ["group", "reset", "g", "--dry-run", "--to-latest", "--topic", "t", "--queue", "a/x"],
+        ["group", "reset", "g", "--dry-run", "--undo", "x", "--topic", "t"],
+        ["group", "clone", "g", "--reason", "r", "--yes"],
+        ["group", "clone", "g", "h", "--yes"],
+        ["group", "clone", "g", "h", "--reason", "r"],
+        ["group", "delete", "g"],
+        ["group", "update", "g"],
+        ["group", "update", "g", "--policy", "maybe"],
+        ["group", "pause", "g"],
+        ["group", "why-stuck", "g", "--queue", "a/0"],
+        ["lock", "describe", "g", "t", "b"],
+        ["lock", "describe", "g", "t", "b", "-1"],
+        ["lock", "force-release", "g", "t", "b", "0", "--yes"],
+        ["lock", "force-release", "g", "t", "b", "0", "--reason", "r"],
         ["message", "get"],
         ["message", "get", "b-0-0", "--topic", "t", "--key", "k"],
         ["message", "get", "--key", "k"],
@@ -78,6 +102,34 @@ def test_unreachable_nameserver_is_1_and_told_in_the_form_asked_for() -> None:
     error = json.loads(result.stderr)["error"]
     assert error["reason"] == "UNREACHABLE"
     assert NOWHERE in error["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["topic", "list"],
+        ["group", "reset", "g", "--dry-run", "--to-latest"],
+        ["group", "why-stuck", "g"],
+        ["lock", "list"],
+        ["consume", "t", "--group", "g"],
+        ["produce", "t", "--file", __file__],
+        ["cluster", "status"],
+        ["message", "cancel", "x"],
+    ],
+)
+def test_nameserver_without_an_address_is_1(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["--nameserver", " , ", *arguments])
+    assert result.exit_code == 1
+    assert "INVALID_ARGUMENT: ' , ' names no nameserver" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--to-time", "tomorrow"], ["--by-duration", "2 hours"], ["--by-duration", "h"]]
+)
+def test_reset_to_what_is_no_time_is_1(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["group", "reset", "g", "--dry-run", *arguments])
+    assert result.exit_code == 1
+    assert "INVALID_ARGUMENT" in result.stderr
 
 
 def test_up_on_a_directory_in_use_is_1(tmp_path: Path) -> None:

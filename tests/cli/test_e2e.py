@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,6 @@ from tests.cli.running import BATON, Finished, Up, baton, up
 from tests.support.waiting import lives, until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """A cluster that the tests of this file share; each uses topics of its own."""
-    with up(tmp_path_factory.mktemp("up") / "data") as running:
-        yield running
-        assert running.interrupt() == 0
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    """A file of three lines."""
-    path = tmp_path / "lines"
-    path.write_text("1\n2\n3\n")
-    return path
 
 
 def test_what_was_sent_outlasts_ctrl_c(tmp_path: Path) -> None:
@@ -95,7 +78,7 @@ def test_topic_comes_and_goes(cluster: Up) -> None:
     assert (other.code, other.err.split()[1]) == (1, "TOPIC_EXISTS:")
     assert "come" in [row["TOPIC"] for row in cluster("topic", "list").rows]
     assert [row["QUEUE"] for row in cluster("topic", "describe", "come").rows] == ["0", "1"]
-    assert cluster("topic", "delete", "come").code == 0
+    assert cluster("topic", "delete", "come", "--yes").code == 0
     gone = cluster("topic", "describe", "come", "--format", "json")
     assert gone.code == 1
     assert json.loads(gone.err)["error"]["reason"] == "TOPIC_NOT_FOUND"

@@ -1,8 +1,8 @@
 """The admin client.
 
 Goal: it tells what the services know, names those that do not answer, and passes refusals on.
-Method: the joining of a group's progress as a pure function; topics, groups and retries against
-an in-process nameserver; the whole against a real cluster.
+Method: topics, groups and retries against an in-process nameserver; the whole against a real
+cluster.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from baton.common.v1 import queue_pb2
-from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
-from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
 from batonmq.admin import Admin
 from batonmq.common.clock import Clock
 from batonmq.common.errors import (
+    GroupInUse,
     GroupNotFound,
     InvalidName,
     NoBroker,
@@ -31,31 +29,13 @@ from batonmq.common.errors import (
 from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.route import QueueId
+from batonmq.group_reports import Subscription
 from batonmq.producer import Producer
-from batonmq.reports import (
-    Group,
-    Member,
-    Node,
-    QueueProgress,
-    Subscription,
-    join_progress,
-    lock_from_pb,
-)
+from batonmq.reports import Node
 from services.runtime.etcd import EtcdSession
-from tests.nameserver.replica import offsets_service, register_broker, replica
+from tests.nameserver.replica import offsets_service, refusal, register_broker, replica
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
-
-GROUP = Group(
-    name="g",
-    generation=2,
-    members=(Member("c1", 1, "host-1", 5),),
-    subscriptions=(Subscription("t", "*"),),
-    subscription_generation=1,
-    model="clustering",
-    consume_from="last",
-    orderly=False,
-)
 
 
 @pytest.fixture
@@ -69,69 +49,6 @@ async def etcd(etcd_endpoint: str, cluster: str) -> AsyncIterator[EtcdSession]:
     async with EtcdSession(etcd_endpoint, cluster, Clock()) as session:
         await register_broker(session, "broker-a")
         yield session
-
-
-def pb_queue(queue_id: int) -> queue_pb2.GroupQueue:
-    queue = queue_pb2.Queue(topic="t", broker="a", queue_id=queue_id)
-    return queue_pb2.GroupQueue(group="g", queue=queue)
-
-
-def row(queue_id: int, **values: object) -> QueueProgress:
-    nothing = dict.fromkeys(
-        (
-            "committed_offset",
-            "log_end_offset",
-            "lag",
-            "unacked_count",
-            "client_id",
-            "host",
-            "token",
-        )
-    )
-    return QueueProgress("g", "t", "a", queue_id, **(nothing | values))
-
-
-def test_progress_joins_what_each_service_knows() -> None:
-    queues = [QueueId("t", "a", queue_id) for queue_id in (3, 2, 1, 0)]
-    progress = [
-        offsets_pb.Progress(queue=pb_queue(0), token=7, committed_offset=10, unacked_count=2),
-        offsets_pb.Progress(queue=pb_queue(1), token=3, committed_offset=5),
-        offsets_pb.Progress(queue=pb_queue(2), token=4, committed_offset=6),
-    ]
-    owner = queue_pb2.Incarnation(client_id="c1", incarnation_id=1)
-    gone = queue_pb2.Incarnation(client_id="gone", incarnation_id=9)
-    held, free = lockmgr_pb.LOCK_STATE_HELD, lockmgr_pb.LOCK_STATE_FREE
-    locks = [
-        lockmgr_pb.LockEntry(queue=pb_queue(0), state=held, owner=owner, token=7),
-        lockmgr_pb.LockEntry(queue=pb_queue(1), state=free, token=3),
-        lockmgr_pb.LockEntry(queue=pb_queue(2), state=held, owner=gone, token=4),
-    ]
-    ends = {QueueId("t", "a", 0): 15, QueueId("t", "a", 1): 5, QueueId("t", "a", 3): 9}
-    rows = join_progress(GROUP, queues, progress, map(lock_from_pb, locks), ends)
-    assert rows == (
-        row(
-            0,
-            committed_offset=10,
-            log_end_offset=15,
-            lag=5,
-            unacked_count=2,
-            client_id="c1",
-            host="host-1",
-            token=7,
-        ),
-        row(1, committed_offset=5, log_end_offset=5, lag=0, unacked_count=0, token=3),
-        row(2, committed_offset=6, unacked_count=0, client_id="gone", token=4),
-        row(3, log_end_offset=9),
-    )
-
-
-def test_lock_tells_its_state_by_name() -> None:
-    entry = lockmgr_pb.LockEntry(queue=pb_queue(0), state=lockmgr_pb.LOCK_STATE_FREE, token=3)
-    entry.waiters.append("c2")
-    lock = lock_from_pb(entry)
-    assert (lock.state, lock.client_id, lock.token, lock.waiters) == ("free", None, 3, ("c2",))
-    entry.state = 99  # type: ignore[assignment]
-    assert lock_from_pb(entry).state == "99"
 
 
 async def test_topics_are_created_listed_described_and_deleted(
@@ -190,6 +107,72 @@ async def test_reports_name_the_services_that_do_not_answer(
         assert len(detail.problems) == 1
         with pytest.raises(GroupNotFound):
             await admin.group_progress("no-such-group")
+
+
+async def test_settings_of_a_group_change_and_it_may_be_created_so(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
+) -> None:
+    async with (
+        offsets_service(etcd, tmp_path),
+        replica(etcd_endpoint, cluster) as running,
+        Admin(running.address) as admin,
+    ):
+        created = await admin.update_group("g", policy="staged_latest", strategy="machine_room")
+        assert (created.policy, created.strategy) == ("staged_latest", "machine_room")
+        assert (created.ownership, created.members) == ("on", ())
+        changed = await admin.update_group("g", ownership="off")
+        assert (changed.policy, changed.ownership) == ("staged_latest", "off")
+        assert await admin.describe_group("g") == changed
+        await admin.create_topic("flights", 2)
+        await running.join("g", "c1")
+        with pytest.raises(GroupInUse):
+            await admin.update_group("g", ownership="on")
+        with pytest.raises(GroupInUse):
+            await admin.delete_group("g")
+        await running.leave("g", "c1")
+        assert await admin.delete_group("g") == 0
+        for missing in (admin.describe_group("g"), admin.delete_group("g")):
+            with pytest.raises(GroupNotFound):
+                await missing
+
+
+async def test_pause_says_who_and_why_and_a_group_that_does_not_exist_is_not_created(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    async with replica(etcd_endpoint, cluster) as running, Admin(running.address) as admin:
+        await admin.update_group("g", policy="reject")
+        paused = await admin.pause_group("g", "me@host", "a flood")
+        assert paused.pause is not None
+        assert (paused.pause.by, paused.pause.reason) == ("me@host", "a flood")
+        assert (await admin.resume_group("g", "me@host")).pause is None
+        for refused in (admin.pause_group("x", "me", "y"), admin.resume_group("x", "me")):
+            with pytest.raises(GroupNotFound):
+                await refused
+        assert [group.name for group in await admin.list_groups()] == ["g"]
+
+
+async def test_refused_client_is_part_of_the_progress(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession, tmp_path: Path
+) -> None:
+    async with (
+        offsets_service(etcd, tmp_path),
+        replica(etcd_endpoint, cluster) as running,
+        Admin(running.address, timeout_s=0.5) as admin,
+    ):
+        await admin.create_topic("flights", 2)
+        await running.join("g", "c1", "AA")
+        assert (await refusal(running.join("g", "c2", "UA"))).reason == "SUBSCRIPTION_CONFLICT"
+
+        async def told() -> bool:
+            return bool((await admin.group_progress("g")).refused)
+
+        await until(told)
+        progress = await admin.group_progress("g")
+        (refused,) = progress.refused
+        assert (refused.client_id, refused.host) == ("c2", "host-of-c2")
+        (difference,) = refused.error.differences
+        assert (difference.newcomer_value, difference.member_value) == ("UA", "AA")
+        assert {row.assigned for row in progress.queues} == {"c1"}
 
 
 async def test_cluster_lists_nodes(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> None:

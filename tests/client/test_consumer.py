@@ -216,6 +216,23 @@ async def test_second_member_takes_its_share_and_every_message_is_handled_once(
         assert {one.queue.queue_id for one in at.handled} == set(range(8))
 
 
+async def test_queues_that_stay_keep_their_tokens_while_members_come_and_go(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=8) as at, noting(at, "a") as a:
+        await until(lambda: len(a.assignment) == 8)
+        async with noting(at, "b") as b, noting(at, "c") as c:
+            await until(lambda: {len(m.assignment) for m in (a, b, c)} <= {2, 3})
+            kept = set(a.assignment)
+            await at.send(numbers(100))
+            await until(lambda: len(at.handled) == 100)
+        await until(lambda: len(a.assignment) == 8)
+        for queue in kept:
+            events = [event.kind for who, event in at.events if who == "a" and event.queue == queue]
+            assert events == ["granted"]
+        assert_once_and_in_order(at, numbers(100))
+
+
 async def test_queue_is_granted_drained_and_released_in_this_order(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         async with noting(at, "a") as a:

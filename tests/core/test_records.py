@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from batonmq.common.errors import BadBatch, BadChecksum, BatonError, LimitExceeded
 from batonmq.core.records import (
+    BODY_BYTES_MAX,
     BODY_FROM,
     HEADER_BYTES,
+    RECORD,
     STAMP_FROM,
     STAMP_TO,
     BatchBuilder,
@@ -206,6 +208,11 @@ def test_columns_that_disagree_are_refused(
     assert refused.value.facts["field"] == field
 
 
+OTHERS = pytest.mark.parametrize("others", [0, 39, 40, 200])
+"""Few records are checked one by one, many at once."""
+
+
+@OTHERS
 @pytest.mark.parametrize(
     ("head", "field"),
     [
@@ -216,30 +223,56 @@ def test_columns_that_disagree_are_refused(
     ],
 )
 def test_limits_of_a_record_are_checked_without_decoding_it(
-    head: tuple[int, int, int], field: str
+    head: tuple[int, int, int], field: str, others: int
 ) -> None:
-    batch = bytearray(encode(Message(bytes(50_000))))
-    struct.pack_into(">HHI", batch, columns(bytes(batch)) + 12, *head)
+    batch = bytearray(encode(Message(bytes(50_000)), *[Message(b"x")] * others))
+    struct.pack_into(">HHI", batch, columns(bytes(batch)) + 12 * (others + 1), *head)
     with pytest.raises(LimitExceeded) as refused:
         check_batch(resealed(batch), stamped=False)
     assert refused.value.facts["field"] == field
 
 
-def test_a_record_that_is_longer_inside_than_outside_is_refused() -> None:
-    batch = bytearray(encode(Message(b"hello"), Message(b"hello")))
-    struct.pack_into(">HHI", batch, columns(bytes(batch)) + 24, 1, 1, 4)
+@OTHERS
+def test_a_body_beyond_its_limit_is_refused_without_decoding_it(others: int) -> None:
+    builder = BatchBuilder()
+    for body in (bytes(BODY_BYTES_MAX + 1), *[b"x"] * others):
+        builder.add(Message(body), bytes(RECORD.size) + body)
+    with pytest.raises(LimitExceeded) as refused:
+        check_batch(builder.encode(topic="t", queue_id=0), stamped=False)
+    assert refused.value.facts["field"] == "body"
+    assert refused.value.facts["actual"] == str(BODY_BYTES_MAX + 1)
+
+
+@OTHERS
+def test_a_record_that_is_longer_inside_than_outside_is_refused(others: int) -> None:
+    batch = bytearray(encode(*[Message(b"hello")] * (others + 1)))
+    struct.pack_into(">HHI", batch, columns(bytes(batch)) + 12 * (others + 1), 1, 1, 4)
     with pytest.raises(BadBatch) as refused:
         check_batch(resealed(batch), stamped=False)
     assert refused.value.facts["field"] == "record"
 
 
-def test_text_that_is_not_utf8_is_a_bad_batch_to_the_reader() -> None:
-    message = Message(b"hello", tag="TagA")
+@OTHERS
+def test_lengths_that_do_not_add_up_are_refused(others: int) -> None:
+    whole = encode(*[Message(b"hello")] * (others + 1))
+    for length in (0, 7, 12, 14, 1 << 31):
+        batch = bytearray(whole)
+        struct.pack_into(">I", batch, columns(whole) + 4 * others, length)
+        with pytest.raises(BadBatch) as refused:
+            check_batch(resealed(batch), stamped=False)
+        assert refused.value.facts["field"] == "lengths"
+
+
+def test_text_that_is_not_utf8_stops_no_reader() -> None:
+    message = Message(b"hello", "TagA", ("keyA", "k"), {"n": "valA"})
     builder = BatchBuilder()
-    builder.add(message, encode_record(message).replace(b"TagA", b"\xff\xff\xff\xff"))
+    builder.add(message, encode_record(message).replace(b"A", b"\xff"))
+    builder.add(Message(b"next"), encode_record(Message(b"next")))
     batch = stamped(builder.encode(topic="TopicTest", queue_id=0))
-    with pytest.raises(BadBatch):
-        list(decode_records(batch, check_batch(batch, stamped=True), [0]))
+    first, second = decode_records(batch, check_batch(batch, stamped=True), [0, 1])
+    assert (first.tag, first.keys) == ("Tag\ufffd", ("key\ufffd", "k"))
+    assert (first.properties, first.body) == ({"n": "val\ufffd"}, b"hello")
+    assert second.body == b"next"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def submit(sender: QueueSender[str], body: bytes, monotonic_ms: int = 0) -> Batc
     message = Message(body)
     record = encode_record(message)
     batch = sender.open_batch(len(record)) or sender.begin_batch(f"of {body!r}", monotonic_ms)
-    sender.add(batch, message, record)
+    batch.builder.add(message, record)
     return batch
 
 
@@ -71,7 +71,7 @@ def test_add_tells_the_place_in_the_batch() -> None:
     sender = new_sender()
     batch = sender.begin_batch("", 0)
     message = Message(b"x")
-    assert [sender.add(batch, message, encode_record(message)) for _ in range(3)] == [0, 1, 2]
+    assert [batch.builder.add(message, encode_record(message)) for _ in range(3)] == [0, 1, 2]
 
 
 def test_batch_with_the_most_messages_takes_no_more() -> None:

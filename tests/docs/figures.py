@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter  # noqa: TID251  a stop-watch
@@ -130,14 +130,14 @@ async def groups(cluster: LocalCluster) -> None:
         await admin.create_topic(TOPIC, 8)
         stub = pb_grpc.NameserverServiceStub(channel)
 
-        async def beat(group: str, number: int) -> None:
+        async def beat(group: str, number: int, topic: str = TOPIC) -> pb.Group:
             member = queue_pb2.Incarnation(
                 client_id=f"member-{number:04}", incarnation_id=number + 1
             )
             request = pb.HeartbeatRequest(
-                group=group, incarnation=member, subscriptions=[pb.Subscription(topic=TOPIC)]
+                group=group, incarnation=member, subscriptions=[pb.Subscription(topic=topic)]
             )
-            await stub.Heartbeat(request, timeout=30)
+            return (await stub.Heartbeat(request, timeout=30)).group
 
         begin = perf_counter()
         for number in range(100):
@@ -149,6 +149,14 @@ async def groups(cluster: LocalCluster) -> None:
                 for number in range(100):
                     tasks.create_task(beat("at-once", number))
             tell(what, 1_000 * (perf_counter() - begin), "ms")
+        await admin.create_topic("crowded", 64)
+        before, begin = await beat("crowd", 0, "crowded"), perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            joins = [tasks.create_task(beat("crowd", n, "crowded")) for n in range(1, 20)]
+        tell("20 members join 64 queues at once", 1_000 * (perf_counter() - begin), "ms")
+        newest = max(join.result().generation for join in joins)
+        tell("generations of that", newest - before.generation, "")
+        await _pushes(stub, lambda number: beat("pushed", number))
         cluster.auto_restart = False
         await cluster.kill("storage")
         begin = perf_counter()
@@ -158,6 +166,28 @@ async def groups(cluster: LocalCluster) -> None:
 
         await until(unlisted)
         tell("killed process no longer listed after", perf_counter() - begin, "s")
+
+
+async def _pushes(
+    stub: pb_grpc.NameserverServiceAsyncStub, join: Callable[[int], Awaitable[object]]
+) -> None:
+    """Time from a heartbeat to the push of the change to another member."""
+    await join(0)
+    spent_ms = []
+    watch = stub.WatchGroup(pb.WatchGroupRequest(group="pushed"))
+    await watch.read()
+    for number in range(1, 51):
+        begin = perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_done(join(number)))
+            await watch.read()
+            spent_ms.append(1_000 * (perf_counter() - begin))
+    watch.cancel()
+    tell("from a heartbeat to the push, median", sorted(spent_ms)[25], "ms")
+
+
+async def _done(call: Awaitable[object]) -> None:
+    await call
 
 
 async def faults(cluster: LocalCluster) -> None:

@@ -13,6 +13,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -27,6 +28,7 @@ from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.metrics import Recorder
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
+from services.nameserver.lookout import StuckMetrics
 from services.nameserver.telemetry import Telemetry
 from services.offsets.config import OffsetsSettings
 from services.offsets.core.calls import Instant, Limits
@@ -116,7 +118,8 @@ def _unit(name: str, field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "**required**"
-    text = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+    value = field.default.value if isinstance(field.default, Enum) else field.default
+    text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"`{text}`" if text else "empty"
 
 
@@ -159,13 +162,14 @@ def _metrics(make: Callable[[CollectorRegistry], object]) -> str:
 
 
 def _offsets_metrics(registry: CollectorRegistry) -> object:
-    return OffsetsMetrics(registry, ProgressTable(Limits(), 1, 0, Instant(0, 0)))
+    table = ProgressTable(Limits(), 1, 0, Instant(0, 0))
+    return OffsetsMetrics(registry, table, lambda: False)
 
 
 def _nameserver_metrics(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
     catalog = Catalog(etcd, Mirror(etcd, "nodes/"), watchers_max=1)
-    return Telemetry(registry, _hub(), catalog)
+    return Telemetry(registry, _hub(), catalog), StuckMetrics(registry)
 
 
 def _hub() -> EventHub:

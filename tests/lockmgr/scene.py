@@ -32,7 +32,7 @@ from services.lockmgr.app import build as build_lockmgr
 from services.lockmgr.config import LockmgrSettings
 from services.offsets.app import build as build_offsets
 from services.offsets.config import OffsetsSettings
-from services.runtime.etcd import EtcdSession, Stored
+from services.runtime.etcd import EtcdSession, Put, Stored
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.process import App, Runtime
 from tests.support.waiting import until
@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 
 GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
 TIMEOUT_S = 20.0
+OPEN: dict[str, Any] = {
+    "subscription_generation": 1,
+    "model": nameserver_pb.MESSAGE_MODEL_CLUSTERING,
+    "bound": True,
+}
+"""A gate that lets everything pass."""
 Proceed = Callable[[], Awaitable[Any]]
 Rule = Callable[[Any, Proceed], Awaitable[Any]]
 
@@ -157,6 +163,7 @@ class Scene:
     rules: Rules
     tasks: asyncio.TaskGroup
     generation: int = 0
+    gate: bytes = b"none"
     nodes: list[Node] = field(default_factory=list)
 
     async def lockmgr(self, **settings: Any) -> Node:
@@ -174,8 +181,10 @@ class Scene:
         await until(node.leads)
         return node
 
-    async def set_group(self, *members: Member, topics: Sequence[str] = (TOPIC,)) -> int:
-        """Write the group's record; its new generation."""
+    async def set_group(
+        self, *members: Member, topics: Sequence[str] = (TOPIC,), **gate: Any
+    ) -> int:
+        """Write the group's record, and its gate if that has changed; its new generation."""
         self.generation += 1
         group = nameserver_pb.Group(
             name=GROUP,
@@ -183,7 +192,12 @@ class Scene:
             members=[nameserver_pb.Member(incarnation=m.incarnation) for m in members],
             subscriptions=[nameserver_pb.Subscription(topic=t, expression="*") for t in topics],
         )
-        await self.etcd.put(f"groups/{GROUP}", group.SerializeToString())
+        put = [Put(f"groups/{GROUP}", group.SerializeToString())]
+        opened = nameserver_pb.Gate(**(OPEN | gate)).SerializeToString()
+        if opened != self.gate:
+            put.append(Put(f"gates/{GROUP}", opened))
+        assert await self.etcd.txn(compare=(), put=put)
+        self.gate = opened
         return self.generation
 
     async def stored(self, queue_id: int = 0) -> stored_lock_pb2.StoredLock | None:
@@ -212,10 +226,16 @@ class Scene:
         request = offsets_pb.DeleteTopicRequest(topic=TOPIC, topic_id=topic_id)
         await self.offsets.DeleteTopic(request, timeout=TIMEOUT_S)
 
-    async def deliver(self, token: int, first: int, next_: int, queue_id: int = 0) -> None:
-        """Record a delivery, as storage does before bytes leave."""
+    async def deliver(
+        self, token: int, first: int, next_: int, queue_id: int = 0, generation: int = 1
+    ) -> None:
+        """Record a delivery by the subscription of `generation`, as storage does."""
         item = offsets_pb.DeliveryItem(
-            queue=queue(queue_id), token=token, first_offset=first, next_offset=next_
+            queue=queue(queue_id),
+            token=token,
+            first_offset=first,
+            next_offset=next_,
+            subscription_generation=generation,
         )
         request = offsets_pb.RecordDeliveredRequest(items=[item])
         answer = await self.offsets.RecordDelivered(request, timeout=TIMEOUT_S)
@@ -234,6 +254,12 @@ class Scene:
         item = offsets_pb.CloseItem(queue=queue(queue_id), token=token, committed_offset=committed)
         answer = await self.offsets.Close(offsets_pb.CloseRequest(items=[item]), timeout=TIMEOUT_S)
         _raise(answer.outcomes[0])
+
+    async def reset(self, to: int, queue_id: int = 0) -> None:
+        """Move the progress, as an operator does."""
+        item = offsets_pb.ResetItem(queue=queue(queue_id), to_offset=to)
+        request = offsets_pb.ResetRequest(op_id="op-1", by="operator", reason="test", items=[item])
+        _raise((await self.offsets.Reset(request, timeout=TIMEOUT_S)).outcomes[0])
 
 
 @dataclass
@@ -316,6 +342,62 @@ class Member:
         )
         return (await stub_of(at).Release(request, timeout=TIMEOUT_S)).released_count
 
+    async def release_all(self, at: Node | Stub, group: str = "") -> pb.ReleaseAllResponse:
+        """Give everything back that is closed."""
+        request = pb.ReleaseAllRequest(incarnation=self.incarnation, group=group)
+        return await stub_of(at).ReleaseAll(request, timeout=TIMEOUT_S)
+
+    @asynccontextmanager
+    async def watching(self, at: Node | Stub) -> AsyncIterator[Watched]:
+        """What the client is told, while the block runs."""
+        call = stub_of(at).Watch(pb.WatchRequest(incarnation=self.incarnation))
+        watched = Watched()
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(watched.read(call))
+            try:
+                yield watched
+            finally:
+                reading.cancel()
+                call.cancel()
+
+
+class Watched:
+    """The notices of one stream, as they come; `ended` has the reason once it ends."""
+
+    def __init__(self) -> None:
+        self._arrived: asyncio.Queue[Any] = asyncio.Queue(10_000)
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def read(self, call: Any) -> None:
+        try:
+            async for response in call:
+                self._arrived.put_nowait(getattr(response, response.WhichOneof("event")))
+        except grpc.aio.AioRpcError as error:
+            self.ended.set_result(from_rpc_error(error).reason)
+        else:
+            self.ended.set_result("OK")
+
+    async def wanted(self) -> tuple[int, int, str, str]:
+        """Queue, token, waiter and reason of the next notice, which has to be a Wanted."""
+        notice = await self._next()
+        assert isinstance(notice, pb.Wanted), notice
+        reason = pb.WantedReason.Name(notice.reason).removeprefix("WANTED_REASON_")
+        return notice.queue.queue.queue_id, notice.token, notice.by, reason
+
+    async def freed(self) -> int:
+        """Queue of the next notice, which has to be a Freed."""
+        notice = await self._next()
+        assert isinstance(notice, pb.Freed), notice
+        return notice.queue.queue.queue_id
+
+    def nothing(self) -> bool:
+        """Whether no notice has come that was not asked for."""
+        return self._arrived.empty()
+
+    async def _next(self) -> Any:
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            return await self._arrived.get()
+
 
 def stub_of(at: Node | Stub) -> Stub:
     """The stub of a node, or the stub itself."""
@@ -331,6 +413,12 @@ def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
 async def entries(node: Node) -> list[pb.LockEntry]:
     """What the node lists."""
     return list((await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries)
+
+
+async def describe(node: Node, queue_id: int = 0) -> pb.DescribeResponse:
+    """What the node knows of a queue."""
+    request = pb.DescribeRequest(queue=queue(queue_id))
+    return await node.stub.Describe(request, timeout=TIMEOUT_S)
 
 
 async def waits(node: Node, client_id: str) -> bool:

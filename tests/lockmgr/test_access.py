@@ -12,6 +12,7 @@ import pytest
 
 from batonmq.common.errors import (
     BatonError,
+    Draining,
     Fenced,
     Held,
     NotAssigned,
@@ -22,9 +23,11 @@ from services.lockmgr.core.access import (
     Condition,
     Decision,
     Deny,
+    Free,
     Grant,
     Replay,
     decide_access,
+    decide_clear,
 )
 from services.lockmgr.core.locks import (
     Asker,
@@ -51,6 +54,7 @@ DRAINED = Observation(token=7, committed=10, delivered=10)
 IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=3)
 CLOSED = Observation(token=7, closed=True, committed=10, delivered=10)
 PHANTOM = Observation(token=8, committed=10, delivered=10)
+ANEW = Observation(token=9, closed=True, begins_anew=True)
 
 
 def owned(*, slots: int = 0, generation: int = 5) -> Entry:
@@ -210,6 +214,45 @@ def test_two_views_do_not_take_a_queue_from_each_other(seen: Observation, genera
     assert not decision.clears
 
 
+def told(entry: Entry) -> Entry:
+    entry.told = True
+    return entry
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_owner_that_was_told_and_has_drained_is_letting_go(slots: int) -> None:
+    decision = decide(told(owned(slots=slots)), newcomer(), DRAINED)
+    error = refused(decision)
+    assert isinstance(error, Draining)
+    assert (error.facts["owner"], error.facts["age_ms"]) == ("a", "1")
+    assert isinstance(decision, Deny)
+    assert decision.clears
+
+
+def test_owner_that_was_told_and_has_messages_in_hand_is_told_of_by_their_number() -> None:
+    assert isinstance(refused(decide(told(owned()), newcomer(), IN_FLIGHT)), Unacked)
+
+
+def test_phantom_is_held_though_its_owner_was_told() -> None:
+    """It can't let go of a token that is dead."""
+    entry = told(owned())
+    entry.phantom = True
+    assert isinstance(refused(decide(entry, newcomer(), PHANTOM)), Held)
+
+
+@pytest.mark.parametrize("generation", [4, 5])
+def test_closed_queue_is_not_for_an_older_view_but_for_one_of_the_same(generation: int) -> None:
+    decision = decide(owned(), newcomer(generation), CLOSED)
+    if generation == 5:
+        assert decision == Grant((CLOSED_OR_DRAINED,), 7)
+    else:
+        assert isinstance(refused(decision), NotAssigned)
+
+
+def test_drained_for_three_slots_is_not_enough_for_the_same_generation() -> None:
+    assert isinstance(refused(decide(owned(slots=3), newcomer(5), DRAINED)), NotAssigned)
+
+
 # Rows: another owner, lease over
 
 
@@ -255,9 +298,39 @@ def test_no_decision_passes_without_a_condition() -> None:
     assert all(decision.conditions for decision in granted)
 
 
-# A topic that was deleted and created again
+# A group whose subscription changes: queues go to nobody
 
-ANEW = Observation(token=9, closed=True, begins_anew=True)
+
+@pytest.mark.parametrize("seen", [CLOSED, replace(CLOSED, token=8), ANEW])
+@pytest.mark.parametrize("now_ms", [LEASE_START_MS, LEASE_END_MS + 1])
+def test_token_that_is_finished_at_offsets_is_freed_without_a_fence(
+    seen: Observation, now_ms: int
+) -> None:
+    assert decide_clear(owned(), seen, now_ms, POLICY) == Free()
+
+
+@pytest.mark.parametrize("seen", [DRAINED, IN_FLIGHT])
+def test_owner_that_lives_clears_its_queue_itself_until_its_lease_is_over(
+    seen: Observation,
+) -> None:
+    for entry in (owned(), owned(slots=9)):
+        assert decide_clear(entry, seen, LEASE_END_MS, POLICY) is None
+    assert decide_clear(owned(), seen, LEASE_END_MS + 1, POLICY) == Grant((IDLE,), 7)
+
+
+@pytest.mark.parametrize("now_ms", [LEASE_START_MS, LEASE_END_MS + 1])
+def test_phantom_is_cleared_by_what_offsets_knows_of_it(now_ms: int) -> None:
+    decision = decide_clear(owned(), PHANTOM, now_ms, POLICY)
+    assert decision == Grant((CLOSED_OR_DRAINED, IDLE), 8)
+
+
+def test_token_newer_than_what_offsets_knows_is_left_to_its_owner_for_its_lease() -> None:
+    old_backup = Observation(token=6, closed=True)
+    assert decide_clear(owned(), old_backup, LEASE_END_MS, POLICY) is None
+    assert decide_clear(owned(), old_backup, LEASE_END_MS + 1, POLICY) == Grant((IDLE,), 6)
+
+
+# A topic that was deleted and created again
 
 
 @pytest.mark.parametrize("now_ms", [0, LEASE_END_MS + 1])

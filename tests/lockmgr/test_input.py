@@ -48,6 +48,22 @@ def release_request() -> pb.ReleaseRequest:
     )
 
 
+def release_all_request() -> pb.ReleaseAllRequest:
+    return pb.ReleaseAllRequest(incarnation=Member("a").incarnation)
+
+
+def watch_request() -> pb.WatchRequest:
+    return pb.WatchRequest(incarnation=Member("a").incarnation)
+
+
+def force_request() -> pb.ForceReleaseRequest:
+    return pb.ForceReleaseRequest(queue=queue(), op_id="op", by="operator", reason="stuck")
+
+
+def describe_request() -> pb.DescribeRequest:
+    return pb.DescribeRequest(queue=queue())
+
+
 def no_incarnation(request: Any) -> None:
     request.ClearField("incarnation")
 
@@ -64,6 +80,8 @@ def client_named(name: str) -> Spoil:
 
 
 def queues_of(request: Any) -> Any:
+    if isinstance(request, pb.ForceReleaseRequest | pb.DescribeRequest):
+        return [request]
     return request.items if isinstance(request, pb.AcquireRequest) else request.holds
 
 
@@ -118,7 +136,7 @@ def many(count: int) -> Spoil:
     return spoil
 
 
-def field(name: str, value: int) -> Spoil:
+def field(name: str, value: int | str) -> Spoil:
     return lambda r: setattr(r, name, value)
 
 
@@ -140,17 +158,20 @@ def two_groups(request: Any) -> None:
     more.queue.group = "other"
 
 
-EVERYWHERE: list[tuple[Spoil, str, str]] = [
+OF_CLIENTS: list[tuple[Spoil, str, str]] = [
     (no_incarnation, "INVALID_NAME", "client_id"),
     (no_incarnation_id, "INVALID_ARGUMENT", "incarnation_id"),
     *((client_named(name), "INVALID_NAME", "client_id") for name in BAD_NAMES[:-1]),
     (client_named("x" * 256), "INVALID_NAME", "client_id"),
+]
+OF_QUEUES: list[tuple[Spoil, str, str]] = [
     *((group_named(name), "INVALID_NAME", "group") for name in BAD_NAMES),
     *((topic_named(name), "INVALID_NAME", "topic") for name in BAD_NAMES),
     *((broker_named(name), "INVALID_NAME", "broker") for name in [*BAD_NAMES, "Upper"]),
     (no_queue, "INVALID_NAME", "group"),
     (queue_id(65_536), "LIMIT_EXCEEDED", "queue_id"),
 ]
+EVERYWHERE = OF_CLIENTS + OF_QUEUES
 OF_ACQUIRE: list[tuple[Spoil, str, str]] = [
     (nothing, "INVALID_ARGUMENT", "items"),
     (many(1_025), "LIMIT_EXCEEDED", "items"),
@@ -183,6 +204,19 @@ OF_KEEP_ALIVE: list[tuple[Spoil, str, str]] = [
     (item_field("token", 0), "INVALID_ARGUMENT", "token"),
     (field("acquire_seq", -1), "INVALID_ARGUMENT", "acquire_seq"),
 ]
+OF_RELEASE_ALL: list[tuple[Spoil, str, str]] = [
+    *((field("group", name), "INVALID_NAME", "group") for name in BAD_NAMES[1:]),
+]
+OF_FORCE: list[tuple[Spoil, str, str]] = [
+    *(
+        (field("op_id", op_id), "INVALID_ARGUMENT", "op_id")
+        for op_id in ("", "a b", "a\n", "ä", "x" * 59)
+    ),
+    (field("by", ""), "INVALID_ARGUMENT", "by"),
+    (field("by", "x" * 256), "LIMIT_EXCEEDED", "by"),
+    (field("reason", ""), "INVALID_ARGUMENT", "reason"),
+    (field("reason", "x" * 1_025), "LIMIT_EXCEEDED", "reason"),
+]
 
 
 async def refusal(node: Node, request: Any) -> BatonError:
@@ -190,9 +224,10 @@ async def refusal(node: Node, request: Any) -> BatonError:
         if isinstance(request, pb.AcquireRequest):
             answers = [a async for a in node.stub.Acquire(request, timeout=5)]
             raise AssertionError(f"accepted {answers[:1]}")
-        if isinstance(request, pb.KeepAliveRequest):
-            raise AssertionError(f"accepted {await node.stub.KeepAlive(request, timeout=5)}")
-        raise AssertionError(f"accepted {await node.stub.Release(request, timeout=5)}")
+        if isinstance(request, pb.WatchRequest):
+            raise AssertionError(f"accepted {await anext(aiter(node.stub.Watch(request)))}")
+        method = type(request).__name__.removesuffix("Request")
+        raise AssertionError(f"accepted {await getattr(node.stub, method)(request, timeout=5)}")
     except grpc.aio.AioRpcError as error:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         return from_rpc_error(error)
@@ -204,8 +239,12 @@ async def refusal(node: Node, request: Any) -> BatonError:
         (acquire_request, EVERYWHERE + OF_ACQUIRE),
         (keep_alive_request, EVERYWHERE + OF_KEEP_ALIVE),
         (release_request, EVERYWHERE + OF_RELEASE),
+        (release_all_request, OF_CLIENTS + OF_RELEASE_ALL),
+        (watch_request, OF_CLIENTS),
+        (force_request, OF_QUEUES + OF_FORCE),
+        (describe_request, OF_QUEUES),
     ],
-    ids=["Acquire", "KeepAlive", "Release"],
+    ids=["Acquire", "KeepAlive", "Release", "ReleaseAll", "Watch", "ForceRelease", "Describe"],
 )
 async def test_malformed_request_is_refused_and_changes_nothing(
     make: Callable[[], Any],

@@ -18,6 +18,8 @@ from services.lockmgr.core.locks import (
     Policy,
     QueueKey,
     Step,
+    Wanted,
+    WantedReason,
 )
 from services.lockmgr.core.table import HoldState, KeepAlive, LockTable
 
@@ -126,7 +128,7 @@ def test_slots_do_not_outlast_a_hand_over() -> None:
     table = owned_by_a()
     for slot in range(4):
         look(table, DRAINED, slot * SLOT_MS)
-    table.begin(KEY, Step.FENCE, B)
+    table.begin(KEY, Step.FENCE)
     lock = Lock(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     table.granted(KEY, lock, 2, 3 * SLOT_MS, newly_acquired=True)
     look(table, Observation(token=8, committed=10, delivered=10), 4 * SLOT_MS)
@@ -156,7 +158,7 @@ def test_own_request_of_the_owner_is_decided_on_a_fresh_observation() -> None:
 def test_observation_that_spans_a_hand_over_is_not_used() -> None:
     table = owned_by_a()
     stamp = table.look(KEY)
-    table.begin(KEY, Step.FENCE, B)
+    table.begin(KEY, Step.FENCE)
     lock = Lock(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     table.granted(KEY, lock, 2, 10, newly_acquired=True)
     table.observe(KEY, DRAINED, stamp, 20)
@@ -205,7 +207,7 @@ def test_keep_alive_tells_the_owner_who_waits_longest() -> None:
     table.wait(KEY, B, 5)
     table.wait(KEY, Incarnation("c", 1), 6)
     (report,) = table.keep_alive(KeepAlive(incarnation=A, acquire_seq=3, holds=[(KEY, 7)]), 10)
-    assert (report.state, report.wanted_by) == (HoldState.WANTED, "b")
+    assert (report.state, report.wanted) == (HoldState.WANTED, Wanted(WantedReason.WAITER, "b"))
     assert lease_age_ms(table, 10) == 0
 
 
@@ -240,7 +242,7 @@ def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> 
     table = owned_by_a()
     look(table, DRAINED, LEASE_MS + 1)
     assert decide(table, LEASE_MS + 1) == Grant((Condition.IDLE,), 7)
-    table.begin(KEY, Step.FENCE, B)
+    table.begin(KEY, Step.FENCE)
     assert keep_alive(table, LEASE_MS + 2) is HoldState.PENDING
     assert lease_age_ms(table, LEASE_MS + 2) == LEASE_MS + 2
 
@@ -248,7 +250,7 @@ def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> 
 def test_story_07_keep_alive_between_fence_and_persist_renews_nothing() -> None:
     """etcd still names the old owner, but its token is dead already."""
     table = owned_by_a()
-    pending = table.begin(KEY, Step.FENCE, B)
+    pending = table.begin(KEY, Step.FENCE)
     pending.step = Step.PERSIST
     assert keep_alive(table, 10) is HoldState.PENDING
     assert lease_age_ms(table, 10) == 10
@@ -259,14 +261,14 @@ def test_story_07_keep_alive_between_fence_and_persist_renews_nothing() -> None:
 
 def test_keep_alive_after_a_refused_hand_over_renews_again() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.FENCE, B)
+    table.begin(KEY, Step.FENCE)
     table.refused(KEY)
     assert keep_alive(table, 10) is HoldState.OK
 
 
 def test_fenced_owner_whose_successor_was_not_persisted_is_not_renewed() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.FENCE, B)
+    table.begin(KEY, Step.FENCE)
     table.reloaded(KEY, lock_of(A), 1, fenced=True)
     assert keep_alive(table, 10) is HoldState.NOT_OWNER
     entry = table.get(KEY)
@@ -286,7 +288,7 @@ def test_story_12_new_leader_does_not_renew_a_phantom() -> None:
 
 def test_phantom_ends_when_its_owner_is_granted_the_queue_again() -> None:
     table = owned_by_a(offsets_token=8)
-    table.begin(KEY, Step.FENCE, A)
+    table.begin(KEY, Step.FENCE)
     table.granted(KEY, lock_of(A, 9, 4), 2, 10, newly_acquired=False)
     assert keep_alive(table, 20, 9, seq=4) is HoldState.OK
 
@@ -331,7 +333,7 @@ def test_owner_that_is_a_member_again_is_renewed_as_before() -> None:
 
 def test_second_hand_over_of_a_queue_waits_for_the_first() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.FENCE, B)
+    table.begin(KEY, Step.FENCE)
     decision = decide(table, 1, Asker(Incarnation("c", 1), 1, 7))
     assert isinstance(decision, Deny)
     assert isinstance(decision.error, HandoverPending)
@@ -342,15 +344,15 @@ def test_grant_names_the_time_since_the_new_owner_was_first_refused() -> None:
     table = owned_by_a()
     table.wait(KEY, B, 100)
     table.wait(KEY, B, 400)
-    table.begin(KEY, Step.FENCE, B)
+    table.begin(KEY, Step.FENCE)
     lock = Lock(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     assert table.granted(KEY, lock, 2, 1_000, newly_acquired=True) == 900
 
 
 def test_freed_entry_keeps_token_and_generation() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.RELEASE, A)
-    table.freed(KEY, 2)
+    table.begin(KEY, Step.RELEASE)
+    table.freed(KEY, Lock(token=7, generation=5), 2)
     entry = table.get(KEY)
     assert entry is not None
     assert entry.lock == Lock(token=7, generation=5)
@@ -373,8 +375,8 @@ def test_freed_queue_is_decided_on_what_was_seen_of_its_token() -> None:
     error = decide(table, 1)
     assert isinstance(error, Deny)
     assert isinstance(error.error, Unacked)
-    table.begin(KEY, Step.RELEASE, A)
-    table.freed(KEY, 2)
+    table.begin(KEY, Step.RELEASE)
+    table.freed(KEY, Lock(token=7, generation=5), 2)
     assert not table.needs_look(KEY, NEWCOMER, 2)
     assert decide(table, 2) == Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), 7)
 

@@ -21,6 +21,7 @@ SEEDS, STEPS = 120, 1_500
 REACHED = [
     "CLOSED_OR_DRAINED",
     "FENCED",
+    "FORCED",
     "HELD",
     "IDLE",
     "NOT_ASSIGNED",
@@ -30,18 +31,24 @@ REACHED = [
     "ORPHAN",
     "PENDING",
     "SAME_HOLDER",
+    "SUBSCRIPTION",
+    "SUBSCRIPTION_DRAINING",
     "UNACKED",
     "WANTED",
     "closed",
     "crash",
     "fence repeated",
     "fenced",
+    "freed",
     "late fence",
     "late persist",
+    "new subscription",
+    "overtaken",
     "phantom",
     "released",
     "repeated",
     "started again",
+    "to nobody",
 ]
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
 from batonmq.common.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
 from services.lockmgr.core import locks, table
-from services.lockmgr.core.access import Condition, Deny, Grant
+from services.lockmgr.core.access import Condition, Deny, Free, Grant, decide_clear
 from services.offsets.core import calls
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
@@ -94,11 +94,12 @@ class Ask:
 
 @dataclass
 class HandOver:
-    """A hand-over as one leader carries it out."""
+    """A hand-over as one leader carries it out, by the group's gate; to nobody without `ask`."""
 
-    ask: Ask
+    ask: Ask | None
     term: int
     grant: Grant
+    gate: int
     tried: int = 0
     attempt: str = ""
 
@@ -115,8 +116,11 @@ class World:
     attempts: int = 0
     stored: locks.Lock = field(default_factory=locks.Lock)
     revision: int = 0
+    gate: int = 1
+    draining: bool = False
     started: Offsets = NONE
     excused: Offsets = NONE
+    forced: frozenset[int] = frozenset()
     answered_acks: Offsets = NONE
     committed: int = 0
     seen: Counter[str] = field(default_factory=Counter)
@@ -147,6 +151,10 @@ class World:
             self.take_over()
         elif move < 0.965:
             self.crash(self.random.choice(self.clients))
+        elif move < 0.966:
+            self.force()
+        elif move < 0.97:
+            self.change_subscription()
         elif move < 0.98 and self.paused is None:
             self.paused = self.random.choice(self.clients)
             self.pass_time(self.random.choice([0, POLICY.lease_ms + 1_000]))
@@ -188,6 +196,44 @@ class World:
         ]
         message()
         return True
+
+    # Operators, and the nameserver that changes the subscription
+
+    def force(self) -> None:
+        """Take the queue from its owner, whatever it does."""
+        entry = self.table.get(KEY)
+        if entry is None or not self.revision or entry.pending is not None:
+            return
+        self.table.begin(KEY, locks.Step.FENCE)
+        grant = Grant((Condition.FORCED,), self.observation().token)
+        self.fence_next(HandOver(None, self.term, grant, self.gate))
+
+    def change_subscription(self) -> None:
+        """All queues are given back; once etcd has no owner, the new subscription begins."""
+        if not self.draining:
+            self.draining, self.gate = True, self.gate + 1
+        elif self.stored.owner is None:
+            seen = self.observation()
+            holders = [c.name for c in self.clients if c.token and c.token == seen.token]
+            if holders and not seen.closed:
+                raise Violated(f"two filters: {holders} serve by the old one")
+            self.draining, self.gate = False, self.gate + 1
+            self.seen["new subscription"] += 1
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        """What `Freeing.clear_draining` does once a second."""
+        entry = self.table.get(KEY)
+        if entry is None or entry.lock.owner is None or entry.pending is not None:
+            return
+        decision = decide_clear(entry, self.observation(), self.now_ms, POLICY)
+        if isinstance(decision, Free):
+            self.free(entry.lock.owner, entry.lock.token)
+            self.seen["freed"] += 1
+        elif decision is not None:
+            self.table.begin(KEY, locks.Step.FENCE)
+            self.fence_next(HandOver(None, self.term, decision, self.gate))
 
     # Faults
 
@@ -290,7 +336,7 @@ class World:
 
         def record() -> None:
             try:
-                run = (first, next_)
+                run = calls.Delivery(first, next_)
                 done = self.offsets.record_delivered(OFFSETS_KEY, token, run, self.instant())
             except BatonError as error:
                 if isinstance(error, Fenced):
@@ -298,7 +344,8 @@ class World:
                 return
             flagged = offsets_of(done.maybe_seen)
             self.send(
-                lambda: self.receive(client, (token, pull_id, sent_ms), run, flagged), to=client
+                lambda: self.receive(client, (token, pull_id, sent_ms), (first, next_), flagged),
+                to=client,
             )
 
         self.send(record)
@@ -325,7 +372,7 @@ class World:
         self.seen["started again"] += len(again)
         self.seen["started"] += len(new)
         self.started |= new
-        self.excused -= new
+        self.excused = self.excused | new if token in self.forced else self.excused - new
         client.in_hand |= new
 
     def finish(self, client: Client) -> None:
@@ -387,10 +434,15 @@ class World:
     def keep_alive(self, client: Client) -> None:
         holds = [(KEY, client.token)] if client.token else []
         seen_seq = client.seq - client.asking
-        call = table.KeepAlive(incarnation=client.incarnation, acquire_seq=seen_seq, holds=holds)
         sent_ms, token = self.now_ms, client.token
 
         def renew() -> None:
+            call = table.KeepAlive(
+                incarnation=client.incarnation,
+                acquire_seq=seen_seq,
+                holds=holds,
+                draining_groups=frozenset([KEY.group] if self.draining else []),
+            )
             for report in self.table.keep_alive(call, self.now_ms):
                 self.seen[report.state.value] += 1
                 self.send(partial(answered, report), to=client)
@@ -405,6 +457,9 @@ class World:
             elif client.token == token and report.state is not table.HoldState.PENDING:
                 until_ms = sent_ms + POLICY.lease_ms - MARGIN_MS
                 client.deadline_ms = max(client.deadline_ms, until_ms)
+                if report.wanted and report.wanted.reason is locks.WantedReason.SUBSCRIPTION:
+                    client.closing, client.pulling = True, False
+                    self.seen["SUBSCRIPTION"] += 1
 
         self.send(renew)
 
@@ -423,6 +478,9 @@ class World:
         self.send(decide, lossy=False)
 
     def decide(self, ask: Ask) -> None:
+        if self.draining:
+            self.seen["SUBSCRIPTION_DRAINING"] += 1
+            return
         decision = self.table.decide(KEY, ask.asker, self.now_ms)
         if decision is None:
             self.send(lambda: self.arrived(ask))
@@ -433,8 +491,8 @@ class World:
                 if ask.client.asking and ask.client.seq == ask.asker.acquire_seq:
                     self.send(lambda: self.arrived(ask))
         elif isinstance(decision, Grant):
-            self.table.begin(KEY, locks.Step.FENCE, ask.asker.incarnation)
-            self.fence_next(HandOver(ask, self.term, decision))
+            self.table.begin(KEY, locks.Step.FENCE)
+            self.fence_next(HandOver(ask, self.term, decision, self.gate))
         else:
             self.repeat(ask)
 
@@ -457,6 +515,10 @@ class World:
             if hand_over.term == self.term:
                 self.fence_refused(hand_over, error)
             return
+        if condition is Condition.FORCED:
+            self.forced |= {expected}
+            for client in self.clients:
+                self.excused |= client.in_hand | client.finished
         if self.random.random() < LOST:
             self.seen["fence repeated"] += 1
             self.send(lambda: self.fence(hand_over), lossy=False)
@@ -473,23 +535,26 @@ class World:
         self.table.refused(KEY)
         if known:
             self.table.distrust(KEY)
-        self.send(lambda: self.arrived(hand_over.ask))
+        self.ask_anew(hand_over)
+
+    def ask_anew(self, hand_over: HandOver) -> None:
+        ask = hand_over.ask
+        if ask is not None:
+            self.send(lambda: self.arrived(ask))
 
     def persist(self, hand_over: HandOver, start: calls.Grant) -> None:
         """The transaction reaches etcd, whoever leads by now."""
         if hand_over.term != self.term:
             self.seen["late persist"] += 1
             return
-        asker = hand_over.ask.asker
-        lock = locks.Lock(
-            owner=asker.incarnation,
-            token=start.token,
-            acquire_seq=asker.acquire_seq,
-            attempt=hand_over.attempt,
-            generation=asker.generation,
-        )
+        lock = self.lock(hand_over, start)
         entry = self.table.get(KEY)
         assert entry is not None
+        if self.stored != lock and hand_over.ask is not None and hand_over.gate != self.gate:
+            self.table.reloaded(KEY, self.stored, self.revision, fenced=True)
+            self.seen["overtaken"] += 1
+            self.ask_anew(hand_over)
+            return
         if self.stored != lock:
             if entry.revision != self.revision:
                 raise Violated("two changes of one entry at once")
@@ -497,10 +562,27 @@ class World:
             if self.random.random() < LOST:
                 self.send(lambda: self.persist(hand_over, start), lossy=False)
                 return
+        ask = hand_over.ask
+        if ask is None:
+            self.table.freed(KEY, lock, self.revision)
+            self.seen["to nobody"] += 1
+            return
         newly = hand_over.grant.newly_acquired
         self.table.granted(KEY, lock, self.revision, self.now_ms, newly_acquired=newly)
         self.seen["granted"] += 1
-        self.send(lambda: self.granted(hand_over.ask, start.token, start), to=hand_over.ask.client)
+        self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
+
+    def lock(self, hand_over: HandOver, start: calls.Grant) -> locks.Lock:
+        if hand_over.ask is None:
+            return replace(self.stored.freed(), token=start.token)
+        asker = hand_over.ask.asker
+        return locks.Lock(
+            owner=asker.incarnation,
+            token=start.token,
+            acquire_seq=asker.acquire_seq,
+            attempt=hand_over.attempt,
+            generation=asker.generation,
+        )
 
     def repeat(self, ask: Ask) -> None:
         lock = self.stored
@@ -520,25 +602,30 @@ class World:
         if entry.pending is not None:
             self.send(lambda: self.release(owner, token, term))
             return
-        self.table.begin(KEY, locks.Step.RELEASE, owner)
+        self.free(owner, token)
+
+    def free(self, owner: locks.Incarnation, token: int) -> None:
+        assert self.table.owns(KEY, owner, token)
+        self.table.begin(KEY, locks.Step.RELEASE)
         leader = self.term
 
         def write() -> None:
             if leader == self.term:
                 self.stored, self.revision = self.stored.freed(), self.revision + 1
-                self.table.freed(KEY, self.revision)
+                self.table.freed(KEY, self.stored, self.revision)
                 self.seen["released"] += 1
 
         self.send(write, lossy=False)
 
-    def wish(self, ask: Ask, condition: Condition, expected: int, attempt: str) -> calls.Fence:
-        incarnation = ask.asker.incarnation
+    def wish(
+        self, ask: Ask | None, condition: Condition, expected: int, attempt: str
+    ) -> calls.Fence:
         return calls.Fence(
             attempt=attempt,
             expected_token=expected,
             condition=calls.Condition(condition.value),
-            holder=calls.Holder(incarnation.client_id, incarnation.incarnation_id),
-            resume=ranges_of(ask.resume),
+            holder=calls.Holder(*ask.asker.incarnation) if ask else None,
+            resume=ranges_of(ask.resume if ask else ()),
             idle_ms=POLICY.lease_ms if condition is Condition.IDLE else 0,
             token_min=self.stored.token,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1.stored_lock_pb2 import StoredLock
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
@@ -23,14 +25,22 @@ from batonmq.common.rpc import from_rpc_error
 from services.nameserver.__main__ import build
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
+from services.nameserver.group_calls import GroupCalls
+from services.nameserver.group_store import GroupStore
 from services.nameserver.progress import Progress
-from services.nameserver.server import NameserverServicer
-from services.nameserver.store import Store
+from services.nameserver.refusals import Refusals
+from services.nameserver.sessions import Sessions
 from services.nameserver.telemetry import Telemetry
-from services.offsets.app import Offsets, opened
+from services.nameserver.topic_calls import TopicCalls
+from services.nameserver.topic_store import TopicStore
+from services.nameserver.turns import Turns
+from services.offsets.app import Offsets, recovered
 from services.offsets.core.calls import Limits
+from services.offsets.disk import Disk
 from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
+from services.runtime.gates import PREFIX as GATES_PREFIX
+from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer
 from services.runtime.process import Runtime
 from tests.support.serving import serving_at
@@ -50,6 +60,26 @@ class Replica:
         """Send a heartbeat for the topic `flights`."""
         request = heartbeat(group, client_id, expression)
         return (await self.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)).group
+
+    async def beat(
+        self, group: str, client_id: str, expression: str = "*", **fields: Any
+    ) -> pb.HeartbeatResponse:
+        """Send a heartbeat for the topic `flights`, with more of its fields set."""
+        request = heartbeat(group, client_id, expression)
+        request.MergeFrom(pb.HeartbeatRequest(**fields))
+        return await self.stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
+
+    async def set_group(self, name: str, **settings: Any) -> pb.Group:
+        request = pb.UpdateGroupRequest(group=name, **settings)
+        return (await self.stub.UpdateGroup(request, timeout=CALL_TIMEOUT_S)).group
+
+    async def delete_group(self, name: str) -> int:
+        request = pb.DeleteGroupRequest(group=name)
+        return (await self.stub.DeleteGroup(request, timeout=CALL_TIMEOUT_S)).queue_count
+
+    async def refused(self, group: str) -> list[pb.RefusedClient]:
+        request = pb.DescribeGroupRequest(group=group)
+        return list((await self.stub.DescribeGroup(request, timeout=CALL_TIMEOUT_S)).refused)
 
     async def leave(self, group: str, client_id: str) -> bool:
         request = pb.LeaveRequest(group=group, incarnation=incarnation(client_id))
@@ -74,8 +104,10 @@ class Replica:
         return self.runtime.registry.get_sample_value(f"baton_nameserver_{name}", labels) or 0
 
     @contextmanager
-    def watch_group(self, name: str) -> Iterator[Any]:
-        call = self.stub.WatchGroup(pb.WatchGroupRequest(group=name))
+    def watch_group(self, name: str, session: str = "") -> Iterator[Any]:
+        """A watch; as the session of a member if one is named."""
+        member = incarnation(session) if session else None
+        call = self.stub.WatchGroup(pb.WatchGroupRequest(group=name, incarnation=member))
         try:
             yield call
         finally:
@@ -91,16 +123,31 @@ class Replica:
 
 
 class Direct:
-    """A replica's servicer, to be called without gRPC's buffers between; it may be made to lag."""
+    """A replica's calls without gRPC's buffers between; it may be made to lag."""
 
     def __init__(self, runtime: Runtime, tasks: asyncio.TaskGroup) -> None:
-        assert isinstance(runtime.settings, NameserverSettings)
-        self.catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=1)
-        store = Store(runtime.etcd, runtime.random, member_lease_ms=30_000)
+        settings, etcd = runtime.settings, runtime.etcd
+        assert isinstance(settings, NameserverSettings)
+        self.catalog = Catalog(etcd, runtime.nodes, watchers_max=1)
         telemetry = Telemetry(CollectorRegistry(), runtime.hub, self.catalog)
+        turns = Turns(runtime.random)
+        topic_store = TopicStore(etcd, turns)
+        store = GroupStore(
+            etcd, turns, topic_store, member_lease_ms=30_000, on_change=telemetry.group_changed
+        )
         self.offsets = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub)
-        self.servicer = NameserverServicer(
-            runtime.settings, self.catalog, store, telemetry, Progress(self.offsets.stub)
+        progress = Progress(self.offsets.stub)
+        self.topics = TopicCalls(settings, self.catalog, topic_store, progress)
+        self.groups = GroupCalls(
+            settings=settings,
+            clock=runtime.clock,
+            catalog=self.catalog,
+            store=store,
+            topics=self.topics,
+            sessions=Sessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
+            refusals=Refusals(etcd, self.catalog, lease_ms=30_000),
+            progress=progress,
+            telemetry=telemetry,
         )
         self._tasks = tasks
         self._following: list[asyncio.Task[None]] = []
@@ -154,12 +201,15 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
     """The real offsets service, registered; it keeps in `folder` what outlives the block."""
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
-    with opened(folder, Limits(), clock, registry, hub) as offsets:
+    with Disk(folder) as disk:
+        gates = Mirror(etcd, GATES_PREFIX)
+        offsets = recovered(disk, Limits(), clock, registry, hub, gates)
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add) as address:
-            writer = tasks.create_task(offsets.commits.run())
+            running = [tasks.create_task(run()) for run in (offsets.commits.run, gates.run)]
             await register_offsets(etcd, address, offsets.table.epoch)
             yield offsets
-            writer.cancel()
+            for task in running:
+                task.cancel()
 
 
 async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
@@ -174,10 +224,17 @@ async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
     return await etcd.put(etcd.key("nodes", "offsets", "offsets-0"), node.SerializeToString())
 
 
-async def register_broker(etcd: EtcdSession, name: str, address: str = "127.0.0.1:1") -> None:
+async def register_broker(
+    etcd: EtcdSession, name: str, address: str = "127.0.0.1:1", room: str = ""
+) -> None:
     """Do what a storage node does when it starts."""
     node = pb.Node(
-        service=pb.SERVICE_KIND_STORAGE, node_id=name, address=address, epoch=1, leader=True
+        service=pb.SERVICE_KIND_STORAGE,
+        node_id=name,
+        address=address,
+        epoch=1,
+        leader=True,
+        room=room,
     )
     await etcd.put(etcd.key("nodes", "storage", name), node.SerializeToString())
 
@@ -194,6 +251,31 @@ def heartbeat(
         incarnation=incarnation(client_id, incarnation_id),
         subscriptions=[pb.Subscription(topic="flights", expression=expression)],
         host=f"host-of-{client_id}",
+    )
+
+
+async def grant(etcd: EtcdSession, group: str, client_id: str = "", queue_id: int = 0) -> None:
+    """Do what the lock manager does when it gives a queue, or without a client, frees it."""
+    lock = StoredLock(owner=incarnation(client_id) if client_id else None, token=1)
+    key = etcd.key("locks", group, "flights", "broker-a", str(queue_id))
+    await etcd.put(key, lock.SerializeToString())
+
+
+async def next_group(call: Any) -> pb.Group:
+    """What a watch brings next."""
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        group: pb.Group = (await call.read()).group
+        return group
+
+
+def owners(group: pb.Group) -> dict[str, int]:
+    """Number of queues by client id; those of nobody under the empty name."""
+    names = ["", *ids(group)]
+    return Counter(
+        names[owner]
+        for topic in group.assignments
+        for part in topic.brokers
+        for owner in part.owners
     )
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq.common.errors import LimitExceeded, NoBroker
-from services.nameserver.convert import topic_from_bytes, topic_to_pb
-from services.nameserver.core import Group, Member, QueueSpread, Subscription, Terms, Topic
+from services.nameserver.convert_topics import topic_from_bytes, topic_to_pb
+from services.nameserver.core.groups import Group, Member, Subscription, Terms
+from services.nameserver.core.topics import QueueSpread, Topic
 from services.nameserver.spread import QueueEnd, dropped, resized, unread_count
 
 
@@ -64,6 +65,13 @@ def test_growing_back_in_part_takes_queues_back() -> None:
     assert after.spread == (QueueSpread("a", 4, 3), QueueSpread("b", 4, 3))
 
 
+def test_rooms_stay_when_queues_come_and_go() -> None:
+    before = topic(QueueSpread("a", 4, room="north"), QueueSpread("b", 4, room="south"))
+    less = changed(before, 4, "a", "b")
+    assert [part.room for part in less.spread] == ["north", "south"]
+    assert [part.room for part in dropped(less).spread] == ["north", "south"]
+
+
 def test_each_broker_keeps_a_queue() -> None:
     before = topic(QueueSpread("a", 4), QueueSpread("b", 1), QueueSpread("c", 1))
     assert changed(before, 3, "a").spread == (
@@ -78,7 +86,7 @@ def test_each_broker_keeps_a_queue() -> None:
 
 def test_permission_and_writable_queues_survive_storing() -> None:
     for permission in ("READ_WRITE", "READ", "WRITE"):
-        before = topic(QueueSpread("a", 4, 2), QueueSpread("b", 3), permission=permission)
+        before = topic(QueueSpread("a", 4, 2, "north"), QueueSpread("b", 3), permission=permission)
         assert topic_from_bytes(topic_to_pb(before).SerializeToString()) == before
 
 
@@ -105,12 +113,16 @@ def test_every_sequence_of_sizes_ends_even_with_all_queues_in_place(
 END = QueueEnd("a", 3, 10, 25)
 
 
-def group(*members: str, subscribes: str = "t", consume_from: str = "LAST") -> Group:
+def group(
+    *members: str, subscribes: str = "t", consume_from: str = "LAST", model: str = "CLUSTERING"
+) -> Group:
     return Group(
         name="g",
         generation=1,
         members=tuple(Member(name, 1, "", 0) for name in members),
-        terms=Terms(subscriptions=(Subscription(subscribes, "*"),), consume_from=consume_from),
+        terms=Terms(
+            subscriptions=(Subscription(subscribes, "*"),), model=model, consume_from=consume_from
+        ),
         subscription_generation=1,
     )
 
@@ -128,6 +140,7 @@ def group(*members: str, subscribes: str = "t", consume_from: str = "LAST") -> G
         (group(), None, 0),  # would start behind the messages
         (group("c", subscribes="other"), None, 0),
         (None, None, 0),
+        (group("c", model="BROADCASTING"), None, 0),  # keeps its progress to itself
     ],
 )
 def test_who_still_has_to_read_what(known: Group | None, committed: int | None, count: int) -> None:

@@ -7,6 +7,7 @@ reading and its transaction.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,17 +18,21 @@ import pytest_asyncio
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import (
+    BatonError,
     ClientIdInUse,
     OffsetsUnreachable,
     Overloaded,
     SubscriptionConflict,
     TopicExists,
 )
-from services.nameserver.core import Group, Heartbeat, Subscription, Terms
-from services.nameserver.store import Store
+from services.nameserver.asks import GroupChange
+from services.nameserver.core.groups import Group, Heartbeat, Subscription, Terms
+from services.nameserver.group_store import BATCH_MAX, GroupStore
+from services.nameserver.topic_store import TopicStore
+from services.nameserver.turns import Turns
 from services.runtime.etcd import Compare, EtcdSession, Put, Stored
 
-BROKERS = ["broker-a"]
+BROKERS = {"broker-a": ""}
 
 
 class OvertakenSession(EtcdSession):
@@ -55,8 +60,10 @@ class OvertakenSession(EtcdSession):
 class Race:
     """`store` is overtaken, by what `other` does as a rule."""
 
-    store: Store
-    other: Store
+    store: GroupStore
+    other: GroupStore
+    topics: TopicStore
+    other_topics: TopicStore
     session: OvertakenSession
     etcd: EtcdSession
 
@@ -75,7 +82,7 @@ class Race:
         await self.etcd.revoke(live.lease_id)
 
     async def group(self) -> Group:
-        found = await self.other.read_group("g")
+        found = await self.other.read("g")
         assert found is not None
         return found[0]
 
@@ -84,9 +91,23 @@ class Race:
 async def race(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Race]:
     session = OvertakenSession(etcd_endpoint, cluster, Clock())
     async with session:
-        store = Store(session, Random(1), member_lease_ms=30_000, tries_max=4)
-        other = Store(etcd, Random(2), member_lease_ms=30_000)
-        yield Race(store, other, session, etcd)
+        turns, other_turns = Turns(Random(1), tries_max=4), Turns(Random(2))
+        topics, other_topics = TopicStore(session, turns), TopicStore(etcd, other_turns)
+        yield Race(
+            store_of(session, turns, topics),
+            store_of(etcd, other_turns, other_topics),
+            topics,
+            other_topics,
+            session,
+            etcd,
+        )
+
+
+def store_of(session: EtcdSession, turns: Turns, topics: TopicStore) -> GroupStore:
+    def told(change: GroupChange) -> None:
+        assert change.before is None or change.group.generation == change.before.generation + 1
+
+    return GroupStore(session, turns, topics, member_lease_ms=30_000, on_change=told)
 
 
 async def nothing(topic: str, topic_id: int) -> None:
@@ -104,12 +125,20 @@ def ids(group: Group | None) -> list[str]:
     return [member.client_id for member in group.members] if group else []
 
 
+async def refused(call: Awaitable[object]) -> BatonError:
+    try:
+        await call
+    except BatonError as error:
+        return error
+    raise AssertionError("not refused")
+
+
 async def test_two_founders_with_different_subscriptions_do_not_both_found(race: Race) -> None:
     async with race.overtaken(lambda: race.other.join(beat("c2", "x"))):
         with pytest.raises(SubscriptionConflict):
             await race.store.join(beat("c1", "*"))
     group = await race.group()
-    assert (ids(group), group.generation) == (["c2"], 1)
+    assert (ids(group), group.subscription_generation) == (["c2"], 1)
     assert (await race.etcd.get_prefix("live/g/c1"))[0] == []
 
 
@@ -121,21 +150,26 @@ async def test_two_processes_with_one_client_id_do_not_both_join(race: Race) -> 
 
 
 async def test_joining_twice_at_once_is_joining_once(race: Race) -> None:
-    async with race.overtaken(lambda: race.other.join(beat("c1"))):
-        change = await race.store.join(beat("c1"))
-    assert not change.changed
+    joined = None
+
+    async def join() -> None:
+        nonlocal joined
+        joined = (await race.other.join(beat("c1"))).group
+
+    async with race.overtaken(join):
+        outcome = await race.store.join(beat("c1"))
+    assert outcome.change is None
     group = await race.group()
-    assert (ids(group), group.generation) == (["c1"], 1)
+    assert group == joined
 
 
 async def test_member_that_comes_back_is_not_expired_on_an_old_reading(race: Race) -> None:
-    await race.other.join(beat("c1"))
+    before = (await race.other.join(beat("c1"))).group
     await race.die("c1")
     async with race.overtaken(lambda: race.other.join(beat("c1"))):
-        change = await race.store.expire("g")
-    assert (change.changed, change.expired) == (False, ())
-    group = await race.group()
-    assert (ids(group), group.generation) == (["c1"], 1)
+        outcome = await race.store.tend("g")
+    assert outcome.change is None
+    assert await race.group() == before
 
 
 async def test_newcomer_does_not_take_out_a_member_that_comes_back(race: Race) -> None:
@@ -148,63 +182,136 @@ async def test_newcomer_does_not_take_out_a_member_that_comes_back(race: Race) -
 
 
 async def test_member_expired_meanwhile_joins_anew(race: Race) -> None:
-    await race.other.join(beat("c1"))
+    before = (await race.other.join(beat("c1"))).group
+    assert before is not None
     await race.die("c1")
-    async with race.overtaken(lambda: race.other.expire("g")):
-        change = await race.store.join(beat("c1"))
-    assert change.changed
+    async with race.overtaken(lambda: race.other.tend("g")):
+        outcome = await race.store.join(beat("c1"))
+    assert outcome.change is not None
     group = await race.group()
-    assert (ids(group), group.generation) == (["c1"], 3)
+    assert (ids(group), group.generation) == (["c1"], before.generation + 2)
     live, _ = await race.etcd.get_prefix("live/g/")
     assert [stored.key for stored in live] == ["live/g/c1"]
 
 
-async def test_member_that_renewed_its_place_has_one_lease(race: Race) -> None:
+async def test_member_that_changes_what_it_asks_for_keeps_its_lease(race: Race) -> None:
     await race.other.join(beat("c1", "*"))
     first = await race.etcd.get(race.etcd.key("live", "g", "c1"))
     await race.other.join(beat("c1", "x"))
-    second = await race.etcd.get(race.etcd.key("live", "g", "c1"))
+    assert await race.etcd.get(race.etcd.key("live", "g", "c1")) == first
     assert first is not None
-    assert second is not None
-    assert not await race.other.refresh(first)
-    assert await race.other.refresh(second)
+    assert await race.other.refresh(first)
 
 
 async def test_two_replicas_expire_a_member_once(race: Race) -> None:
-    await race.other.join(beat("c1"))
+    before = (await race.other.join(beat("c1"))).group
+    assert before is not None
     await race.die("c1")
-    async with race.overtaken(lambda: race.other.expire("g")):
-        change = await race.store.expire("g")
-    assert (change.changed, change.expired) == (False, ())
-    assert (await race.group()).generation == 2
+    async with race.overtaken(lambda: race.other.tend("g")):
+        outcome = await race.store.tend("g")
+    assert outcome.change is None
+    assert (await race.group()).generation == before.generation + 1
 
 
 async def test_leave_takes_out_nobody_who_joined_meanwhile(race: Race) -> None:
     await race.other.join(beat("c1"))
     async with race.overtaken(lambda: race.other.join(beat("c2"))):
-        change = await race.store.leave("g", "c1", 1)
-    assert change.changed
-    group = await race.group()
-    assert (ids(group), group.generation) == (["c2"], 3)
+        outcome = await race.store.leave("g", "c1", 1)
+    assert outcome.left
+    assert ids(await race.group()) == ["c2"]
+
+
+async def test_refusal_for_the_sake_of_a_call_that_lost_its_race_is_decided_anew(
+    race: Race,
+) -> None:
+    """c2 would be refused because of c1, who is refused itself in the end."""
+    async with (
+        race.overtaken(lambda: race.other.join(beat("c3", "y"))),
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(race.store.tend("g"))
+        first = tasks.create_task(refused(race.store.join(beat("c1", "x"))))
+        second = tasks.create_task(race.store.join(beat("c2", "y")))
+    assert isinstance(first.result(), SubscriptionConflict)
+    assert ids(second.result().group) == ["c2", "c3"]
+    live, _ = await race.etcd.get_prefix("live/g/")
+    assert [stored.key for stored in live] == ["live/g/c2", "live/g/c3"]
+
+
+async def test_caller_that_goes_away_leaves_those_that_rode_with_it_to_themselves(
+    race: Race,
+) -> None:
+    running: list[asyncio.Task[object]] = []
+
+    async def go_away() -> None:
+        running[0].cancel()
+
+    async with race.overtaken(go_away), asyncio.TaskGroup() as tasks:
+        tasks.create_task(race.store.tend("g"))
+        running.append(tasks.create_task(race.store.join(beat("c1"))))
+        second = tasks.create_task(race.store.join(beat("c2")))
+    assert running[0].cancelled()
+    assert ids(second.result().group) == ["c2"]
+
+
+async def test_calls_that_wait_for_one_turn_are_written_together(race: Race) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(race.store.tend("g"))
+        joining = [tasks.create_task(race.store.join(beat(f"c{n}"))) for n in range(20)]
+        leaving = tasks.create_task(race.store.leave("g", "c7", 1))
+    groups = [task.result().group for task in joining]
+    assert all(group == groups[0] for group in groups)
+    assert leaving.result().left
+    assert len(ids(groups[0])) == 19
+    live, _ = await race.etcd.get_prefix("live/g/")
+    assert [stored.key for stored in live] == [f"live/g/{name}" for name in ids(groups[0])]
+
+
+async def test_more_calls_than_one_transaction_takes_are_all_carried_out(race: Race) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(3 * BATCH_MAX):
+            tasks.create_task(race.store.join(beat(f"c{number:03}")))
+    assert len(ids(await race.group())) == 3 * BATCH_MAX
+
+
+async def test_many_that_die_at_once_are_taken_out_by_one_change(race: Race) -> None:
+    """More than etcd lets one transaction compare."""
+    names = [f"c{number:03}" for number in range(150)]
+    async with asyncio.TaskGroup() as tasks:
+        for name in names:
+            tasks.create_task(race.store.join(beat(name)))
+    for name in names[1:]:
+        await race.die(name)
+    outcome = await race.store.tend("g")
+    assert outcome.change is not None
+    assert len(outcome.change.expired) == 149
+    assert ids(await race.group()) == ["c000"]
+
+
+async def test_who_leaves_after_its_lease_has_ended_waits_for_no_live_key(race: Race) -> None:
+    await race.other.join(beat("c1"))
+    await race.die("c1")
+    outcome = await race.store.leave("g", "c1", 1)
+    assert (outcome.left, outcome.live_revision) == (True, 0)
 
 
 async def test_topic_created_meanwhile_is_found_or_refused(race: Race) -> None:
-    async with race.overtaken(lambda: race.other.create_topic("same", 8, BROKERS, nothing)):
-        found = await race.store.create_topic("same", 8, BROKERS, nothing)
+    async with race.overtaken(lambda: race.other_topics.create("same", 8, BROKERS, nothing)):
+        found = await race.topics.create("same", 8, BROKERS, nothing)
     assert not found.created
-    async with race.overtaken(lambda: race.other.create_topic("differs", 4, BROKERS, nothing)):
+    async with race.overtaken(lambda: race.other_topics.create("differs", 4, BROKERS, nothing)):
         with pytest.raises(TopicExists):
-            await race.store.create_topic("differs", 8, BROKERS, nothing)
+            await race.topics.create("differs", 8, BROKERS, nothing)
 
 
 async def test_topic_ids_are_never_given_away_twice(race: Race) -> None:
-    async with race.overtaken(lambda: race.other.create_topic("t1", 8, BROKERS, nothing)):
-        second = await race.store.create_topic("t2", 8, BROKERS, nothing)
-    first = await race.other.read_topic("t1")
+    async with race.overtaken(lambda: race.other_topics.create("t1", 8, BROKERS, nothing)):
+        second = await race.topics.create("t2", 8, BROKERS, nothing)
+    first = await race.other_topics.read("t1")
     assert first is not None
     assert (first[0].topic_id, second.topic.topic_id) == (1, 2)
-    await race.other.delete_topic("t2")
-    third = await race.store.create_topic("t2", 8, BROKERS, nothing)
+    await race.other_topics.delete("t2")
+    third = await race.topics.create("t2", 8, BROKERS, nothing)
     assert third.topic.topic_id == 3
 
 
@@ -218,11 +325,11 @@ async def test_an_overtaken_creation_forgets_nothing_of_the_topic_that_won(race:
 
         return forget
 
-    async with race.overtaken(lambda: race.other.create_topic("t", 8, BROKERS, forgets("other"))):
-        found = await race.store.create_topic("t", 8, BROKERS, forgets("store"))
+    async with race.overtaken(lambda: race.other_topics.create("t", 8, BROKERS, forgets("other"))):
+        found = await race.topics.create("t", 8, BROKERS, forgets("store"))
     assert not found.created
     assert forgotten == {"store": [1], "other": [1]}
-    await race.store.create_topic("t", 8, BROKERS, forgets("store"))
+    await race.topics.create("t", 8, BROKERS, forgets("store"))
     assert forgotten["store"] == [1], "a topic that exists is not forgotten"
 
 
@@ -241,11 +348,11 @@ async def test_a_topic_created_between_two_readings_is_seen_or_has_no_smaller_id
         stored = await read(key)
         reads.append(key)
         if len(reads) == 1:
-            await race.other.create_topic("t", 8, BROKERS, nothing)
+            await race.other_topics.create("t", 8, BROKERS, nothing)
         return stored
 
     monkeypatch.setattr(race.session, "get", read_slowly)
-    found = await race.store.create_topic("t", 8, BROKERS, forget)
+    found = await race.topics.create("t", 8, BROKERS, forget)
     assert (found.created, forgotten) == (False, [])
 
 
@@ -254,21 +361,21 @@ async def test_a_creation_that_can_not_forget_writes_nothing(race: Race) -> None
         raise OffsetsUnreachable("away")
 
     with pytest.raises(OffsetsUnreachable):
-        await race.store.create_topic("t", 8, BROKERS, fail)
-    assert await race.other.read_topic("t") is None
+        await race.topics.create("t", 8, BROKERS, fail)
+    assert await race.other_topics.read("t") is None
     assert (await race.etcd.get_prefix("counters/"))[0] == []
 
 
 async def test_topic_recreated_meanwhile_is_still_deleted(race: Race) -> None:
-    await race.other.create_topic("t", 8, BROKERS, nothing)
+    await race.other_topics.create("t", 8, BROKERS, nothing)
 
     async def recreate() -> None:
-        await race.other.delete_topic("t")
-        await race.other.create_topic("t", 4, BROKERS, nothing)
+        await race.other_topics.delete("t")
+        await race.other_topics.create("t", 4, BROKERS, nothing)
 
     async with race.overtaken(recreate):
-        await race.store.delete_topic("t")
-    assert await race.other.read_topic("t") is None
+        await race.topics.delete("t")
+    assert await race.other_topics.read("t") is None
 
 
 async def test_call_that_loses_every_race_gives_up_and_has_written_nothing(race: Race) -> None:

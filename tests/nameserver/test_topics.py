@@ -253,7 +253,7 @@ async def test_deleted_topic_ends_its_watch(nameserver: Replica, create_again: b
 async def test_topic_recreated_behind_a_slow_watcher_ends_its_watch(
     nameserver: Replica, direct: Direct
 ) -> None:
-    watch = direct.servicer.WatchRoute(pb.WatchRouteRequest(topic="flights"), None)  # type: ignore[arg-type]
+    watch = direct.topics.watch_route(pb.WatchRouteRequest(topic="flights"))
     first = (await anext(watch)).route.topic.topic_id
     await nameserver.delete("flights")
     second = (await nameserver.create("flights")).topic.topic_id
@@ -269,7 +269,7 @@ async def test_answers_wait_until_this_replica_shows_the_change(
     direct.stop_following()
     create = pb.CreateTopicRequest(topic="orders")
     async with asyncio.TaskGroup() as tasks:
-        creating = tasks.create_task(direct.servicer.CreateTopic(create, None))  # type: ignore[arg-type]
+        creating = tasks.create_task(direct.topics.create(create))
         await until(lambda: etcd.get(etcd.key("topics", "orders")))
         assert "orders" not in direct.catalog.topics
         assert not creating.done()
@@ -278,7 +278,7 @@ async def test_answers_wait_until_this_replica_shows_the_change(
     direct.stop_following()
     delete = pb.DeleteTopicRequest(topic="orders")
     async with asyncio.TaskGroup() as tasks:
-        deleting = tasks.create_task(direct.servicer.DeleteTopic(delete, None))  # type: ignore[arg-type]
+        deleting = tasks.create_task(direct.topics.delete(delete))
         while await etcd.get(etcd.key("topics", "orders")) is not None:
             pass
         assert "orders" in direct.catalog.topics

@@ -140,6 +140,38 @@ async def test_a_missing_topic_is_created_for_a_producer_if_configured(
         assert (member.reason, member.facts) == ("TOPIC_NOT_FOUND", {"topic": "flights"})
 
 
+async def test_a_topic_created_on_demand_takes_its_settings_from_an_inherited_template(
+    etcd_endpoint: str, cluster: str, etcd: EtcdSession
+) -> None:
+    settings: dict[str, Any] = {
+        "auto_create_topics": True,
+        "auto_create_queue_count": 3,
+        "auto_create_template": "template",
+    }
+    async with replica(etcd_endpoint, cluster, **settings) as configured:
+        await until(lambda: len(configured.runtime.nodes.values) == 2)
+        stub = configured.stub
+        request = pb.CreateTopicRequest(topic="template", queue_count=5)
+        await stub.CreateTopic(request, timeout=CALL_TIMEOUT_S)
+        plain = (await configured.route("plain")).topic
+        assert (spread(plain), plain.permission) == (
+            [("broker-a", 3, 0)],
+            pb.TOPIC_PERMISSION_READ_WRITE,
+        )
+        change = pb.UpdateTopicRequest(
+            topic="template", permission=pb.TOPIC_PERMISSION_WRITE, inherited=True
+        )
+        assert (await stub.UpdateTopic(change, timeout=CALL_TIMEOUT_S)).topic.inherited
+        heir = (await configured.route("heir")).topic
+        assert (spread(heir), heir.permission, heir.inherited) == (
+            [("broker-a", 5, 0)],
+            pb.TOPIC_PERMISSION_WRITE,
+            False,
+        )
+        other = pb.UpdateTopicRequest(topic="template", queue_count=6)
+        assert (await stub.UpdateTopic(other, timeout=CALL_TIMEOUT_S)).topic.inherited
+
+
 class StorageTwin(storage_grpc.StorageServiceServicer):
     """Answers QueryOffsets with `ends` by queue id, and by the topics of `revision`.
 

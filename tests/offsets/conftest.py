@@ -1,4 +1,7 @@
-"""The offsets service in this process: a real disk, a real server, a real channel."""
+"""The offsets service in this process: a real disk, a real server, a real channel.
+
+The groups it knows are what a test puts into its mirror of the gates: there is no etcd.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from prometheus_client import CollectorRegistry
 
 from batonmq.common.clock import Clock
-from services.offsets.app import opened
+from services.offsets.app import recovered
 from services.offsets.core.calls import Limits
+from services.offsets.disk import Disk
+from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
+from services.runtime.gates import PREFIX
+from services.runtime.mirror import Mirror
 from tests.offsets.service import Service
 from tests.support.serving import serving
 
@@ -23,7 +30,9 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     limits = Limits(ack_ranges_max=1_000)
-    with opened(tmp_path, limits, clock, registry, hub) as offsets:
+    gates = Mirror(EtcdSession("127.0.0.1:1", "unused", clock), PREFIX)
+    with Disk(tmp_path) as disk:
+        offsets = recovered(disk, limits, clock, registry, hub, gates)
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(offsets.commits.run())
             async with serving(offsets.add) as channel:

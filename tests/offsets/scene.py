@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from services.offsets.codec import decode_progress, encode_progress
+from batonmq.common.errors import BatonError
+from services.offsets.codec import (
+    decode_operation,
+    decode_progress,
+    encode_operation,
+    encode_progress,
+)
 from services.offsets.core.calls import (
     Acks,
     Committed,
     Condition,
     Delivered,
+    Delivery,
     Fence,
     Grant,
     Holder,
     Instant,
     Limits,
+    Place,
     QueueKey,
+    Source,
 )
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import EMPTY, RangeSet
+from services.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
 from services.offsets.core.table import ProgressTable
 
 KEY = QueueKey("readers", "news", "broker-a", 3)
@@ -40,6 +50,8 @@ class Scene:
         self.table = ProgressTable(self.limits, 1, 7, self.now)
         self.stored: bytes | None = None
         self.stored_topic_id = 0
+        self.stored_operations: dict[int, bytes] = {}
+        self.resets = Resets(self.table, Records())
         self._attempts = 0
 
     @property
@@ -52,7 +64,7 @@ class Scene:
 
     def fence(
         self,
-        holder: Holder,
+        holder: Holder | None,
         expected_token: int,
         condition: Condition = CLOSED_OR_DRAINED,
         *,
@@ -62,6 +74,7 @@ class Scene:
         idle_ms: int = 30_000,
         token_min: int = 0,
         initial_offset: int = 0,
+        generation: int = 0,
         term: int = 7,
     ) -> Grant:
         self._attempts += 1
@@ -75,13 +88,19 @@ class Scene:
             idle_ms=idle_ms,
             token_min=token_min,
             initial_offset=initial_offset,
+            subscription_generation=generation,
+            forced_by="operator" if condition is FORCED else "",
+            forced_reason="stuck" if condition is FORCED else "",
         )
         grant = self.table.fence(KEY, term, wish, self.now)
         self._store(grant.changed)
         return grant
 
-    def record(self, token: int, first_offset: int, next_offset: int) -> Delivered:
-        delivered = self.table.record_delivered(KEY, token, (first_offset, next_offset), self.now)
+    def record(
+        self, token: int, first_offset: int, next_offset: int, generation: int = 0
+    ) -> Delivered:
+        delivery = Delivery(first_offset, next_offset, generation)
+        delivered = self.table.record_delivered(KEY, token, delivery, self.now)
         self._store(delivered.changed)
         return delivered
 
@@ -93,6 +112,13 @@ class Scene:
     ) -> Committed:
         acks = Acks(reset_epoch, committed, acked)
         result = self.table.commit(KEY, token, acks, self.now)
+        self._store(result.changed)
+        return result
+
+    def commit_unowned(
+        self, committed: int = 0, acked: RangeSet = EMPTY, reset_epoch: int = 0
+    ) -> Committed:
+        result = self.table.commit_unowned(KEY, Acks(reset_epoch, committed, acked), self.now)
         self._store(result.changed)
         return result
 
@@ -115,6 +141,32 @@ class Scene:
         self._store(bool(ended))
         return ended
 
+    def delete_group(self) -> list[QueueKey]:
+        ended = self.table.delete_group(KEY.group, "", self.now)
+        self._store(bool(ended))
+        return ended
+
+    def reset(self, to: int, op_id: str = "op", *, dry_run: bool = False) -> Step | BatonError:
+        order = Order(op_id, Source.RESET, "admin", "replay")
+        targets = [Target(KEY, Place(to))]
+        outcome = self.resets.reset(KEY.group, order, targets, self.now, dry_run=dry_run)
+        (result,) = self.carried_out(outcome)
+        return result
+
+    def undo(self, undone: str, op_id: str = "undo") -> list[Step | BatonError]:
+        order = Order(op_id, Source.RESET, "admin", "a mistake", undone_op_id=undone)
+        outcome = self.resets.undo(KEY.group, order, self.now, dry_run=False)
+        return self.carried_out(outcome)
+
+    def carried_out(self, outcome: Outcome) -> list[Step | BatonError]:
+        """The results, after making durable what has to be."""
+        if outcome.fresh:
+            assert outcome.record is not None
+            operation = self.resets.records.at(outcome.record)
+            self.stored_operations[outcome.record.slot] = encode_operation(operation)
+            self._store(True)
+        return outcome.results
+
     def restart(self) -> None:
         """A new life from what is on the disk."""
         self.table = ProgressTable(self.limits, self.table.epoch + 1, self.table.term, self.now)
@@ -122,6 +174,10 @@ class Scene:
             self.table.restore_topic(KEY.topic, self.stored_topic_id)
         if self.stored is not None:
             self.table.restore(KEY, decode_progress(KEY, self.stored))
+        records = Records()
+        for stored in self.stored_operations.values():
+            records.put(KEY.group, decode_operation(stored))
+        self.resets = Resets(self.table, records)
 
     def _store(self, changed: bool) -> None:
         if changed:

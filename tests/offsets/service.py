@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from baton.common.v1 import queue_pb2
+import grpc
+import grpc.aio
+import pytest
+from baton.common.v1 import error_pb2, queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from prometheus_client import CollectorRegistry
 
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import from_rpc_error
 from services.offsets.app import Offsets
 from services.offsets.disk import Entry
+from services.runtime.etcd import Stored
 from services.runtime.events import EventHub
 
 TERM = 7
@@ -52,6 +61,13 @@ class Service:
     def stored(self) -> list[Entry]:
         return list(self.offsets.disk.read())
 
+    def knows(self, group: str, **fields: Any) -> None:
+        """The gate of `group` has arrived from etcd."""
+        gates = self.offsets.gates
+        gates.revision += 1
+        value = nameserver_pb.Gate(**fields).SerializeToString()
+        gates.values[group] = Stored(group, value, gates.revision, gates.revision)
+
     async def held(self, queue_id: int = 3, delivered: int = 10) -> None:
         """client-a gets token 1 and has [0, delivered) in flight."""
         await self.stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
@@ -66,3 +82,37 @@ class Service:
                 pb.RecordDeliveredRequest(items=[delivery]), timeout=TIMEOUT_S
             )
             assert done.outcomes[0].HasField("delivered")
+
+
+async def call(service: Service, name: str, request: Any) -> Any:
+    return await getattr(service.stub, name)(request, timeout=TIMEOUT_S)
+
+
+async def refusal(service: Service, name: str, request: Any) -> tuple[grpc.StatusCode, BatonError]:
+    """Status and error of a call, after checking that nothing was written and no queue made."""
+    before, known = service.stored(), len(service.offsets.table)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call(service, name, request)
+    await service.offsets.commits.settled_all()
+    assert (service.stored(), len(service.offsets.table)) == (before, known)
+    return raised.value.code(), from_rpc_error(raised.value)
+
+
+def reasons(outcomes: Sequence[Any]) -> list[str]:
+    return [error_pb2.Reason.Name(outcome.error.reason) for outcome in outcomes]
+
+
+GOOD: dict[str, Callable[..., Any]] = {
+    "Fence": lambda **fields: wish(**{"queue": queue(queue_id=9), **fields}),
+    "RecordDelivered": lambda **fields: pb.DeliveryItem(
+        **{"queue": queue(queue_id=9), "token": 1, "next_offset": 1, **fields}
+    ),
+    "Touch": lambda **fields: pb.TouchItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+    "Commit": lambda **fields: pb.CommitItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+    "Close": lambda **fields: pb.CloseItem(**{"queue": queue(queue_id=9), "token": 1, **fields}),
+}
+"""One good item of each batched call, on a queue that nobody holds, with other fields."""
+
+
+def deletion(**fields: Any) -> pb.DeleteTopicRequest:
+    return pb.DeleteTopicRequest(**{"topic": "news", "topic_id": 7, **fields})

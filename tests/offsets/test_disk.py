@@ -13,11 +13,19 @@ import lmdb
 import pytest
 
 from batonmq.common.errors import DataLoss
-from services.offsets.codec import decode_key, decode_progress, encode_key, encode_progress
+from services.offsets.codec import (
+    decode_key,
+    decode_progress,
+    encode_key,
+    encode_progress,
+    seal,
+    unseal,
+)
 from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
+from services.offsets.core.resets import RecordKey
 from services.offsets.core.table import ProgressTable
 from services.offsets.disk import DataDirInUse, Disk
-from services.offsets.persistence import EPOCH, FORMAT, TERM, TOPIC, entry_of, recover
+from services.offsets.persistence import EPOCH, FORMAT, RESET, TERM, TOPIC, entry_of, recover
 from tests.offsets.scene import FORCED, KEY, A, B, Scene, offsets
 
 NOW = Instant(5, 6)
@@ -26,7 +34,7 @@ NOW = Instant(5, 6)
 def life(folder: Path) -> ProgressTable:
     """The table of a life that ends at once."""
     with Disk(folder) as disk:
-        return recover(disk, Limits(), NOW)
+        return recover(disk, Limits(), NOW)[0]
 
 
 def busy() -> Scene:
@@ -85,7 +93,7 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
     scene = busy()
     with Disk(tmp_path) as disk:
         recover(disk, Limits(), NOW)
-        entry = entry_of(scene.table)
+        entry = entry_of(scene.table, scene.resets.records)
         await disk.write([entry(KEY), entry(None)])
     table = life(tmp_path)
     scene.restart()
@@ -101,7 +109,7 @@ async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         recover(disk, Limits(), NOW)
         scene.delete(4)
-        entry = entry_of(scene.table)
+        entry = entry_of(scene.table, scene.resets.records)
         await disk.write([entry(KEY.topic), entry(KEY)])
     table = life(tmp_path)
     assert (len(table), table.deleted_for(KEY.topic), table.deleted_for("other")) == (0, 4, 0)
@@ -129,7 +137,7 @@ def test_a_damaged_key_is_data_loss(stored: bytes) -> None:
 def damaged() -> Iterator[tuple[str, bytes]]:
     scene = busy()
     good = encode_progress(scene.queue)
-    yield "cut", good[:-3]
+    yield "cut", good[:-1]
     yield "no message", b"\xff" * 20
     yield "empty", b""
     scene.queue.delivered_reserved = scene.queue.committed_offset - 1
@@ -137,7 +145,7 @@ def damaged() -> Iterator[tuple[str, bytes]]:
     scene = busy()
     scene.queue.committed_offset = 9
     yield "acked below committed", encode_progress(scene.queue)
-    yield "deleted without a token", encode_progress(Tombstone(1, 1, 0))
+    yield "deleted without a token", encode_progress(Tombstone(0, 1, 0))
     yield "deleted without a reset", encode_progress(Tombstone(2, 0, 0))
 
 
@@ -150,13 +158,15 @@ def test_a_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
 @pytest.mark.parametrize(
     "entries",
     [
-        [(FORMAT, b"2")],
-        [(EPOCH, b"-1")],
-        [(TERM, b"")],
-        [(TOPIC + b"news", b"x")],
-        [(encode_key(KEY), encode_progress(busy().queue))],
+        [(FORMAT, b"1")],
+        [(EPOCH, seal(EPOCH, b"-1"))],
+        [(TERM, seal(TERM, b""))],
+        [(TOPIC + b"news", seal(TOPIC + b"news", b"x"))],
+        [(RESET + b"readers\x000", seal(RESET + b"readers\x000", b"\xff"))],
+        [(encode_key(KEY), seal(encode_key(KEY), encode_progress(busy().queue)))],
+        [(EPOCH, b"1")],
     ],
-    ids=["format", "epoch", "term", "topic", "queues without epoch"],
+    ids=["format", "epoch", "term", "topic", "reset", "queues without epoch", "no checksum"],
 )
 def test_a_folder_that_contradicts_itself_is_refused(
     tmp_path: Path, entries: list[tuple[bytes, bytes]]
@@ -165,6 +175,47 @@ def test_a_folder_that_contradicts_itself_is_refused(
         disk.write_now(entries)
         with pytest.raises(DataLoss):
             recover(disk, Limits(), NOW)
+
+
+def test_a_flipped_bit_anywhere_is_data_loss() -> None:
+    key, stored = encode_key(KEY), seal(encode_key(KEY), encode_progress(busy().queue))
+    assert unseal(key, stored) == encode_progress(busy().queue)
+    for place in range(len(stored) * 8):
+        damaged = bytearray(stored)
+        damaged[place // 8] ^= 1 << place % 8
+        with pytest.raises(DataLoss):
+            unseal(key, bytes(damaged))
+    with pytest.raises(DataLoss):
+        unseal(encode_key(KEY._replace(queue_id=4)), stored)
+
+
+def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    with Disk(tmp_path) as disk:
+        recover(disk, Limits(), NOW)
+        scene = busy()
+        key, value = entry_of(scene.table, scene.resets.records)(KEY)
+        disk.write_now([(key, value[:-1] + bytes([value[-1] ^ 1]))])
+    with pytest.raises(DataLoss, match="checksum"):
+        life(tmp_path)
+
+
+async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) -> None:
+    scene = busy()
+    scene.reset(2, "first")
+    scene.undo("first")
+    with Disk(tmp_path) as disk:
+        recover(disk, Limits(), NOW)
+        records = scene.resets.records
+        entry = entry_of(scene.table, records)
+        slots = [operation.number for operation in records.newest_first(KEY.group)]
+        assert slots == [2, 1]
+        await disk.write([entry(KEY), *(entry(RecordKey(KEY.group, slot)) for slot in slots)])
+    with Disk(tmp_path) as disk:
+        found = recover(disk, Limits(), NOW)[1]
+    kept = found.newest_first(KEY.group)
+    assert kept == records.newest_first(KEY.group)
+    assert kept[0].order.undone_op_id == "first"
+    assert kept[1].steps[0].moved.before.acked == scene.queue.acked
 
 
 def test_a_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:

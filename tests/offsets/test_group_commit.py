@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from batonmq.common.errors import DiskFull
+from services.offsets import group_commit
 from services.offsets.group_commit import Entry, GroupCommit
 
 
@@ -19,7 +21,7 @@ class Scene:
     def __init__(self) -> None:
         self.state = dict.fromkeys("abc", 0)
         self.begun: asyncio.Queue[list[Entry]] = asyncio.Queue(maxsize=100)
-        self._ends: asyncio.Queue[OSError | None] = asyncio.Queue(maxsize=100)
+        self._ends: asyncio.Queue[OSError | DiskFull | None] = asyncio.Queue(maxsize=100)
         self.commits: GroupCommit[str] = GroupCommit(self.write, self.entry)
 
     def entry(self, key: str) -> Entry:
@@ -31,7 +33,7 @@ class Scene:
         if failure is not None:
             raise failure
 
-    def end(self, failure: OSError | None = None) -> None:
+    def end(self, failure: OSError | DiskFull | None = None) -> None:
         self._ends.put_nowait(failure)
 
     def change(self, key: str) -> None:
@@ -116,3 +118,28 @@ async def test_a_failed_write_ends_the_writer_and_answers_nobody() -> None:
             await asyncio.wait([asking])
     assert raised.group_contains(OSError, match="no space left")
     assert not answered
+
+
+async def test_a_write_refused_for_want_of_room_is_tried_again_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_commit, "RETRY_MS", 1)
+    scene = Scene()
+    async with running(scene) as tasks:
+        scene.change("a")
+        waiting = tasks.create_task(scene.commits.settled(["a"]))
+        assert await scene.begun.get() == [(b"a", b"1")]
+        scene.change("a")
+        scene.change("b")
+        scene.end(DiskFull("full"))
+        assert await scene.begun.get() == [(b"a", b"1")], "what came later goes with what it needs"
+        with pytest.raises(DiskFull):
+            scene.commits.check_room()
+        await scene.commits.drain()
+        assert not waiting.done()
+        scene.end()
+        assert await scene.begun.get() == [(b"a", b"2"), (b"b", b"1")]
+        await waiting
+        scene.commits.check_room()
+        scene.end()
+        await scene.commits.settled_all()

@@ -1,15 +1,17 @@
 """Goal: no run of calls, late and repeated ones included, and of crashes leads anywhere but where
-a naive model on Python sets leads; the properties V1, V3, V4, V5, V9, V10 hold on the way.
+a naive model on Python sets leads; the properties V1, V3, V4, V5, V7, V9, V10 hold on the way.
 
 Method: a Hypothesis state machine on one queue. Every call may meet a crash after it was applied
 and before it was durable: then it was never answered, and the model has not seen it. The disk is
-the stored form of the last change that was told to be durable, so a forgotten `changed` shows.
+the stored form of the last change that was told to be durable, so a forgotten `changed` shows. The
+model counts a reset and its undo offset by offset.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,188 +20,74 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batonmq.common.errors import BatonError, UnknownQueue
-from services.offsets.codec import decode_progress, encode_progress
+from services.offsets.codec import (
+    decode_operation,
+    decode_progress,
+    encode_operation,
+    encode_progress,
+)
 from services.offsets.core.calls import (
     Acks,
     Committed,
     Condition,
     Delivered,
+    Delivery,
     Fence,
     Grant,
-    Holder,
     Instant,
-    Limits,
+    Place,
+    QueueKey,
+    Source,
 )
 from services.offsets.core.ranges import RangeSet
+from services.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
 from services.offsets.core.table import ProgressTable
+from tests.offsets.naive import LIMITS, RANGES_MAX, Move, Naive, Refused, members
 from tests.offsets.scene import KEY, A, B, C
 
-SPAN = 5
-RANGES_MAX = 2
-LIMITS = Limits(span_max=SPAN, ack_ranges_max=RANGES_MAX)
 LEASE_MS = 100
 Call = tuple[str, Any]
-
-
-def members(ranges: RangeSet) -> frozenset[int]:
-    return frozenset(o for first, next_ in ranges.runs for o in range(first, next_))
 
 
 def ranges_of(offsets: frozenset[int] | set[int]) -> RangeSet:
     return RangeSet.merged((offset, offset + 1) for offset in sorted(offsets))
 
 
-class Refused(Exception):
-    """The model refuses; the argument is the reason."""
+def answer_of(step: Step) -> tuple[int, ...]:
+    moved, to = step.moved, step.to_offset
+    counts = moved.replayed_count, moved.skipped_count
+    return (moved.before.committed_offset, to, *counts, moved.reset_epoch, moved.token)
 
 
-@dataclass
-class Naive:
-    """The protocol's tables, on sets. `acked` has everything below C too."""
-
-    known: bool = False
-    token: int = 0
-    holder: Holder | None = None
-    closed: bool = True
-    acked: set[int] = field(default_factory=set)
-    delivered: int = 0
-    reserved: int = 0
-    maybe_seen: set[int] = field(default_factory=set)
-    reset_epoch: int = 0
-    topic_id: int = 0
-    attempt: str = ""
-    answer: tuple[Any, ...] = ()
-    access_ms: int = 0
-    ever_delivered: set[int] = field(default_factory=set)
-
-    @property
-    def committed(self) -> int:
-        offset = 0
-        while offset in self.acked:
-            offset += 1
-        return offset
-
-    @property
-    def in_flight(self) -> set[int]:
-        return set(range(self.committed, self.delivered)) - self.acked
-
-    @property
-    def above(self) -> set[int]:
-        committed = self.committed
-        return {o for o in self.acked if o > committed}
-
-    def check(self, token: int, reset_epoch: int | None = None) -> None:
-        if not self.known and not self.token:
-            raise Refused("UNKNOWN_QUEUE")
-        other_epoch = reset_epoch is not None and reset_epoch != self.reset_epoch
-        if not self.known or token != self.token or self.closed or other_epoch:
-            raise Refused("FENCED")
-
-    def delete(self, topic_id: int, life_start_ms: int) -> int | None:
-        """All is gone but what keeps tokens apart."""
-        if topic_id <= self.topic_id:
-            return None
-        ended = int(self.known)
-        anew = Naive(
-            token=self.token + ended,
-            reset_epoch=self.reset_epoch + ended,
-            topic_id=topic_id,
-            access_ms=life_start_ms,
-        )
-        vars(self).update(vars(anew))
-        return ended
-
-    def fence(self, wish: Fence, now_ms: int) -> tuple[Any, ...]:
-        if self.attempt == wish.attempt:
-            return self.answer
-        if wish.expected_token != self.token:
-            raise Refused("TOKEN_MISMATCH")
-        same = not self.closed and self.holder == wish.holder
-        if wish.condition is Condition.CLOSED_OR_DRAINED and self.in_flight and not self.closed:
-            raise Refused("UNACKED")
-        if wish.condition is Condition.SAME_HOLDER and not same:
-            raise Refused("NOT_HOLDER")
-        if wish.condition is Condition.IDLE and now_ms - self.access_ms < wish.idle_ms:
-            raise Refused("NOT_IDLE")
-        if not self.known:
-            self.known = True
-            self.acked = set(range(wish.initial_offset))
-            self.delivered = wish.initial_offset
-        current = wish.reset_epoch == self.reset_epoch
-        live = members(wish.resume) - self.acked if current else frozenset()
-        if not self.closed:
-            self.maybe_seen |= self.in_flight - (live if same else frozenset())
-        end = max(live, default=-1) + 1
-        self.delivered = max(self.delivered if same else self.committed, end)
-        self.ever_delivered |= set(range(self.delivered))
-        self.reserved = self.delivered
-        self.holder, self.closed = wish.holder, False
-        self.token = max(self.token, wish.token_min) + 1
-        self.attempt, self.access_ms = wish.attempt, now_ms
-        self.answer = (
-            self.token,
-            self.committed,
-            frozenset(self.above),
-            frozenset(self.maybe_seen),
-        )
-        return self.answer
-
-    def record(self, token: int, first: int, next_: int, now_ms: int) -> frozenset[int]:
-        self.check(token)
-        if any(o not in self.acked for o in range(self.delivered, first)):
-            raise Refused("DELIVERY_GAP")
-        above = self.above
-        runs = sum(o + 1 not in above for o in above)
-        beyond = next_ > max(self.delivered, max(above, default=-1) + 1)
-        if runs >= RANGES_MAX and beyond:
-            raise Refused("ACK_CAP")
-        self.delivered = max(self.delivered, next_)
-        self.ever_delivered |= set(range(first, next_))
-        if self.delivered > self.reserved:
-            self.reserved = self.delivered + SPAN
-        self.access_ms = now_ms
-        return frozenset(self.maybe_seen & set(range(first, next_)))
-
-    def acknowledge(self, acks: Acks) -> set[int]:
-        new = (set(range(acks.committed_offset)) | members(acks.acked)) - self.acked
-        if any(o >= self.delivered for o in new):
-            raise Refused("BEYOND_DELIVERED")
-        return new
-
-    def commit(self, token: int, acks: Acks, now_ms: int) -> tuple[int, bool]:
-        self.check(token, acks.reset_epoch)
-        new = self.acknowledge(acks)
-        self.add(new)
-        self.access_ms = now_ms
-        return self.committed, bool(new)
-
-    def close(self, token: int, acks: Acks, unfinished: RangeSet) -> tuple[int, bool]:
-        if self.known and token == self.token and self.closed:
-            return self.committed, False
-        self.check(token, acks.reset_epoch)
-        new = self.acknowledge(acks)
-        left = members(unfinished) - self.acked - new
-        if any(o >= self.delivered for o in left):
-            raise Refused("BEYOND_DELIVERED")
-        self.add(new)
-        self.maybe_seen |= left
-        self.delivered = self.reserved = self.committed
-        self.closed = True
-        return self.committed, True
-
-    def add(self, new: set[int]) -> None:
-        self.acked |= new
-        self.maybe_seen -= self.acked
-        self.delivered = max(self.delivered, self.committed)
-        self.reserved = max(self.reserved, self.delivered)
+def granted(grant: Grant) -> tuple[object, bool]:
+    acked, maybe_seen = members(grant.acked), members(grant.maybe_seen)
+    return (grant.token, grant.committed_offset, acked, maybe_seen), grant.changed
 
 
-HOLDERS = st.sampled_from([A, B, C])
+def recorded(delivered: Delivered) -> tuple[object, bool]:
+    return members(delivered.maybe_seen), delivered.changed
+
+
+def committed(done: Committed) -> tuple[object, bool]:
+    return tuple(done), done.changed
+
+
+def ended(keys: list[QueueKey] | None) -> tuple[object, bool]:
+    return (None, False) if keys is None else (len(keys), True)
+
+
+HOLDERS = st.sampled_from([A, A, B, B, C, None])
+GENERATION = st.sampled_from([0, 0, 1, 2])
 RUNS = st.frozensets(st.integers(0, 24), max_size=8).map(ranges_of)
 RESET_AGE = st.sampled_from([0] * 8 + [1, -1])
 """How far a caller's reset epoch is behind the current one."""
 AGE = st.sampled_from([0] * 12 + [1, 2, -1])
 """How far a caller's token is behind the current one."""
+PLACES = st.builds(
+    lambda committed, acked: Place(committed, acked.at_or_above(committed + 1)),
+    st.integers(0, 14),
+    st.one_of(st.just(RangeSet()), RUNS),
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -213,6 +101,8 @@ class Machine(RuleBasedStateMachine):
         self.start_ms = self.now_ms
         self.stored: bytes | None = None
         self.stored_topic_id = 0
+        self.stored_moves: dict[int, bytes] = {}
+        self.resets = Resets(self.table, Records())
         self.calls: list[Call] = []
         self.attempts = 0
         self.tokens_issued: set[int] = set()
@@ -221,7 +111,8 @@ class Machine(RuleBasedStateMachine):
         self.in_hand: set[int] = set()
         """What the client that holds the token may have started under it."""
         self.must_flag: set[int] = set()
-        """What was started under a token that is over, by the owner's word where there is one."""
+        """What was started under a token that is over, by the owner's word where there is one, or
+        was handled: whatever is not handled any more after a reset was started too."""
 
     @property
     def now(self) -> Instant:
@@ -237,11 +128,14 @@ class Machine(RuleBasedStateMachine):
         reset_age=RESET_AGE,
         token_min=st.sampled_from([0, 0, 0, 3, 9]),
         initial_offset=st.sampled_from([0, 0, 4]),
+        subscription_generation=GENERATION,
         survives=st.integers(0, 19),
     )
     def fence(self, age: int, reset_age: int, survives: int, **wish: Any) -> None:
         self.attempts += 1
         attempt, expected = f"attempt-{self.attempts}", max(0, self.model.token - age)
+        if wish["holder"] is None:
+            wish["resume"] = RangeSet()
         call = Fence(
             attempt=attempt,
             expected_token=expected,
@@ -251,10 +145,18 @@ class Machine(RuleBasedStateMachine):
         )
         self.call(("fence", call), bool(survives))
 
-    @rule(age=AGE, back=st.integers(-2, 6), size=st.integers(1, 7), survives=st.integers(0, 19))
-    def record(self, age: int, back: int, size: int, survives: int) -> None:
+    @rule(
+        age=AGE,
+        back=st.integers(-2, 6),
+        size=st.integers(1, 7),
+        generation=st.one_of(st.none(), st.none(), GENERATION),
+        survives=st.integers(0, 19),
+    )
+    def record(self, age: int, back: int, size: int, generation: int | None, survives: int) -> None:
         first = max(0, min(self.model.delivered, 30) - back)
-        self.call(("record", (self.model.token - age, first, first + size)), bool(survives))
+        filtered_by = self.model.generation if generation is None else generation
+        delivery = Delivery(first, first + size, filtered_by)
+        self.call(("record", (self.model.token - age, delivery)), bool(survives))
 
     @rule(age=AGE)
     def touch(self, age: int) -> None:
@@ -278,14 +180,51 @@ class Machine(RuleBasedStateMachine):
         survives: int,
     ) -> None:
         acks = self.acks(reset_age, committed, offsets, inside)
-        self.call(("commit", (self.model.token - age, acks)), bool(survives))
+        source = Source.PULL if survives % 2 else Source.COMMIT
+        self.call(("commit", (self.model.token - age, acks, source)), bool(survives))
+
+    @rule(
+        committed=st.integers(0, 12),
+        offsets=RUNS,
+        reset_age=RESET_AGE,
+        survives=st.integers(0, 9),
+    )
+    def commit_without_a_token(
+        self, committed: int, offsets: RangeSet, reset_age: int, survives: int
+    ) -> None:
+        acks = self.acks(reset_age, committed, offsets, inside=False)
+        self.call(("commit_unowned", acks), bool(survives))
+
+    @rule(
+        to=PLACES,
+        kind=st.sampled_from([Source.RESET, Source.CLONE]),
+        dry_run=st.booleans(),
+        survives=st.integers(0, 9),
+    )
+    def reset(self, to: Place, kind: Source, dry_run: bool, survives: int) -> None:
+        to = to if kind is Source.CLONE else Place(to.committed_offset)
+        move = Move(f"op-{len(self.calls)}", to, kind, dry_run=dry_run)
+        self.call(("reset", move), bool(survives))
+
+    @precondition(lambda self: self.model.moves)
+    @rule(data=st.data(), survives=st.integers(0, 9))
+    def undo(self, data: st.DataObject, survives: int) -> None:
+        undone = data.draw(st.sampled_from(sorted(self.model.moves)))
+        move = Move(f"op-{len(self.calls)}", Place(0), undone=undone)
+        self.call(("reset", move), bool(survives))
+
+    @precondition(lambda self: self.model.moves)
+    @rule(data=st.data(), to=PLACES)
+    def an_operation_id_is_used_again(self, data: st.DataObject, to: Place) -> None:
+        used = data.draw(st.sampled_from(sorted(self.model.moves)))
+        self.call(("reset", Move(used, Place(to.committed_offset))), True)
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
     def commit_in_flight(self, data: st.DataObject) -> None:
         done = data.draw(st.sets(st.sampled_from(sorted(self.model.in_flight))))
         acks = Acks(self.model.reset_epoch, 0, ranges_of(done))
-        self.call(("commit", (self.model.token, acks)), True)
+        self.call(("commit", (self.model.token, acks, Source.COMMIT)), True)
 
     @precondition(lambda self: self.model.in_flight and not self.model.closed)
     @rule(data=st.data())
@@ -327,6 +266,10 @@ class Machine(RuleBasedStateMachine):
     def the_topic_is_created_again(self, ahead: int, survives: int) -> None:
         self.call(("delete", max(1, self.model.topic_id + ahead)), bool(survives))
 
+    @rule(survives=st.integers(0, 4))
+    def the_group_is_deleted(self, survives: int) -> None:
+        self.call(("delete_group", None), bool(survives))
+
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def an_earlier_call_arrives_again(self, data: st.DataObject) -> None:
@@ -346,6 +289,10 @@ class Machine(RuleBasedStateMachine):
             self.table.restore(KEY, decode_progress(KEY, self.stored))
             self.model.delivered = self.model.reserved  # both 0 where the topic was deleted
             self.model.ever_delivered |= set(range(self.model.delivered))
+        records = Records()
+        for stored in self.stored_moves.values():
+            records.put(KEY.group, decode_operation(stored))
+        self.resets = Resets(self.table, records)
 
     # ---- both sides
 
@@ -359,7 +306,10 @@ class Machine(RuleBasedStateMachine):
             self.crash()  # after it was applied, before it was durable or answered
             return
         if changed:
-            self.stored = encode_progress(self.table.state(KEY)) if model.token else None
+            known = KEY in self.table or model.token > 0
+            self.stored = encode_progress(self.table.state(KEY)) if known else None
+            for done in self.resets.records.newest_first(KEY.group):
+                self.stored_moves[done.number] = encode_operation(done)
             self.stored_topic_id = self.table.deleted_for(KEY.topic)
         self.check_acceptance(call, answer, model)
         if not isinstance(answer, str):
@@ -369,19 +319,19 @@ class Machine(RuleBasedStateMachine):
     def ask_model(self, model: Naive, call: Call) -> object:
         name: str = call[0]
         args: Any = call[1]
+        asked: dict[str, Callable[[], object]] = {
+            "fence": lambda: model.fence(args, self.now_ms),
+            "record": lambda: model.record(args[0], args[1], self.now_ms),
+            "commit": lambda: model.commit(args[0], args[1], args[2], self.now_ms),
+            "commit_unowned": lambda: model.commit_unowned(args),
+            "close": lambda: model.close(*args),
+            "touch": lambda: model.touch(args, self.now_ms),
+            "delete": lambda: model.delete(args, self.start_ms),
+            "delete_group": lambda: model.end(model.topic_id, self.start_ms) or None,
+            "reset": lambda: (copy.deepcopy(model) if args.dry_run else model).reset(args),
+        }
         try:
-            match name:
-                case "fence":
-                    return model.fence(args, self.now_ms)
-                case "record" | "commit":
-                    return getattr(model, name)(*args, self.now_ms)
-                case "touch":
-                    model.check(args)
-                    model.access_ms = self.now_ms
-                    return None
-                case "delete":
-                    return model.delete(args, self.start_ms)
-            return model.close(*args)
+            return asked[name]()
         except Refused as refusal:
             return refusal.args[0]
 
@@ -389,30 +339,46 @@ class Machine(RuleBasedStateMachine):
         name: str = call[0]
         args: Any = call[1]
         before = self.copy()
+        asked: dict[str, Callable[[], tuple[object, bool]]] = {
+            "fence": lambda: granted(self.table.fence(KEY, 1, args, self.now)),
+            "record": lambda: recorded(
+                self.table.record_delivered(KEY, args[0], args[1], self.now)
+            ),
+            "commit": lambda: committed(
+                self.table.commit(KEY, args[0], args[1], self.now, args[2])
+            ),
+            "commit_unowned": lambda: committed(self.table.commit_unowned(KEY, args, self.now)),
+            "close": lambda: committed(self.table.close(KEY, args[0], args[1], args[2], self.now)),
+            "touch": lambda: self.touch_table(args),
+            "delete": lambda: ended(self.table.delete_topic(KEY.topic, args, self.now)),
+            "delete_group": lambda: ended(self.table.delete_group(KEY.group, "", self.now) or None),
+            "reset": lambda: self.move_table(args, before),
+        }
         try:
-            match name:
-                case "fence":
-                    grant: Grant = self.table.fence(KEY, 1, args, self.now)
-                    acked, maybe_seen = members(grant.acked), members(grant.maybe_seen)
-                    answer = (grant.token, grant.committed_offset, acked, maybe_seen)
-                    return answer, grant.changed
-                case "record":
-                    token, first, next_ = args
-                    run = (first, next_)
-                    found: Delivered = self.table.record_delivered(KEY, token, run, self.now)
-                    return members(found.maybe_seen), found.changed
-                case "touch":
-                    self.table.touch(KEY, args, self.now)
-                    return None, False
-                case "delete":
-                    ended = self.table.delete_topic(KEY.topic, args, self.now)
-                    return (None, False) if ended is None else (len(ended), True)
-            apply: Any = self.table.commit if name == "commit" else self.table.close
-            done: Committed = apply(KEY, *args, self.now)
-            return tuple(done), done.changed
+            return asked[name]()
         except BatonError as error:
             assert self.copy() == before, "refused means: nothing changed"
             return error.reason, False
+
+    def touch_table(self, token: int) -> tuple[object, bool]:
+        self.table.touch(KEY, token, self.now)
+        return None, False
+
+    def move_table(self, move: Move, before: object) -> tuple[object, bool]:
+        order = Order(move.op_id, move.kind, "admin", "", undone_op_id=move.undone)
+        dry = {"dry_run": move.dry_run}
+        outcome: Outcome
+        if move.undone:
+            outcome = self.resets.undo(KEY.group, order, self.now, **dry)
+        else:
+            target = Target(KEY, move.to)
+            outcome = self.resets.reset(KEY.group, order, [target], self.now, **dry)
+        (result,) = outcome.results
+        if not outcome.fresh:
+            assert self.copy() == before, "a dry run, a repetition and a refusal change nothing"
+        if isinstance(result, BatonError):
+            return result.reason, False
+        return answer_of(result), bool(outcome.fresh)
 
     def copy(self) -> object:
         return replace(self.table.query(KEY)) if KEY in self.table else None
@@ -421,10 +387,12 @@ class Machine(RuleBasedStateMachine):
         before, (name, args) = self.model, call
         if isinstance(answer, str):
             return
-        if name == "fence" and after.token != before.token:
+        if after.token != before.token:
             assert after.token > max(self.tokens_issued, default=0), "V1"
             self.tokens_issued.add(after.token)
-        elif name not in ("fence", "delete"):
+        if name in ("reset", "commit_unowned", "delete", "delete_group"):
+            return
+        if name != "fence":
             token = args if name == "touch" else args[0]
             repeated_close = name == "close" and before.closed
             assert token == before.token, "V3"
@@ -435,8 +403,14 @@ class Machine(RuleBasedStateMachine):
 
     def note_started(self, call: Call, after: Naive) -> None:
         before, (name, args) = self.model, call
+        if name in ("commit", "close", "commit_unowned"):
+            self.must_flag |= after.acked - before.acked
         if name == "record":
-            self.in_hand |= set(range(args[1], args[2]))
+            self.in_hand |= set(range(*args[1][:2]))
+        elif name == "reset" and after.token != before.token:
+            self.must_flag |= self.in_hand
+            self.in_hand = set()
+            self.committed_before, self.acked_before = 0, set()
         elif name == "close" and not before.closed:
             self.must_flag |= members(args[2])
             self.in_hand = set()
@@ -446,7 +420,7 @@ class Machine(RuleBasedStateMachine):
             same = not before.closed and before.holder == args.holder
             self.must_flag |= self.in_hand - (live if same else frozenset())
             self.in_hand = set(live)
-        elif name == "delete" and after.topic_id != before.topic_id:
+        elif name in ("delete", "delete_group") and after.reset_epoch != before.reset_epoch:
             self.in_hand, self.must_flag = set(), set()
             self.committed_before, self.acked_before = 0, set()
 
@@ -459,7 +433,9 @@ class Machine(RuleBasedStateMachine):
             assert self.table.group(KEY.group) == []
             with pytest.raises(UnknownQueue) as raised:
                 self.table.query(KEY)
-            assert raised.value.facts["token"] == str(self.model.token)
+            facts = raised.value.facts
+            assert facts["token"] == str(self.model.token)
+            assert facts["reset_epoch"] == str(self.model.reset_epoch)
             return
         queue, model = self.table.query(KEY), self.model
         assert (queue.token, queue.reset_epoch) == (model.token, model.reset_epoch)
@@ -472,6 +448,11 @@ class Machine(RuleBasedStateMachine):
         )
         assert members(queue.maybe_seen) == model.maybe_seen
         assert self.table.ack_ranges.get(KEY, 0) == len(queue.acked.runs)
+        assert (KEY in self.table.capped) == (len(queue.acked.runs) >= RANGES_MAX)
+        assert (queue.subscription_generation, queue.source) == (model.generation, model.source)
+        assert queue.first_reset_epoch == model.first_reset_epoch
+        newest_first = self.resets.records.newest_first(KEY.group)
+        assert [done.order.op_id for done in newest_first] == list(model.moves)[::-1]
 
     @invariant()
     def properties_hold(self) -> None:

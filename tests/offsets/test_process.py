@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -175,6 +176,95 @@ async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
         pb.Fenced(token=1),
         pb.Fenced(token=2, committed_offset=5, maybe_seen=[run(7, 9)]),
     ]
+
+
+class Mover:
+    """Resets one queue here and there, each time under an id of its own."""
+
+    def __init__(self, queue_id: int) -> None:
+        self.queue = queue(queue_id=queue_id)
+        self.answered: list[pb.ResetStep] = []
+        self.sent = 0
+
+    def request(self, number: int) -> pb.ResetRequest:
+        item = pb.ResetItem(queue=self.queue, to_offset=number * 7 % 100)
+        name = f"op-{self.queue.queue.queue_id}-{number}"
+        return pb.ResetRequest(op_id=name, by="test", reason="kill -9", items=[item])
+
+    async def go_on(self, stub: pb_grpc.OffsetsServiceAsyncStub, enough: asyncio.Semaphore) -> None:
+        """Reset until the process is gone; each answer is told to `enough`."""
+        while True:
+            self.sent = len(self.answered) + 1
+            try:
+                answer = await stub.Reset(self.request(self.sent), timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                return
+            self.answered.append(answer.outcomes[0].step)
+            enough.release()
+
+
+async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    started, address = program(tmp_path, etcd_endpoint)
+    child = Child(started)
+    movers = [Mover(queue_id) for queue_id in range(QUEUES)]
+    async with life(child, address) as stub:
+        await own_all(stub)
+    for answers in (40, 90):
+        async with life(child, address) as stub:
+            enough = asyncio.Semaphore(0)
+            async with asyncio.TaskGroup() as tasks:
+                for mover in movers:
+                    tasks.create_task(mover.go_on(stub, enough))
+                for _ in range(answers):
+                    await enough.acquire()
+                child.kill_now()
+    async with life(child, address) as stub:
+        for mover in movers:
+            assert len(mover.answered) >= 5
+            known = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
+            before = known.outcomes[0].progress
+            for number, step in enumerate(mover.answered, 1):
+                answer = await stub.Reset(mover.request(number), timeout=TIMEOUT_S)
+                assert answer.outcomes[0].step == step, "the same answer, and no other effect"
+            after = await stub.Query(pb.QueryRequest(queues=[mover.queue]), timeout=TIMEOUT_S)
+            assert after.outcomes[0].progress.token == before.token
+            assert before.token in {mover.answered[-1].token, mover.answered[-1].token + 1}
+        listed = await stub.ListResets(pb.ListResetsRequest(group="readers"), timeout=TIMEOUT_S)
+    answered = {
+        f"op-{m.queue.queue.queue_id}-{n + 1}" for m in movers for n in range(len(m.answered))
+    }
+    sent = {f"op-{m.queue.queue.queue_id}-{m.sent}" for m in movers}
+    recorded = [reset.op_id for reset in listed.resets]
+    assert answered <= set(recorded) <= answered | sent
+    assert len(recorded) == len(set(recorded))
+
+
+async def test_an_undo_after_kill_9_restores_what_was_acked(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    started, address = program(tmp_path, etcd_endpoint)
+    child = Child(started)
+    order: Any = {"by": "test", "reason": "kill -9"}
+    async with life(child, address) as stub:
+        await own_all(stub)
+        acks = pb.CommitItem(
+            queue=queue(queue_id=0), token=1, committed_offset=5, acked=[run(7, 9)]
+        )
+        await stub.Commit(pb.CommitRequest(items=[acks]), timeout=TIMEOUT_S)
+        items = [pb.ResetItem(queue=queue(queue_id=0), to_offset=0)]
+        await stub.Reset(pb.ResetRequest(op_id="op", items=items, **order), timeout=TIMEOUT_S)
+        child.kill_now()
+    async with life(child, address) as stub:
+        undo = pb.ResetRequest(op_id="undo", undo_group="readers", undo_op_id="op", **order)
+        await stub.Reset(undo, timeout=TIMEOUT_S)
+        child.kill_now()
+    async with life(child, address) as stub:
+        answer = await stub.Query(pb.QueryRequest(queues=[queue(queue_id=0)]), timeout=TIMEOUT_S)
+    now = answer.outcomes[0].progress
+    assert (now.committed_offset, list(now.acked)) == (5, [run(7, 9)])
+    assert (now.reset_epoch, now.token) == (2, 3)
 
 
 async def test_a_stopped_process_ends_by_itself_and_loses_nothing(

@@ -173,10 +173,12 @@ def refused_attempt(scene: Scene, attempt: str) -> dict[str, str]:
 def test_s4_repeated_attempt_whose_token_is_over_is_superseded() -> None:
     scene = Scene()
     scene.fence(A, 0, attempt="x")
-    scene.queue.token += 1  # what a reset does: a new token without an attempt
-    with pytest.raises(Superseded) as raised:
-        scene.fence(A, 0, attempt="x")
-    assert raised.value.facts == {"token": "2"}
+    scene.reset(0)
+    for _ in range(2):
+        with pytest.raises(Superseded) as raised:
+            scene.fence(A, 0, attempt="x")
+        assert raised.value.facts == {"token": "2"}
+        scene.restart()
 
 
 def test_s4_closed_or_drained_passes_when_drained() -> None:
@@ -496,8 +498,7 @@ def test_s3_calls_under_a_closed_token_are_fenced(call: str, args: tuple[int, ..
 
 def test_s3_calls_after_a_reset_are_told_so() -> None:
     scene = held()
-    scene.queue.token, scene.queue.closed, scene.queue.holder = 2, True, None
-    scene.queue.reset_epoch = 1
+    scene.reset(4)
     assert refused(scene, Fenced, "touch", 1) == {
         "token": "1",
         "current": "2",
@@ -516,7 +517,11 @@ def test_s3_calls_for_a_queue_without_progress_are_unknown(
     scene = Scene()
     with pytest.raises(UnknownQueue) as raised:
         getattr(scene, call)(*args)
-    assert raised.value.facts == {"queue": "readers/news/broker-a/3", "token": "0"}
+    assert raised.value.facts == {
+        "queue": "readers/news/broker-a/3",
+        "token": "0",
+        "reset_epoch": "0",
+    }
     assert KEY not in scene.table
 
 

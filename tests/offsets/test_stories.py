@@ -86,6 +86,34 @@ def test_story_11_a_retried_close_that_forgot_the_drain_timeout_has_no_effect() 
     assert scene.fence(B, 1).maybe_seen == offsets((0, 1))
 
 
+def test_story_13_a_commit_on_its_way_does_not_undo_a_reset() -> None:
+    scene = Scene()
+    scene.fence(A, 0)
+    scene.record(1, 0, 10)
+    scene.commit(1, 5)
+    scene.reset(0)
+    with pytest.raises(Fenced) as raised:
+        scene.commit(1, 10)
+    assert raised.value.facts["why"] == "RESET"
+    grant = scene.fence(A, 2)
+    with pytest.raises(Fenced):
+        scene.commit(grant.token, 10, reset_epoch=0)
+    assert scene.queue.committed_offset == 0
+
+
+def test_story_14_work_finished_before_a_reset_does_not_count_after_it() -> None:
+    scene = Scene()
+    scene.fence(A, 0)
+    scene.record(1, 0, 1)
+    scene.reset(0)
+    grant = scene.fence(A, 2, resume=offsets((0, 1)), reset_epoch=0)
+    assert (grant.reset_epoch, scene.queue.delivered_offset) == (1, 0)
+    with pytest.raises(Fenced) as raised:
+        scene.commit(grant.token, 1, reset_epoch=0)
+    assert raised.value.facts["why"] == "RESET"
+    assert scene.record(grant.token, 0, 1).maybe_seen == offsets((0, 1)), "replayed and flagged"
+
+
 def test_story_15_a_late_commit_of_a_lost_queue_moves_nothing() -> None:
     scene = Scene()
     scene.fence(A, 0)

@@ -1,16 +1,25 @@
-"""What the checker keeps of each queue, in words of its own."""
+"""What the checker keeps of the group and of each queue, in words of its own."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from baton.common.v1 import queue_pb2
 
+from batonmq.core.route import QueueId
+from batonmq.core.subscription import TagFilter
 from services.offsets.core.calls import Holder, QueueKey
 from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
+from services.offsets.core.ranges import EMPTY, RangeSet
 from services.offsets.core.table import ProgressTable
+from tests.simulation.trace import Trace
+
+
+class Violation(AssertionError):
+    """A property does not hold; the text has the events before it."""
 
 
 @dataclass(slots=True)
@@ -22,6 +31,19 @@ class Start:
     excused: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class Epoch:
+    """What counts as handled between two resets of a queue.
+
+    Attributes:
+        given: What the reset said is handled: it was handled before, or is skipped.
+        handled: Offsets that somebody has handled under a token of this epoch.
+    """
+
+    given: RangeSet = EMPTY
+    handled: set[int] = field(default_factory=set)
+
+
 @dataclass(slots=True)
 class Queue:
     """What the checker knows of one queue.
@@ -29,40 +51,136 @@ class Queue:
     Attributes:
         durable: Progress as the disk has it.
         issued: Holder by token, of every fence that became durable.
+        fenced: Holder by token, None for nobody, of every fence that passed, durable or not yet.
         persisted: Owner by token, as etcd had it.
         stored: Message id and tag by offset, as the log has them.
+        stored_ms: When, by offset.
         starts: Who began a message, by offset.
-        handled: Offsets that somebody has handled.
-        moved_ms: When delivered or committed changed last.
+        epochs: By reset epoch; and `epoch_of` by token.
+        judged: Generations of the subscription by which an offset was passed, by offset.
+        generation_of: Generation that a token is bound to, 0 for none.
+        revoked: Tokens that a reset or an operator ended, unknown to their owner; and by what.
+        told: Tokens of which their owner knows that they are over.
+        fell: Whether a reset may have moved C back since the last durable write.
+        moved_ms: When delivered or committed changed last; `committed_ms`, when committed did.
         etcd_token: Token in etcd; with it `owner`, None if it is free, and `acquire_seq`.
     """
 
     durable: Progress | None = None
     issued: dict[int, Holder] = field(default_factory=dict)
+    fenced: dict[int, Holder | None] = field(default_factory=dict)
     persisted: dict[int, Holder] = field(default_factory=dict)
     stored: dict[int, tuple[str, str]] = field(default_factory=dict)
+    stored_ms: dict[int, int] = field(default_factory=dict)
     starts: dict[int, list[Start]] = field(default_factory=lambda: defaultdict(list))
-    handled: set[int] = field(default_factory=set)
+    epochs: dict[int, Epoch] = field(default_factory=lambda: defaultdict(Epoch))
+    epoch_of: dict[int, Epoch] = field(default_factory=dict)
+    judged: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    generation_of: dict[int, int] = field(default_factory=dict)
+    revoked: dict[int, str] = field(default_factory=dict)
+    told: dict[int, None] = field(default_factory=dict)
+    fell: bool = False
     moved_ms: int = 0
+    committed_ms: int = 0
     etcd_token: int = 0
     owner: Holder | None = None
     acquire_seq: int = 0
 
+    @property
+    def committed_offset(self) -> int:
+        """C as the disk has it."""
+        return self.durable.committed_offset if self.durable else 0
+
+    def epoch(self) -> Epoch:
+        """The epoch of what is durable."""
+        return self.epochs[self.durable.reset_epoch if self.durable else 0]
+
+
+@dataclass(slots=True)
+class Group:
+    """What etcd says of the group.
+
+    Attributes:
+        filters: By generation of the subscription; and `generation`, the present one.
+        bound: Whether two filters may not serve at one time.
+        draining: Whether the subscription is being changed.
+        paused: Why the group is paused; empty if it is not.
+        pause_known_ms: Since when storage knows of that; None if it may not know.
+        served: Newest generation of which a delivery was accepted.
+    """
+
+    filters: dict[int, TagFilter] = field(default_factory=dict)
+    generation: int = 0
+    bound: bool = True
+    draining: bool = False
+    paused: str = ""
+    pause_known_ms: int | None = None
+    served: int = 0
+
+    def wants(self, tag: str, generations: Iterable[int]) -> bool:
+        """Whether a message had to be handled that was passed by the filters of `generations`.
+
+        Two of them are in force at one time only if nothing is bound: then either may count.
+        """
+        filters = [self.filters[one] for one in generations if one in self.filters]
+        if self.bound:
+            filters = filters[-1:]
+        return all(each.accepts(tag) for each in filters)
+
+
+class Books:
+    """What all checks of one run share.
+
+    Args:
+        group: Name of the consumer group.
+        lease_ms: Length of a lock's lease.
+        now_ms: Reads the time of the simulation.
+    """
+
+    def __init__(self, group: str, lease_ms: int, trace: Trace, now_ms: Callable[[], int]) -> None:
+        self.name, self.lease_ms, self.trace, self.now_ms = group, lease_ms, trace, now_ms
+        self.counts: Counter[str] = Counter()
+        self.queues: dict[QueueKey, Queue] = defaultdict(Queue)
+        self.group = Group()
+        self.table: ProgressTable | None = None
+        self.watching = True
+        self.violation: Violation | None = None
+        self.broken = asyncio.Event()
+
+    def fail(self, rule: str, text: str) -> None:
+        """Note that a property does not hold; the first one counts."""
+        if not self.watching or self.violation is not None:
+            return
+        self.trace.note("checker", f"VIOLATION {rule}: {text}")
+        self.violation = Violation(f"{rule}: {text}\n{self.trace.tail()}")
+        self.broken.set()
+
+    def excuse(
+        self, key: QueueKey, why: str, client: str = "", offsets: RangeSet | None = None
+    ) -> None:
+        """What was started until now, by `client` or anybody, may be started again (V6)."""
+        if why:
+            self.trace.note("checker", f"{key}: {why}")
+        for offset, starts in self.queues[key].starts.items():
+            if offsets is not None and not offsets.between(offset, offset + 1):
+                continue
+            for start in starts:
+                start.excused |= client in ("", start.client)
+
+    def in_force(self, key: QueueKey, durable: Progress) -> int:
+        """The token that counts now."""
+        if self.table is not None and key in self.table:
+            return self.table.query(key).token
+        return durable.token
+
+    def key(self, queue: QueueId) -> QueueKey:
+        """The queue as offsets names it."""
+        return QueueKey(self.name, queue.topic, queue.broker, queue.queue_id)
+
 
 def copy_of(table: ProgressTable, key: QueueKey) -> Progress | None:
     """The progress as it is now; what is kept of it never changes in place."""
-    if key not in table:
-        return None
-    now = table.query(key)
-    return Progress(
-        token=now.token,
-        holder=now.holder,
-        closed=now.closed,
-        committed_offset=now.committed_offset,
-        acked=now.acked,
-        delivered_offset=now.delivered_offset,
-        access_monotonic_ms=now.access_monotonic_ms,
-    )
+    return replace(table.query(key)) if key in table else None
 
 
 def done(progress: Progress) -> RangeSet:

@@ -26,7 +26,6 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, NoQuorum
 from batonmq.consumer import Consumer, Handler
 from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
 from batonmq.core.subscription import TagFilter
 from batonmq.directory import Surroundings
@@ -36,7 +35,9 @@ from services.nameserver import __main__ as nameserver_app
 from services.nameserver.config import NameserverSettings
 from services.offsets import app as offsets_app
 from services.offsets.config import OffsetsSettings
+from services.runtime.gates import PREFIX as GATES_PREFIX
 from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.mirror import Mirror
 from services.runtime.process import App, Runtime
 from services.runtime.settings import ServiceSettings
 from services.storage import app as storage_app
@@ -243,21 +244,6 @@ class ServiceProcess(Process):
                 await asyncio.sleep(0.5)
 
 
-class ParallelConsumer(Consumer):
-    """Handles several messages of a queue at once, so that they end in any order."""
-
-    at_once = 3
-
-    def _start_handling(self, runner: QueueRunner) -> None:
-        self._handling[runner.queue] = self._tasks.create_task(self._several(runner))
-
-    async def _several(self, runner: QueueRunner) -> None:
-        assert self._handler is not None
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(self.at_once):
-                tasks.create_task(self._handle(runner, self._handler))
-
-
 class ConsumerProcess(Process):
     """A life of a member; it leaves gracefully when asked to stop."""
 
@@ -268,17 +254,15 @@ class ConsumerProcess(Process):
         life: int,
         settings: ConsumerSettings,
         handle: Callable[[Process, ReceivedMessage], Awaitable[None]],
-        *,
-        at_once: int,
     ) -> None:
         super().__init__(world, client_id, life)
-        self._settings, self._handle, self._at_once = settings, handle, at_once
-        self._consumer: ParallelConsumer | None = None
+        self._settings, self._handle = settings, handle
+        self._consumer: Consumer | None = None
         self.run(self._consume)
 
     async def _consume(self) -> None:
         while not self.stopping.is_set():
-            consumer = self._consumer = ParallelConsumer(
+            consumer = self._consumer = Consumer(
                 NAMESERVERS,
                 GROUP,
                 {TOPIC: EXPRESSION},
@@ -287,7 +271,6 @@ class ConsumerProcess(Process):
                 on_ownership=self._on_ownership,
                 surroundings=self.surroundings(),
             )
-            consumer.at_once = self._at_once
             try:
                 async with consumer, asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._stop(consumer))
@@ -344,7 +327,12 @@ def services(world: World, random: Random) -> list[Service]:
     @asynccontextmanager
     async def offsets(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
         built = offsets_app.recovered(
-            world.offsets_disk, settings.limits, runtime.clock, runtime.registry, runtime.hub
+            world.offsets_disk,
+            settings.limits,
+            runtime.clock,
+            runtime.registry,
+            runtime.hub,
+            Mirror(runtime.etcd, GATES_PREFIX),
         )
         world.checker.watch_table(built.table)
         yield offsets_app.served(built)

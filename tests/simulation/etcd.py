@@ -88,6 +88,12 @@ class EtcdTwin:
         lease.end_s = self._now_s() + lease.ttl_s
         return True
 
+    def time_to_live(self, lease_id: int) -> tuple[int, int]:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return -1, 0
+        return int(lease.end_s - self._now_s()), int(lease.ttl_s)
+
     def revoke(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.keys:
@@ -233,6 +239,9 @@ class TwinSession(EtcdSession):
 
     async def keep_alive(self, lease_id: int) -> bool:
         return await self._call(lambda: self._server.keep_alive(lease_id))
+
+    async def time_to_live(self, lease_id: int) -> tuple[int, int]:
+        return await self._call(lambda: self._server.time_to_live(lease_id))
 
     async def revoke(self, lease_id: int) -> None:
         await self._call(lambda: self._server.revoke(lease_id))

@@ -19,6 +19,7 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
+from batonmq.consuming import giving_back, runner
 from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import ranges_to_pb
 from batonmq.core.inflight import Acks, Closing, QueueProgress
@@ -30,9 +31,17 @@ from services.lockmgr.core.locks import Asker, Entry, Lock, Observation, Pending
 from services.lockmgr.core.table import KeepAlive, LockTable, Report
 from services.lockmgr.handover import HandOvers, Refusal, Term, Wish, _Passed
 from services.lockmgr.leader import Leader
-from services.lockmgr.store import Change, Conflict
+from services.lockmgr.store import Conflict
 from services.offsets.core.calls import Acks as TableAcks
-from services.offsets.core.calls import Committed, Delivered, Fence, Instant, Limits
+from services.offsets.core.calls import (
+    Committed,
+    Delivered,
+    Fence,
+    Instant,
+    Limits,
+    Source,
+)
+from services.offsets.core.calls import Delivery as TableDelivery
 from services.offsets.core.calls import Grant as TableGrant
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import EMPTY
@@ -53,7 +62,7 @@ class Mutant:
         break_it: Leaves it out, until the monkeypatch is undone.
         options: A kind of run in which it matters.
         rules: What it breaks: which of them is seen first depends on the run.
-        seeds_max: It is found within so many seeds; a run finds it with a chance of a quarter at least.
+        seeds_max: It is found within so many seeds; one run in four, at least, finds it.
     """
 
     name: str
@@ -125,14 +134,14 @@ def grant_before_persist(patch: pytest.MonkeyPatch) -> None:
         )
 
         async def persist() -> None:
-            outcome = await self._term.store.persist(Change(wish.key, lock, entry.revision))
+            outcome = await self._term.store.persist(wish.change(lock, entry.revision))
             if isinstance(outcome, Conflict):
                 self._not_persisted(wish.key, outcome)
             else:
                 self._granted(wish, grant, passed, lock, outcome)
 
         _in_background(persist())
-        return self.answer(passed.answer, newly_acquired=True)
+        return self.answer(passed.answer, lock, newly_acquired=True)
 
     patch.setattr(HandOvers, "carry_out", carry_out)
 
@@ -165,8 +174,8 @@ def commit_without_token(patch: pytest.MonkeyPatch) -> None:
     """[commit_no_token] A commit counts, whoever sends it."""
     real = Progress.commit
 
-    def commit(self: Progress, _: int, acks: TableAcks, now: Instant) -> Committed:
-        return real(self, self.token, acks, now)
+    def commit(self: Progress, _: int, acks: TableAcks, now: Instant, source: Source) -> Committed:
+        return real(self, self.token, acks, now, source)
 
     patch.setattr(Progress, "commit", commit)
 
@@ -176,7 +185,7 @@ def pull_without_token(patch: pytest.MonkeyPatch) -> None:
     record, touch = Progress.record_delivered, Progress.touch
 
     def recorded(
-        self: Progress, _: int, delivery: tuple[int, int], limits: Limits, now: Instant
+        self: Progress, _: int, delivery: TableDelivery, limits: Limits, now: Instant
     ) -> Delivered:
         return record(self, self.token, delivery, limits, now)
 
@@ -196,43 +205,40 @@ def no_deadline(patch: pytest.MonkeyPatch) -> None:
 def close_without_draining(patch: pytest.MonkeyPatch) -> None:
     """[release_no_drain] A client that loses a queue says "done" with handlers running."""
 
-    async def give_back(self: QueueRunner) -> None:
-        progress = self.progress
-        assert progress is not None
-        closing = replace(progress.closing(), unfinished=())
-        self.progress = None
-        self.lineage += 1
-        await self._close(closing)
-        await self._release(closing.token)
-        self.token = 0
+    async def give_back(queue: QueueRunner) -> None:
+        closing = replace(queue.end(), unfinished=())
+        await giving_back.close(queue, closing)
+        await giving_back.release(queue, closing.token)
+        queue.given_back(closing.token)
 
-    patch.setattr(QueueRunner, "_give_back", give_back)
+    patch.setattr(runner, "give_back", give_back)
 
 
 def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
     """[close_retry_forgets] A repeated Close says what is true by then: nothing is unfinished."""
 
-    async def close(self: QueueRunner, closing: Closing) -> None:
+    async def close(queue: QueueRunner, closing: Closing) -> None:
         item = offsets_pb.CloseItem(
-            queue=self.key,
+            queue=queue.key,
             token=closing.token,
             reset_epoch=closing.reset_epoch,
             committed_offset=closing.acks.committed,
             acked=ranges_to_pb(closing.acks.ranges),
             unfinished=ranges_to_pb(closing.unfinished),
         )
+        directory = queue.session.directory
         while True:
             try:
-                stub = await self.session.directory.offsets()
+                stub = await directory.offsets()
                 await stub.Close(offsets_pb.CloseRequest(items=[item]), timeout=CALL_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as failure:
-                await self.session.directory.pause(from_rpc_error(failure), 0)
+                await directory.pause(from_rpc_error(failure), 0)
             except BatonError as failure:
-                await self.session.directory.pause(failure, 0)
+                await directory.pause(failure, 0)
             del item.unfinished[:]
 
-    patch.setattr(QueueRunner, "_close", close)
+    patch.setattr(giving_back, "close", close)
 
 
 def count_per_contender(patch: pytest.MonkeyPatch) -> None:
@@ -257,7 +263,7 @@ def forget_the_table(patch: pytest.MonkeyPatch) -> None:
     """[forget_table] A new leader begins with nothing: every queue looks free."""
 
     async def take_over(self: Leader, term: Term) -> None:
-        await self._groups.ready()
+        await self._members.ready()
         await self._until_answered("announce", term.offsets.announce)
 
     patch.setattr(Leader, "_take_over", take_over)
@@ -278,7 +284,7 @@ def record_in_memory(patch: pytest.MonkeyPatch) -> None:
     real = Progress.record_delivered
 
     def record(
-        self: Progress, token: int, delivery: tuple[int, int], limits: Limits, now: Instant
+        self: Progress, token: int, delivery: TableDelivery, limits: Limits, now: Instant
     ) -> Delivered:
         reserved = self.delivered_reserved
         delivered = real(self, token, delivery, limits, now)
@@ -305,14 +311,14 @@ def renew_while_taken(patch: pytest.MonkeyPatch) -> None:
 
 def old_request(patch: pytest.MonkeyPatch) -> None:
     """[no_acquire_seq] An Acquire of the owner counts however late it comes."""
-    real = access._decide_own
+    real = access.decide_own
 
     def decide(entry: Entry, asker: Asker, seen: Observation) -> Decision:
         if asker.acquire_seq >= entry.lock.acquire_seq:
             return real(entry, asker, seen)
         return Grant((Condition.SAME_HOLDER, Condition.CLOSED_OR_DRAINED), seen.token)
 
-    patch.setattr(access, "_decide_own", decide)
+    patch.setattr(access, "decide_own", decide)
 
 
 def idle_untested(patch: pytest.MonkeyPatch) -> None:

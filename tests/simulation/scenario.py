@@ -23,6 +23,7 @@ from batonmq.directory import CALL_TIMEOUT_S, Directory
 from batonmq.producer import Producer, ProducerSettings
 from tests.simulation.checker import Violation
 from tests.simulation.cluster import (
+    GROUP,
     NAMESERVERS,
     TOPIC,
     ConsumerProcess,
@@ -126,7 +127,7 @@ class Run:
         self._producer: Producer | None = None
         self._settings = ConsumerSettings(
             consume_from="first",
-            strategy=options.strategy,
+            queue_concurrency=options.parallel,
             buffer_messages_max=20,
             pull_messages_max=8,
             pull_hold_ms=5_000,
@@ -208,13 +209,16 @@ class Run:
     # ---- messages
 
     async def _run_producer(self) -> None:
-        """The life of the producer: it makes the topic, and sends what the director asks for."""
+        """The life of the producer: it makes topic and group, and sends what it is asked to."""
         surroundings = self._producing.surroundings()
         directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
-        request = pb.CreateTopicRequest(topic=TOPIC, queue_count=self.options.queues)
+        topic = pb.CreateTopicRequest(topic=TOPIC, queue_count=self.options.queues)
+        strategy = pb.Strategy.Value(f"STRATEGY_{self.options.strategy}")
+        group = pb.UpdateGroupRequest(group=GROUP, strategy=strategy)
         while True:
             try:
-                await directory.nameserver().CreateTopic(request, timeout=CALL_TIMEOUT_S)
+                await directory.nameserver().CreateTopic(topic, timeout=CALL_TIMEOUT_S)
+                await directory.nameserver().UpdateGroup(group, timeout=CALL_TIMEOUT_S)
                 break
             except grpc.aio.AioRpcError as error:
                 await directory.pause(from_rpc_error(error), 0)
@@ -272,9 +276,7 @@ class Run:
             self._names += 1
             name = f"c{self._names}"
         life = self._lives[name] = self._lives[name] + 1
-        self._members[name] = ConsumerProcess(
-            self.world, name, life, self._settings, self._handle, at_once=self.options.parallel
-        )
+        self._members[name] = ConsumerProcess(self.world, name, life, self._settings, self._handle)
         self._note(f"{name} joins", "joins")
 
     def _leave(self) -> None:

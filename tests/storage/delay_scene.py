@@ -88,6 +88,7 @@ class Scene:
         self.appender = Appender(
             broker=BROKER,
             store=node.store,
+            space=disk.space,
             flusher=self.flusher,
             retention=self.retention,
             metrics=metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 
 from batonmq.common.errors import DiskFull
@@ -75,7 +76,7 @@ class MemoryDisk(Disk):
         if create:
             self.files.setdefault(path, MemoryFile())
         if path not in self.files:
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
         return self.files[path]
 
     def remove(self, path: str) -> None:

@@ -28,6 +28,8 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         claimed_epoch: If set, the epoch it writes into answers instead.
         answering: While cleared, calls get no answer.
         maybe_seen: Ranges told as such with every delivery.
+        recorded: What was accepted: group, queue id, first and next offset.
+        items: The same, as it came.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,7 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
         self.answering.set()
         self.maybe_seen: Sequence[Range] = ()
         self.recorded: list[tuple[str, int, int, int]] = []
+        self.items: list[pb.DeliveryItem] = []
         self.touched: list[tuple[str, int, int]] = []
         self.calls: list[int] = []
 
@@ -68,6 +71,7 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
             return pb.DeliveryOutcome(error=error_to_pb(refusal))
         queue_id = item.queue.queue.queue_id
         self.recorded.append((item.queue.group, queue_id, item.first_offset, item.next_offset))
+        self.items.append(item)
         return pb.DeliveryOutcome(
             delivered=pb.Delivered(
                 maybe_seen=[

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from baton.common.v1 import queue_pb2
@@ -97,6 +98,11 @@ class Running:
     async def write_topic(self, topic: nameserver_pb.Topic) -> int:
         """Write a topic whatever it is; the revision."""
         return await self.etcd.put(self.etcd.key("topics", topic.name), topic.SerializeToString())
+
+    async def put_gate(self, group: str = GROUP, **fields: Any) -> None:
+        """Write a group's gate as the nameserver does."""
+        gate = nameserver_pb.Gate(**fields)
+        await self.etcd.put(self.etcd.key("gates", group), gate.SerializeToString())
 
     async def parked(self, count: int) -> None:
         """Until `count` pulls are held."""

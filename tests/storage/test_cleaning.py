@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time  # noqa: TID251  the zone of the process
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,16 +19,25 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from batonmq.common.clock import Clock
 from services.storage.checkpoints import Checkpointer
-from services.storage.cleaning import RESERVE, Bounds, Cleaner
+from services.storage.cleaning import RESERVE, RESERVE_BYTES, Bounds, Cleaner
 from services.storage.core import floors
 from services.storage.core.producers import Receipt
 from services.storage.core.retention import DiskState, Policy, Retention
+from services.storage.core.schedule import (
+    FIRST,
+    Scheduled,
+    delivery,
+    encode_scheduled,
+    read_scheduled,
+)
 from services.storage.core.store import QueueRange, Store
 from services.storage.flush import Flusher
 from services.storage.metrics import StorageMetrics
 from services.storage.node import Node, recovered
-from tests.storage.batches import NOW, TOPIC, TOPIC_ID, append, batch, bodies, stored
-from tests.storage.memory import MemoryDisk
+from services.storage.schedule_server import SYSTEM_TOPICS, checked
+from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
+from tests.storage.memory import MemoryDisk, MemoryFile
+from tests.support.waiting import until
 
 SEGMENT_BYTES = 1_000
 HOUR_MS = 3_600_000
@@ -53,7 +64,7 @@ class Scene:
         gone: Topic ids that do not exist any more.
     """
 
-    def __init__(self, node: Node, disk: MemoryDisk, **policy: int) -> None:
+    def __init__(self, node: Node, disk: MemoryDisk, **policy: Any) -> None:
         self.node, self.disk, self.clock = node, disk, WallClock()
         self.needed_from: int | None = None
         self.gone: set[int] = set()
@@ -63,11 +74,10 @@ class Scene:
             node, lambda _: None, Histogram("seconds", "Not looked at.", registry=None)
         )
         self.checkpointer = Checkpointer(node, self.flusher, at_once)
-        settings = {"age_ms_max": 48 * HOUR_MS, "log_bytes_max": 0} | policy
-        self.retention = Retention(
-            Policy(hours=frozenset(range(24)), **settings),
-            SEGMENT_BYTES,
-        )
+        settings: dict[str, Any] = {
+            "age_ms_max": 48 * HOUR_MS, "log_bytes_max": 0, "hours": frozenset(range(24)),
+        } | policy  # fmt: skip
+        self.retention = Retention(Policy(**settings), SEGMENT_BYTES)
         self.cleaner = Cleaner(
             node.store,
             disk,
@@ -76,6 +86,7 @@ class Scene:
                 needed_from=(lambda: self.needed_from,),
                 checkpointed=self.checkpointer.position,
                 checkpoint=self.checkpointer.take,
+                reached=self.flusher.reached,
                 is_gone=lambda _, topic_id: topic_id in self.gone,
                 remove_later=node.checkpointing.remove_later,
             ),
@@ -104,7 +115,7 @@ class Scene:
 
 
 @contextmanager
-def scene(disk: MemoryDisk | None = None, **policy: int) -> Iterator[Scene]:
+def scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
     disk = disk or MemoryDisk()
     with recovered(disk, segment_bytes=SEGMENT_BYTES, monotonic_ms=lambda: 0) as node:
         yield Scene(node, disk, **policy)
@@ -162,6 +173,26 @@ async def test_age_is_that_of_the_messages() -> None:
         here.later(49)
         assert await here.clean() == 1
         assert held(here.store) == QueueRange(3, 9)
+
+
+@pytest.mark.parametrize(("zone", "hours_until_four"), [("UTC0", 5.8), ("XXX-9", 20.8)])
+async def test_what_is_too_old_goes_at_the_hour_set_where_the_node_is(
+    zone: str, hours_until_four: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`NOW` is 22:13 in UTC; nine hours further east it is 07:13 of the next day."""
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        with scene(hours=frozenset({4})) as here:
+            fill(here.store, 12)
+            for hours in (48 + hours_until_four - 0.1, 48 + hours_until_four + 1.1):
+                here.later(hours)
+                assert await here.clean() == 0, hours
+            here.later(48 + hours_until_four)
+            assert await here.clean() == 1
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 async def test_the_log_is_kept_below_its_size() -> None:
@@ -312,6 +343,26 @@ class Full(MemoryDisk):
         super().remove(path)
 
 
+async def test_a_damaged_batch_at_the_head_of_a_segment_does_not_stop_retention() -> None:
+    with scene() as here:
+        fill(here.store, 12)
+        second = here.segments()[1]
+        here.disk.files[f"log/{second}"].content[20] ^= 1
+        fill(here.store, 3, now=NOW + 2 * HOUR_MS)
+        here.later(49)
+        assert await here.clean() == 0, "the newest message bounds the age of what lies before"
+        here.later(51)
+        assert await here.clean() == 1
+        assert len(here.segments()) <= 2
+
+
+async def test_a_reserve_that_a_crash_left_empty_is_made_anew() -> None:
+    with scene() as here:
+        here.disk.files[RESERVE] = MemoryFile()
+        await here.cleaner.observe()
+        assert here.disk.load(RESERVE) == bytes(RESERVE_BYTES)
+
+
 @pytest.mark.parametrize("refused", ["checkpoint", floors.PATH])
 async def test_a_disk_without_a_byte_left_is_still_cleaned(refused: str) -> None:
     disk = Full()
@@ -329,6 +380,41 @@ async def test_a_disk_without_a_byte_left_is_still_cleaned(refused: str) -> None
         for _ in range(2):
             await here.cleaner.observe()
         assert disk.load(RESERVE), "for the next time"
+
+
+async def test_a_batch_for_later_outlives_a_power_cut_between_its_delivery_and_the_sync() -> None:
+    """The delivery says that the segment with the batch is not needed: it has to be safe first."""
+    inner = batch(b"for later", queue_id=1)
+    later = encode_scheduled(Scheduled(NOW + 1, TOPIC_ID, FIRST, inner))
+    with scene() as here:
+        here.cleaner._bounds = replace(
+            here.cleaner._bounds, needed_from=(here.store.schedule.waiting.oldest_position,)
+        )
+        here.store.append([checked(later)], SYSTEM_TOPICS, NOW)
+        fill(here.store, 12)
+        assert await here.checkpointer.take()
+        here.later(49)
+        assert await here.clean() == 0, "it waits"
+        (entry,) = here.store.schedule.waiting.due(NOW + 1, 9)
+        here.store.append([checked(delivery(entry.key, inner, 1))], TOPICS, NOW)
+        assert not here.store.schedule.waiting
+        async with asyncio.TaskGroup() as tasks:
+            cleaning = tasks.create_task(here.clean())
+            await until(lambda: here.flusher._waiting or cleaning.done())
+            with recovered(
+                here.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
+            ) as again:
+                (waits,) = again.store.schedule.waiting.due(NOW + 1, 9)
+                (found,) = read_scheduled(again.store.log, [waits.position])
+                assert isinstance(found, Scheduled)
+                assert found.batch == inner
+            await here.flusher.sync()
+            assert await cleaning == 1
+        with recovered(
+            here.disk.power_cut(lambda _: 0), segment_bytes=SEGMENT_BYTES, monotonic_ms=int
+        ) as again:
+            assert bodies(again.store, 1) == [b"for later"]
+            assert not again.store.schedule.waiting
 
 
 async def test_what_no_checkpoint_covers_stays() -> None:

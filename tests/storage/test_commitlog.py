@@ -5,6 +5,7 @@ Method: a disk in memory, small segments, and a comparison with a plain list of 
 
 from __future__ import annotations
 
+import errno
 import struct
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from batonmq.common.errors import DataLoss, DiskFull, LimitExceeded
 from services.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
 from services.storage.core.files import FileCache
-from tests.storage.memory import MemoryDisk
+from tests.storage.memory import MemoryDisk, MemoryFile
 
 SEGMENT = 100
 
@@ -75,9 +76,35 @@ def test_a_batch_longer_than_a_segment_is_refused() -> None:
     log = open_log(MemoryDisk())
     write(log, b"x" * 10)
     with pytest.raises(LimitExceeded) as refused:
-        log.place([SEGMENT + 1])
+        log.check_length(SEGMENT + 1)
     assert refused.value.facts == {"field": "batch", "limit": "100", "actual": "101"}
     assert log.next_position == 10
+
+
+def test_outside_of_the_log_is_nothing_to_read() -> None:
+    log = open_log(MemoryDisk())
+    write(log, b"x" * 90, b"y" * 90)
+    log.drop_before(100)
+    for position in (-1, 0, 99, 200, 1 << 62):
+        assert log.read(position, 50) == b""
+    assert log.read(100, -1) == b""
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
+def test_what_the_disk_does_not_give_is_data_loss(number: int) -> None:
+    class Rotten(MemoryFile):
+        def read(self, at: int, bytes_max: int) -> bytes:
+            raise OSError(number, "not there")
+
+    disk = MemoryDisk()
+    log = open_log(disk)
+    write(log, b"x" * 90)
+    log.synced(100)
+    log.close()
+    disk.files[f"log/{0:020d}"] = Rotten(SEGMENT)
+    with pytest.raises(DataLoss) as lost:
+        log.read(7, 50)
+    assert lost.value.facts == {"position": "7"}
 
 
 def test_without_space_for_a_segment_nothing_is_written() -> None:

@@ -26,24 +26,26 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-COUNT = 8_000
-SPREAD_MS = 4_000
-ROUNDS = 4
+ROUNDS = 5
+ROUND_COUNT, REQUEST_COUNT = 2_000, 500
+COUNT = ROUNDS * ROUND_COUNT
+SPREAD_MS = 1_000
 ENV = {f"BATON_STORAGE_{name.upper()}": str(value) for name, value in WATERMARKS.items()}
 
 
-async def schedule(stub: schedule_grpc.ScheduleServiceAsyncStub, begin_unix_ms: int) -> list[str]:
-    """Schedule all; ids of those that are due last."""
-    items = []
-    for number in range(COUNT):
-        at = begin_unix_ms + number * 7_919 % SPREAD_MS
-        raw = batch(b"%d %d" % (number, at), queue_id=number % QUEUES, producer=(number + 1, 0))
-        items.append(schedule_pb.ScheduleItem(batch=raw, deliver_unix_ms=at))
+async def schedule(
+    stub: schedule_grpc.ScheduleServiceAsyncStub, numbers: range, clock: Clock
+) -> list[str]:
+    """Schedule some; ids of those that are due last."""
     receipts = []
-    for begin in range(0, COUNT, 500):
-        request = schedule_pb.ScheduleRequest(items=items[begin : begin + 500])
+    for begin in range(numbers.start, numbers.stop, REQUEST_COUNT):
+        items, begin_unix_ms = [], clock.unix_ms() + 200
+        for number in range(begin, begin + REQUEST_COUNT):
+            at = begin_unix_ms + number * 7_919 % SPREAD_MS
+            raw = batch(b"%d %d" % (number, at), queue_id=number % QUEUES, producer=(number + 1, 0))
+            items.append(schedule_pb.ScheduleItem(batch=raw, deliver_unix_ms=at))
         for _ in range(2):  # the second time is a repetition
-            answer = await stub.Schedule(request, timeout=10)
+            answer = await stub.Schedule(schedule_pb.ScheduleRequest(items=items), timeout=10)
         refused = [one for one in answer.outcomes if not one.receipt.duplicate]
         assert not refused, refused[0]
         receipts += [one.receipt for one in answer.outcomes]
@@ -74,42 +76,44 @@ async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse
     return await stub.Describe(pb.DescribeRequest(), timeout=5)
 
 
-async def kill_while_due(here: Site, started_ms: int) -> tuple[int, bool]:
-    """Start a node and kill it in the middle of delivering; when it started, and if it was so."""
-    process = await here.start(**ENV)
-    node = await here.serving(started_ms)
-    async with connect(node.address) as channel:
-        stub = pb_grpc.StorageServiceStub(channel)
+class Rounds:
+    """Nodes that are started, given something to deliver, and killed while they deliver."""
 
-        async def delivers() -> bool:
-            now = await describe(stub)
-            return now.appended_count > 0 or now.scheduled_count == 0
+    def __init__(self, here: Site) -> None:
+        self._here, self._clock = here, Clock()
+        self.started_ms = self.in_the_middle_count = 0
+        self.last_ids: list[str] = []
 
-        await until(delivers)
-        left = (await describe(stub)).scheduled_count
-        process.kill()
-    await process.wait()
-    return node.start_unix_ms, 0 < left < COUNT
+    async def run(self, number: int) -> None:
+        process = await self._here.start(**ENV)
+        node = await self._here.serving(self.started_ms)
+        self.started_ms = node.start_unix_ms
+        async with connect(node.address) as channel:
+            numbers = range(number * ROUND_COUNT, (number + 1) * ROUND_COUNT)
+            scheduling = schedule_grpc.ScheduleServiceStub(channel)
+            self.last_ids = await schedule(scheduling, numbers, self._clock)
+            stub = pb_grpc.StorageServiceStub(channel)
+
+            waiting = (await describe(stub)).scheduled_count
+
+            async def delivers() -> bool:
+                return not waiting or (await describe(stub)).scheduled_count < waiting
+
+            await until(delivers)
+            left = (await describe(stub)).scheduled_count
+            process.kill()
+        await process.wait()
+        self.in_the_middle_count += 0 < left < COUNT
 
 
 async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_path: Path) -> None:
-    clock = Clock()
     async with site(etcd_endpoint, tmp_path) as here:
-        process = await here.start(**ENV)
-        node = await here.serving()
-        async with connect(node.address) as channel:
-            begin_unix_ms = clock.unix_ms() + 1_500
-            last = await schedule(schedule_grpc.ScheduleServiceStub(channel), begin_unix_ms)
-        process.kill()
-        await process.wait()
-        started_ms = node.start_unix_ms
-        rounds = 0
-        for _ in range(ROUNDS):
-            started_ms, in_the_middle = await kill_while_due(here, started_ms)
-            rounds += in_the_middle
-        assert rounds, "no kill came in the middle"
+        rounds = Rounds(here)
+        for number in range(ROUNDS):
+            await rounds.run(number)
+        assert rounds.in_the_middle_count, "no kill came in the middle"
         await here.start(**ENV)
-        node = await here.serving(started_ms)
+        node = await here.serving(rounds.started_ms)
         async with connect(node.address) as channel:
             stub = pb_grpc.StorageServiceStub(channel)
 
@@ -118,7 +122,7 @@ async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_
 
             await until(idle)
             found = await visible(stub)
-            for schedule_id in last:
+            for schedule_id in rounds.last_ids:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await schedule_grpc.ScheduleServiceStub(channel).CancelScheduled(
                         schedule_pb.CancelScheduledRequest(schedule_id=schedule_id), timeout=5

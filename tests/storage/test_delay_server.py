@@ -15,6 +15,7 @@ from baton.storage.v1 import schedule_service_pb2 as pb
 
 from batonmq.common.errors import (
     BatonError,
+    DataLoss,
     DiskFull,
     DuplicateSequence,
     InvalidArgument,
@@ -206,6 +207,7 @@ async def test_an_id_that_names_nothing_is_refused(
 def test_ids_come_back() -> None:
     for key in ((1, 0), (NOW, (1 << 63) - 1), (NOW + AHEAD_MS_MAX, 12_345)):
         assert decode_id(encode_id(key, "broker-a"), "broker-a") == key
+    assert encode_id((0x18BCFE56800, 0x2A), "broker-a") == "broker-a-18bcfe56800000000000000002a"
 
 
 async def test_a_cancellation_in_the_middle_of_a_delivery_wins_or_is_refused() -> None:
@@ -464,3 +466,42 @@ async def test_a_damaged_batch_is_not_served_and_that_is_told() -> None:
         assert here.bodies() == [b"good"]
         assert here.waiting() == 0
         assert here.metric("undeliverable_batches_total", reason="DATA_LOSS") == 1
+
+
+@pytest.mark.parametrize("at", [1, 30, 200])
+async def test_a_damaged_batch_that_waits_holds_up_neither_retention_nor_the_node(at: int) -> None:
+    async with scene() as here:
+        await here.schedule(batch(b"damaged"), NOW + 40 * HOUR_MS)
+        await here.schedule(batch(b"good"), NOW + 40 * HOUR_MS)
+        await here.schedule(batch(FILL), NOW)
+        await here.schedule(batch(FILL), NOW)
+        await here.deliver()
+        here.disk.files[f"log/{0:020d}"].content[at] ^= 1
+        here.clock.pass_ms(24 * HOUR_MS)
+        end = here.store.log.next_position
+        await here.move()
+        oldest = here.store.schedule.waiting.oldest_position()
+        assert oldest is not None
+        assert oldest >= end
+        assert here.waiting() == 1
+        assert here.metric("undeliverable_batches_total", reason="DATA_LOSS") == 1
+
+
+async def test_a_batch_that_the_disk_does_not_give_goes_nowhere_and_the_others_are_delivered() -> (
+    None
+):
+    async with scene() as here:
+        for number in range(3):
+            await here.schedule(batch(b"%d" % number * 1_000), NOW + number)
+        first, read = here.store.log.first_position, here.store.log.read
+
+        def unreadable(position: int, bytes_max: int) -> bytes:
+            if position == first:
+                raise DataLoss("the log can't be read", facts={"position": position})
+            return read(position, bytes_max)
+
+        here.store.log.read = unreadable  # type: ignore[method-assign]
+        here.clock.pass_ms(10)
+        await here.deliver()
+        assert [body[:1] for body in here.bodies()] == [b"1", b"2"]
+        assert here.waiting() == 0

@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from baton.common.v1 import queue_pb2
+from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.errors import DiskFull
@@ -22,7 +23,9 @@ from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.core.records import decode_records, read_header
 from services.storage.core.files import File
 from services.storage.core.producers import Receipt
+from services.storage.core.retention import DiskState, Usage
 from services.storage.core.store import check
+from tests.storage import delay_scene
 from tests.storage.batches import (
     NOW,
     TOPIC,
@@ -159,6 +162,24 @@ def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
     assert isinstance(fresh, DiskFull)
 
 
+async def test_a_refusal_has_the_numbers_of_the_moment() -> None:
+    """The last look at the disk may be a second old, and the disk may have been empty then."""
+    async with delay_scene.scene() as here:
+        here.retention.observe(Usage(10, 1 << 40), 0, 0)
+        assert here.retention.state is DiskState.OK
+        here.disk.room = 1_000
+        outcomes = [
+            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
+            *here.appender.append([check(batch(bytes(3_000)))], TOPICS),
+        ]
+        first, second = (one for one in outcomes if isinstance(one, DiskFull))
+        assert first.facts["free_bytes"] == second.facts["free_bytes"] == "1000"
+        here.disk.room = 900
+        (again,) = here.appender.append([check(batch(b"a"))], TOPICS)
+        assert isinstance(again, DiskFull)
+        assert again.facts["free_bytes"] == "900"
+
+
 async def refusals(node: Running, *batches: bytes) -> list[DiskFull | None]:
     """The error of each batch; None if it was stored."""
     found: list[DiskFull | None] = []
@@ -177,6 +198,23 @@ async def next_offset(node: Running) -> int:
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     return answer.outcomes[0].offsets.next_offset
+
+
+async def looked_up(node: Running, body: bytes) -> int:
+    """In how many ways the first message of queue 0 is found."""
+    queue = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=0)
+    read = await node.queries.Read(query_pb.ReadRequest(queue=queue), timeout=TIMEOUT_S)
+    search = query_pb.SearchOffsetRequest(queue=queue, unix_ms=1)
+    at = await node.queries.SearchOffset(search, timeout=TIMEOUT_S)
+    header = read_header(read.batches[0])
+    by_id = query_pb.GetMessageRequest(message_id=f"{BROKER}-{header.position:x}-0")
+    got = await node.queries.GetMessage(by_id, timeout=TIMEOUT_S)
+    found = [
+        record.body
+        for raw in (read.batches[0], got.message.batch)
+        for record in decode_records(raw, header, [0])
+    ]
+    return found.count(body) + (at.offset == header.first_offset)
 
 
 async def state(node: Running) -> pb.DiskState.ValueType:
@@ -203,6 +241,7 @@ async def test_a_disk_that_others_fill_refuses_writes_and_serves_reads_until_the
             (raw,) = answer.batches
             assert [r.body for r in decode_records(raw, read_header(raw), [0])] == [b"a"]
             assert await next_offset(node) == 1
+            assert await looked_up(node, b"a") == 3
             described = await node.describe()
             assert described.disk_used_percent >= 90
             ballast.unlink()
@@ -232,10 +271,9 @@ async def test_a_log_that_outgrows_its_disk_loses_its_oldest_and_goes_on(
                     else:
                         await asyncio.sleep(0.01)
             assert await next_offset(node) == stored_count
-            first = (await node.pull(offset=stored_count)).queue_first_offset
-            assert first > stored_count / 2, "half of it does not fit"
-            answer = await node.pull(offset=first, bytes_max=1)
-            assert read_header(answer.batches[0]).first_offset == first
+            answer = await node.pull(offset=0, bytes_max=1)
+            assert answer.lost_count > stored_count / 2, "half of it does not fit"
+            assert read_header(answer.batches[0]).first_offset == answer.lost_count
         async with running(
             etcd_endpoint, disk / "data", segment_bytes=SEGMENT_BYTES, **PROPER
         ) as node:

@@ -164,6 +164,15 @@ def test_a_damaged_batch_is_found_and_the_rest_examined(at: int) -> None:
     assert {path: bytes(file.content) for path, file in disk.files.items()} == before
 
 
+def test_damage_below_the_checkpoint_is_no_torn_tail_though_nobody_knows_what_was_synced() -> None:
+    made = filled()
+    third = made.store.queues[TOPIC_ID, 2].first_position
+    made.disk.files[FIRST].content[third + 20] ^= 1
+    report = Fsck(made.disk.killed(), 0).run()
+    assert (report.damaged_batches, report.batches) == (1, 39)
+    assert report.synced_position == report.checkpoint_position == made.store.log.next_position
+
+
 def test_a_hole_in_the_log_is_found() -> None:
     made = filled()
     middle = made.disk.names("log")[2]

@@ -110,6 +110,23 @@ async def test_a_batch_longer_than_a_segment_is_refused_with_both_numbers(
         }
 
 
+async def test_a_segment_of_an_earlier_setting_lets_no_batch_in_that_a_new_one_has_no_room_for(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """Alone it fits there, but not twice; and refused is refused, the node goes on."""
+    raw = batch(bytes(5_000))
+    async with running(etcd_endpoint, tmp_path, segment_bytes=16_384) as node:
+        await node.append(batch(bytes(8_000)))
+    async with running(etcd_endpoint, tmp_path, segment_bytes=4_096) as node:
+        for outcome in await node.outcomes(raw, raw):
+            assert error_from_pb(outcome.error).facts == {
+                "field": "batch",
+                "limit": "4096",
+                "actual": str(len(raw)),
+            }
+        assert [one.first_offset for one in await node.append(batch(b"a"))] == [1]
+
+
 @pytest.mark.parametrize(
     ("check", "field", "limit"),
     [

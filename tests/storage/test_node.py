@@ -6,6 +6,7 @@ Method: open and close a temporary folder, and spoil it in between.
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from batonmq.common.errors import DataLoss
 from services.storage.core.recovery import decode_synced
 from services.storage.disk import InUse
 from services.storage.node import Node, opened
-from tests.storage.batches import append, batch, bodies
+from tests.storage.batches import TOPIC_ID, append, batch, bodies
 
 
 def open_node(folder: Path, *, accept_loss: bool = False) -> AbstractContextManager[Node]:
@@ -62,6 +63,18 @@ def test_the_epoch_has_risen_even_if_the_start_failed(tmp_path: Path) -> None:
         pass
     with open_node(tmp_path, accept_loss=True) as node:
         assert node.store.epoch == 3
+
+
+def test_an_epoch_that_cant_be_read_stops_the_start(tmp_path: Path) -> None:
+    with open_node(tmp_path):
+        pass
+    (tmp_path / "epoch").write_bytes(b"\x00\x31")
+    with pytest.raises(DataLoss) as refused, open_node(tmp_path):
+        pass
+    assert "recovery.json" in refused.value.remedy
+    (tmp_path / "epoch").write_bytes(b"7")
+    with open_node(tmp_path) as node:
+        assert node.store.epoch == 8
 
 
 def test_a_second_owner_is_refused(tmp_path: Path) -> None:
@@ -117,6 +130,31 @@ def test_damage_of_acknowledged_batches_stops_the_start(tmp_path: Path) -> None:
     assert segment(tmp_path).read_bytes() == content
     with open_node(tmp_path, accept_loss=True) as node:
         assert bodies(node.store) == [b"a"]
+
+
+@pytest.mark.parametrize("lost", [("synced",), ("synced", "consumequeue")])
+def test_without_the_synced_position_the_checkpoint_says_what_is_safe(
+    tmp_path: Path, lost: tuple[str, ...]
+) -> None:
+    """Also for the start after one that was refused, which may have given up the checkpoint."""
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a"), batch(b"b"), batch(b"c"))
+        node.checkpointing.run()
+    content = bytearray(segment(tmp_path).read_bytes())
+    content[len(batch(b"a")) + 100] ^= 1
+    segment(tmp_path).write_bytes(content)
+    for name in lost:
+        path = tmp_path / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if len(lost) == 1:
+        with open_node(tmp_path) as node:
+            assert node.report.synced_position == 3 * len(batch(b"a"))
+            assert node.store.offsets((TOPIC_ID, 0)).next_offset == 3, "nothing was cut"
+        return
+    for _ in range(2):
+        with pytest.raises(DataLoss), open_node(tmp_path):
+            pass
+    assert segment(tmp_path).read_bytes() == content
 
 
 def test_a_lost_synced_position_is_only_less_careful(tmp_path: Path) -> None:

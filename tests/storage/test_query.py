@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batonmq.common.errors import DataLoss, MessageNotFound
 from batonmq.core.records import Message, decode_records, key_hash, read_header
-from services.storage.core.query import Match, Queries, Window
+from services.storage.core.query import LOOKED_AT_MAX, Match, Queries, Window
 from services.storage.core.store import Store
 from tests.storage.batches import (
     NOW,
@@ -171,6 +172,84 @@ def test_a_key_with_the_hash_of_another_is_not_taken_for_it() -> None:
     store = fresh().store
     store_at(store, NOW, 0, ("plumless",), ("buckeroo",))
     assert [match.index for match in find(Queries(store), "buckeroo")] == [1]
+
+
+def test_a_search_among_many_keys_with_one_hash_is_bounded() -> None:
+    """Whoever sends to a topic may choose keys that have the hash of another's."""
+    opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
+    store_at(opened.store, NOW, 0, ("buckeroo",))
+    others = batch(*(Message(b"", keys=("plumless",)) for _ in range(LOOKED_AT_MAX // 4)))
+    for number in range(1, 20):
+        append(opened.store, others, now=NOW + number)
+    sync(opened.store)
+    queries = Queries(opened.store)
+    read = opened.store.log.read
+    positions: set[int] = set()
+
+    def counted(position: int, bytes_max: int) -> bytes:
+        positions.add(position)
+        return read(position, bytes_max)
+
+    opened.store.log.read = counted  # type: ignore[method-assign]
+    found = queries.find(TOPIC_ID, "buckeroo", EVER, messages_max=9, bytes_max=1 << 30)
+    assert (found.messages, found.more) == ([], True)
+    assert len(positions) == 4 + 1
+    small = queries.find(TOPIC_ID, "buckeroo", EVER, messages_max=9, bytes_max=len(others))
+    assert (small.messages, small.more) == ([], True)
+    narrow = queries.find(
+        TOPIC_ID, "buckeroo", Window(0, NOW + 1), messages_max=9, bytes_max=1 << 30
+    )
+    assert (len(narrow.messages), narrow.more) == (1, False)
+    last = queries.find(
+        TOPIC_ID, "plumless", Window(NOW + 19, 1 << 62), messages_max=9_999, bytes_max=1 << 30
+    )
+    assert (len(last.messages), last.more) == (LOOKED_AT_MAX // 4, False)
+
+
+def test_a_batch_with_more_than_one_search_looks_at_gives_its_newest() -> None:
+    opened = open_store(MemoryDisk(), segment_bytes=1 << 24, run_entries=1 << 19)
+    count = LOOKED_AT_MAX + 10
+    stored(opened.store, batch(*(Message(b"", keys=("a",)) for _ in range(count))))
+    found = Queries(opened.store).find(TOPIC_ID, "a", EVER, messages_max=9_999, bytes_max=1 << 40)
+    assert [one.index for one in found.messages] == list(range(count - 1, 9, -1))
+    assert found.more
+
+
+def test_an_index_that_names_a_message_too_many_is_data_loss() -> None:
+    opened = fresh()
+    store_at(opened.store, NOW, 0, ("a",))
+    opened.store.keys._open.rows["index"] = 3
+    with pytest.raises(DataLoss) as lost:
+        find(Queries(opened.store), "a")
+    assert "fsck" in lost.value.remedy
+
+
+@pytest.mark.parametrize("kept", [None, 60])
+def test_a_run_that_vanishes_or_is_cut_is_data_loss(kept: int | None) -> None:
+    opened = fresh()
+    for number in range(3):
+        store_at(opened.store, NOW + number, 0, ("a",), ("b",))
+    opened.store.keys.settle()
+    path = f"keyindex/{0:020d}"
+    if kept is None:
+        opened.disk.remove(path)
+    else:
+        del opened.disk.files[path].content[kept:]
+    with pytest.raises(DataLoss) as lost:
+        find(Queries(opened.store), "a")
+    assert "fsck" in lost.value.remedy
+    assert path in lost.value.message
+
+
+def test_a_key_that_is_not_utf8_stops_no_search() -> None:
+    opened = fresh()
+    raw = batch(Message(b"", keys=("key1",)), Message(b"", keys=("key2", "other")))
+    broken = bytearray(raw.replace(b"key1", b"\xff\xff\xff\xff"))
+    broken[52:56] = google_crc32c.value(bytes(broken[56:])).to_bytes(4, "big")
+    stored(opened.store, bytes(broken))
+    queries = Queries(opened.store)
+    assert find(queries, "key1") == []
+    assert [match.index for match in find(queries, "other")] == [1]
 
 
 def test_a_key_of_another_topic_is_not_found() -> None:

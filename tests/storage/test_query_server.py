@@ -91,6 +91,8 @@ async def test_times_keys_and_ids_lead_to_messages(etcd_endpoint: str, tmp_path:
         assert not (await ask.find(key="k", to_unix_ms=first.store_unix_ms)).messages
         assert len((await ask.find(key="k", from_unix_ms=first.store_unix_ms)).messages) == 3
         assert not (await ask.find(key="nobody")).messages
+        await ask.node.append(batch(Message(b"odd", keys=("a\u00a0b",))))
+        assert [body(one) for one in (await ask.find(key="a\u00a0b")).messages] == [b"odd"]
         assert await ask.get(f"{BROKER}-{first.position:x}-2") == b"3"
         assert await ask.get(f"{BROKER}-{second.position:x}-0") == b"four"
 

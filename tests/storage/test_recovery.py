@@ -89,6 +89,22 @@ def test_a_later_segment_without_its_predecessor_is_dropped() -> None:
     assert again.report.truncated_bytes > 150
 
 
+def test_an_empty_segment_that_is_too_short_for_the_next_batch_is_passed_over() -> None:
+    """A crash came before the first batch in it, and the next start has a longer setting."""
+    full = 300 - len(batch(b""))
+    opened = open_store(MemoryDisk(), segment_bytes=300)
+    stored(opened.store, batch(b"a" * full))
+    disk = opened.disk.killed()
+    disk.create(f"log/{300:020d}", 50)
+    again = open_store(disk, segment_bytes=600)
+    assert disk.names("log") == [f"{0:020d}", f"{300:020d}"]
+    (receipt,) = stored(again.store, batch(b"b" * full))
+    assert (receipt.position, receipt.first_offset) == (350, 1)
+    once_more = open_store(disk.killed(), segment_bytes=600, synced_position=650)
+    assert bodies(once_more.store) == [b"a" * full, b"b" * full]
+    assert once_more.report.truncated_bytes == 0
+
+
 def test_any_flipped_bit_is_found() -> None:
     opened = open_store(MemoryDisk())
     _first, second = stored(opened.store, batch(b"first"), batch(b"second"))

@@ -81,12 +81,6 @@ def test_a_younger_segment_protects_the_older_ones_behind_it() -> None:
     assert removed(at(50), [60, 10, 60]) == 1
 
 
-def test_a_segment_of_unknown_age_does_not_go_by_age() -> None:
-    retention = at(50)
-    keep_from = retention.keep_from(log_of(2), 300, Moment(NOW, 4), lambda _: None)
-    assert keep_from == 0
-
-
 def test_without_an_age_nothing_goes_by_age() -> None:
     assert removed(at(80, age_ms_max=0), [10_000]) == 0
 

@@ -6,18 +6,20 @@ Method: the core on a disk in memory, piece by piece; the loop on a temporary fo
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from batonmq.common.errors import DataLoss
 from services.storage.core import scrub as core
 from services.storage.core.scrub import Scrub
 from services.storage.damage import Damage
 from services.storage.node import opened
 from services.storage.scrub import Scrubber
 from tests.storage.batches import Opened, append, batch, open_store, stored
-from tests.storage.memory import MemoryDisk
+from tests.storage.memory import MemoryDisk, MemoryFile
 from tests.support.waiting import until
 
 
@@ -78,6 +80,38 @@ def test_a_part_that_became_zero_is_damage() -> None:
     assert damaged == {1_500: "nothing is there"}
 
 
+@pytest.mark.parametrize("kept", [0, 100, 700])
+def test_a_file_that_was_cut_short_is_damage(kept: int) -> None:
+    made = filled()
+    path, begin, _ = made.store.log.segment_of(1_500)
+    del made.disk.files[path].content[kept:]
+    damaged, _ = round_of(Scrub(made.disk, made.store.log))
+    (position,) = damaged
+    assert begin <= position <= begin + kept
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
+def test_a_sector_that_cant_be_read_is_damage_and_the_rest_is_gone_over(number: int) -> None:
+    class Rotten(MemoryFile):
+        def read(self, at: int, bytes_max: int) -> bytes:
+            if at <= 400 < at + bytes_max:
+                raise OSError(number, "not there")
+            return super().read(at, bytes_max)
+
+    made = filled()
+    path, begin, _ = made.store.log.segment_of(1_500)
+    rotten = Rotten()
+    rotten.content[:] = made.disk.files[path].content
+    made.disk.files[path] = rotten
+    scrub = Scrub(made.disk, made.store.log)
+    damaged, _ = round_of(scrub)
+    assert damaged
+    assert all(begin <= position < begin + 1_500 for position in damaged)
+    later = made.store.log.segment_of(3_000)[0]
+    made.disk.files[later].content[5] ^= 1
+    assert damaged.keys() < round_of(scrub)[0].keys()
+
+
 def test_what_is_not_synced_is_not_looked_at() -> None:
     made = filled(3)
     append(made.store, batch(b"unsynced"))
@@ -100,6 +134,18 @@ def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
     following = scrub.next_piece()
     assert following is not None
     assert following.position == position
+
+
+def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    damage = Damage(Counter("found", "Damage.", registry=CollectorRegistry()))
+    for _ in range(2):
+        damage.note(7, "rotten")
+        damage.met(DataLoss("rotten", facts={"position": 7}))
+        damage.met(DataLoss("rotten too", facts={"position": 8}))
+        damage.met(DataLoss("one index ends early", facts={"offset": 1}))
+        damage.met(DataLoss("another index ends early", facts={"offset": 1}))
+    assert len(damage) == len(caplog.records) == 4
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 4
 
 
 async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Path) -> None:

@@ -230,6 +230,29 @@ def test_messages_max_ends_inside_a_batch() -> None:
     assert (reading.next_offset, reading.message_count, len(reading.batches)) == (2, 2, 1)
 
 
+def test_a_backlog_is_read_in_few_large_reads() -> None:
+    """Batches of another queue in between are read along, unless they are very many."""
+    opened = open_store(MemoryDisk(), segment_bytes=1 << 22)
+    mine, other = batch(bytes(900)), batch(bytes(900), queue_id=1)
+    for _ in range(8):
+        append(opened.store, *[mine, other] * 100)
+    append(opened.store, *[other] * 100, mine)
+    sync(opened.store)
+    read, reads = opened.store.log.read, list[int]()
+
+    def counted(position: int, bytes_max: int) -> bytes:
+        reads.append(bytes_max)
+        return read(position, bytes_max)
+
+    opened.store.log.read = counted  # type: ignore[method-assign]
+    found = opened.store.read((TOPIC_ID, 0), wanted(bytes_max=1 << 20))
+    assert found is not None
+    assert (found.next_offset, len(found.batches)) == (801, 801)
+    assert sum(reads) <= 1_601 * len(mine)
+    assert len(reads) == 3
+    assert reads[-1] == len(mine)
+
+
 def test_a_filter_that_drops_everything_still_advances() -> None:
     store = open_store(MemoryDisk(), segment_bytes=1 << 22).store
     for _ in range(5):

@@ -166,12 +166,13 @@ class StoreMachine(RuleBasedStateMachine):
     def drop(self, kept_segments: int, steps: int | None) -> None:
         """Retention by size; with `steps`, killed at the call to the disk of that number."""
         log, bytes_max = self.store.log, kept_segments * SEGMENT_BYTES
-        may_go_to = log.sealed()[-1][1]
+        may_go_to, end = log.sealed()[-1][1], log.end_position
         policy = Policy(age_ms_max=0, hours=frozenset(), log_bytes_max=max(bytes_max, 1))
         bounds = Bounds(
             needed_from=(),
             checkpointed=lambda: self.node.checkpointing.position,
             checkpoint=self._checkpoint_taken,
+            reached=self._synced_to,
             is_gone=lambda _topic, _topic_id: False,
             remove_later=self.node.checkpointing.remove_later,
         )
@@ -190,9 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
         except Crash:
             self._restart(self.disk.killed(), "")
         else:
-            assert log.end_position - log.first_position <= max(
-                bytes_max, log.end_position - may_go_to
-            )
+            assert end - log.first_position <= max(bytes_max, end - may_go_to)
 
     # What is read.
 
@@ -325,6 +324,11 @@ class StoreMachine(RuleBasedStateMachine):
     def _numbered(self, body: bytes) -> bytes:
         return b"%d:%s" % (self.message_count, body)
 
+    async def _synced_to(self, position: int) -> None:
+        self.sync()
+        assert self.store.log.synced_position >= position
+        self._append((0, 0, [Message(b"meanwhile")]))
+
     async def _checkpoint_taken(self) -> bool:
         self.checkpoint()
         return True
@@ -440,10 +444,11 @@ def test_offsets_go_on_if_all_that_retention_left_of_a_queue_was_never_synced() 
     machine.start()
     machine.append_nearly_to_the_end_of_the_segment(queue_id=0, left=0)
     machine.checkpoint()
-    machine.append([(0, 0, [Message(b"not synced")])])
+    machine.append([(1, 0, [Message(b"of another queue")])])
     machine.drop(kept_segments=1, steps=None)
+    assert [one.queue_id for one in machine.log] == [0, 1, 0], "the last one is not synced"
     machine._restart(machine.disk.power_cut(lambda _: 0), "checkpoint")
-    assert len(machine.log) == 1
+    assert len(machine.log) == 2
     machine.append([(0, 0, [Message(b"next")])])
     assert machine.log[-1].receipt.first_offset == 1
     machine.teardown()

@@ -124,6 +124,20 @@ async def test_a_topic_that_is_gone_or_made_anew_is_not_the_old_one(etcd_endpoin
             await missing(here)
 
 
+async def test_a_topic_that_cant_be_read_is_not_found_and_not_gone(etcd_endpoint: str) -> None:
+    """If it were gone, its queues could be forgotten, and would begin at 0 once it is repaired."""
+    async with scene(etcd_endpoint) as here:
+        await here.put("a", 7, broker_a=3)
+        key = here.session.key("topics", "a")
+        async with here.following():
+            await here.mirror.reached(await here.session.put(key, b"\xff\xff\xff"))
+            await missing(here)
+            assert not here.topics.is_gone("a", 7)
+            assert here.topics.revision("a") == 0
+            await here.mirror.reached(await here.put("a", 7, broker_a=4))
+            assert await here.topics.find("a") == TopicQueues(7, 4)
+
+
 async def test_without_etcd_what_is_not_known_stays_open() -> None:
     session = CountingSession("127.0.0.1:1", "none", Clock(), timeout_ms=500)
     async with session:

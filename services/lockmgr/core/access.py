@@ -7,6 +7,7 @@ from enum import Enum
 
 from batonmq.common.errors import (
     BatonError,
+    Draining,
     Fenced,
     Held,
     NotAssigned,
@@ -17,11 +18,12 @@ from services.lockmgr.core.locks import Asker, Entry, Observation, Policy
 
 
 class Condition(Enum):
-    """What offsets checks inside the swap of the token. None of them is unconditional."""
+    """What offsets checks inside the swap of the token; only an operator's FORCED always passes."""
 
     CLOSED_OR_DRAINED = "CLOSED_OR_DRAINED"
     SAME_HOLDER = "SAME_HOLDER"
     IDLE = "IDLE"
+    FORCED = "FORCED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ class Deny:
     clears: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Its token is finished at offsets: nobody can do anything with it any more."""
+
+
 Decision = Grant | Replay | Deny
 
 
@@ -63,23 +70,46 @@ def decide_access(
         now_ms: Of the clock that `entry.lease_start_ms` was read from.
     """
     if entry is not None and entry.lock.owner == asker.incarnation:
-        return _decide_own(entry, asker, seen)
-    if entry is None or entry.lock.owner is None or _ended_with_its_topic(entry, seen):
+        decision = decide_own(entry, asker, seen)
+        if isinstance(decision, Grant) and asker.generation < entry.lock.generation:
+            return _not_assigned(entry, asker)
+        return decision
+    if entry is None or has_no_owner(entry, seen):
         if entry is not None and asker.generation < entry.lock.generation:
             return _not_assigned(entry, asker)
         return Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), seen.token)
     return _decide_foreign(entry, asker, seen, now_ms, policy)
 
 
-def _ended_with_its_topic(entry: Entry, seen: Observation) -> bool:
-    """Whether the entry is of an earlier topic of the name.
+def decide_clear(
+    entry: Entry, seen: Observation, now_ms: int, policy: Policy
+) -> Grant | Free | None:
+    """How to get an owned queue to nobody while the subscription of its group changes, if at all.
+
+    An owner that lives closes and releases by itself. The owner of a phantom can't, nor acquire
+    anew: offsets alone decides what is in its hands.
+    """
+    if seen.closed and seen.token >= entry.lock.token:
+        return Free()
+    if seen.token > entry.lock.token:
+        return Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), seen.token)
+    if now_ms - entry.lease_start_ms > policy.lease_ms:
+        return Grant((Condition.IDLE,), seen.token)
+    return None
+
+
+def has_no_owner(entry: Entry, seen: Observation) -> bool:
+    """Whether the entry is free, or its owner's is an earlier topic of the name.
 
     A tombstone whose token is older than the owner's is one from an old backup of offsets.
     """
+    if entry.lock.owner is None:
+        return True
     return seen.begins_anew and seen.token > entry.lock.token
 
 
-def _decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
+def decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
+    """What to do about the wish of the owner itself, whatever its generation."""
     lock = entry.lock
     if asker.acquire_seq < lock.acquire_seq:
         return Deny(
@@ -105,8 +135,6 @@ def _decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
             ),
             clears=False,
         )
-    if asker.generation < lock.generation:
-        return _not_assigned(entry, asker)
     # Always a fence, never the stored token: what the earlier request left in flight must not
     # come back unflagged (story 5).
     conditions = (Condition.SAME_HOLDER, Condition.CLOSED_OR_DRAINED, Condition.IDLE)
@@ -130,27 +158,29 @@ def _decide_foreign(
     if asker.generation == lock.generation:
         return _not_assigned(entry, asker)
     if owners_token and not seen.drained:
-        return Deny(_unacked(entry, seen, policy), clears=True)
+        return Deny(unacked(entry, seen, policy), clears=True)
     return Deny(held(entry, now_ms, policy), clears=True)
 
 
-def held(entry: Entry, now_ms: int, policy: Policy) -> Held:
-    """The refusal of a queue that its owner keeps."""
+def held(entry: Entry, now_ms: int, policy: Policy) -> Held | Draining:
+    """The refusal of a queue that its owner keeps, or is letting go because it was told to."""
     owner = entry.lock.owner
     name, age_ms = owner.client_id if owner else "", now_ms - entry.lease_start_ms
-    return Held(
-        f"{entry.key} is owned by {name or 'nobody'}",
-        retry_after_ms=policy.slot_ms,
-        facts={
-            "owner": name,
-            "age_ms": age_ms,
-            "lease_ms_left": max(0, policy.lease_ms - age_ms),
-            "phantom": str(entry.phantom).lower(),
-        },
-    )
+    facts: dict[str, str | int] = {
+        "owner": name,
+        "age_ms": age_ms,
+        "lease_ms_left": max(0, policy.silence_ms - age_ms),
+        "phantom": str(entry.phantom).lower(),
+    }
+    if entry.told and not entry.phantom:
+        message = f"{name} was told that {entry.key} is wanted, and has not closed it yet"
+        return Draining(message, retry_after_ms=policy.slot_ms, facts=facts)
+    message = f"{entry.key} is owned by {name or 'nobody'}"
+    return Held(message, retry_after_ms=policy.slot_ms, facts=facts)
 
 
-def _unacked(entry: Entry, seen: Observation, policy: Policy) -> Unacked:
+def unacked(entry: Entry, seen: Observation, policy: Policy) -> Unacked:
+    """The refusal of a queue whose messages are in its owner's hands."""
     owner = entry.lock.owner
     return Unacked(
         f"{seen.unacked_count} messages of {entry.key} are in the hands of "

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
+
+from batonmq.common.errors import BatonError
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class QueueKey:
+class QueueKey(NamedTuple):
     """One queue as one consumer group sees it."""
 
     group: str
@@ -23,12 +25,18 @@ class QueueKey:
         return f"{self.group}/{self.topic}/{self.broker}/{self.queue_id}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Incarnation:
+class Incarnation(NamedTuple):
     """One process life of one client; ownership belongs to it, never to a client id."""
 
     client_id: str
     incarnation_id: int
+
+
+class Profile(Enum):
+    """By which decision table queues change hands."""
+
+    DEFAULT = "default"
+    DEFIBUS = "defibus"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,7 @@ class Policy:
     """The times of the decision table (protocol section 7).
 
     Attributes:
+        profile: Which table.
         lease_ms: An owner that is silent for longer may lose the queue.
         slot_ms: At most one observation of a queue counts in this time.
         slots_min: So many slots without change let a drained queue go to a newcomer.
@@ -43,26 +52,41 @@ class Policy:
         waiter_memory_ms: A refused asker counts as waiting until it has not asked for so long.
     """
 
+    profile: Profile = Profile.DEFAULT
     lease_ms: int = 30_000
     slot_ms: int = 500
     slots_min: int = 3
     evicted_renewal_ms: int = 60_000
     waiter_memory_ms: int = 10_000
 
+    @property
+    def silence_ms(self) -> int:
+        """An owner that is silent for longer may lose the queue, by the profile's own measure."""
+        return DEFIBUS_SILENCE_MS if self.profile is Profile.DEFIBUS else self.lease_ms
+
+
+DEFIBUS_SILENCE_MS = 100
+"""Source: DeFiBus, lockQueueTimeout. Owners are told the lease of the default profile all the same:
+what is taken sooner than that is fenced and flagged."""
+DENIALS_MAX = 16
+"""Clients per queue whose last refusal is remembered."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """What stands in etcd for a queue. `token` and `generation` stay when it is free."""
+    """What stands in etcd for a queue. What `freed` keeps stays when nobody owns it."""
 
     owner: Incarnation | None = None
     token: int = 0
     acquire_seq: int = 0
     attempt: str = ""
     generation: int = 0
+    subscription_generation: int = 0
+    forced_op_id: str = ""
 
     def freed(self) -> Lock:
         """The same queue with nobody owning it."""
-        return Lock(token=self.token, generation=self.generation)
+        return Lock(token=self.token, generation=self.generation, forced_op_id=self.forced_op_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +134,6 @@ class Pending:
     """A change of an entry whose outcome is not known yet."""
 
     step: Step
-    asker: Incarnation
     attempt: str = ""
 
 
@@ -121,6 +144,43 @@ class Waiter:
     since_ms: int
     seen_ms: int
     parked_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """A client was refused the queue."""
+
+    client_id: str
+    error: BatonError
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What the profile `defibus` remembers between two polls of a queue.
+
+    Attributes:
+        delivered: Delivered offset at the last poll.
+        unchanged: Polls of contenders in a row, of all together, that found it as it was.
+    """
+
+    delivered: int = -1
+    unchanged: int = 0
+
+
+class WantedReason(Enum):
+    """Why an owner should give a queue back."""
+
+    WAITER = "WAITER"
+    NOT_MEMBER = "NOT_MEMBER"
+    SUBSCRIPTION = "SUBSCRIPTION"
+
+
+class Wanted(NamedTuple):
+    """A queue is wanted from its owner; `by` names the client that waits longest, if one does."""
+
+    reason: WantedReason
+    by: str
 
 
 class LockState(Enum):
@@ -151,6 +211,10 @@ class Entry:
         stamp: Changes with the lock; an observation begun under another stamp is not used.
         waiters: Who was refused, oldest first.
         evicted_since_ms: Since when the owner was seen to be no member; None if it is one.
+        told: Whether the owner has been told to give it back.
+        count: For the profile `defibus`.
+        offsets_token: Token at offsets as last known; 0 if it is not.
+        denials: The last refusal of each client, oldest first.
     """
 
     key: QueueKey
@@ -168,6 +232,10 @@ class Entry:
     stamp: int = 0
     waiters: dict[Incarnation, Waiter] = field(default_factory=dict)
     evicted_since_ms: int | None = None
+    told: bool = False
+    count: Count = Count()
+    offsets_token: int = 0
+    denials: dict[str, Denial] = field(default_factory=dict)
 
     @property
     def state(self) -> LockState:

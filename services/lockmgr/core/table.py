@@ -8,14 +8,18 @@ nobody is renewed and nothing else begins (protocol section 5, stories 6 and 7).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple, TypeVar
 
-from batonmq.common.errors import HandoverPending
+from batonmq.common.errors import BatonError, HandoverPending
 from services.lockmgr.core.access import Decision, Deny, decide_access
+from services.lockmgr.core.defibus import decide_access_defibus
 from services.lockmgr.core.locks import (
+    DENIALS_MAX,
     Asker,
+    Denial,
     Entry,
     Incarnation,
     Lock,
@@ -23,9 +27,12 @@ from services.lockmgr.core.locks import (
     Observation,
     Pending,
     Policy,
+    Profile,
     QueueKey,
     Step,
     Waiter,
+    Wanted,
+    WantedReason,
 )
 
 
@@ -39,14 +46,13 @@ class HoldState(Enum):
     ORPHAN = "ORPHAN"
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """State of one entry after a keep-alive; `token` is the entry's."""
 
     key: QueueKey
     state: HoldState
     token: int
-    wanted_by: str = ""
+    wanted: Wanted | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +63,14 @@ class KeepAlive:
         acquire_seq: Highest request whose outcomes it has seen.
         holds: Everything it owns, with the tokens.
         evicted_groups: Groups of `holds` in which it is no member any more.
+        draining_groups: Groups of `holds` whose subscription is being changed.
     """
 
     incarnation: Incarnation
     acquire_seq: int
     holds: Sequence[tuple[QueueKey, int]]
     evicted_groups: frozenset[str] = frozenset()
+    draining_groups: frozenset[str] = frozenset()
 
 
 class LockTable:
@@ -72,6 +80,8 @@ class LockTable:
         self._policy = policy
         self._entries: dict[QueueKey, Entry] = {}
         self._owned: dict[Incarnation, set[QueueKey]] = {}
+        self._owned_in: dict[str, set[QueueKey]] = {}
+        self._waited: dict[Incarnation, set[QueueKey]] = {}
 
     # What is there
 
@@ -86,6 +96,26 @@ class LockTable:
             known = entry.revision or entry.pending is not None or entry.waiters
             if known and group in ("", key.group) and topic in ("", key.topic):
                 yield entry
+
+    def owned_by(self, incarnation: Incarnation) -> list[QueueKey]:
+        """Queues the incarnation owns, ascending."""
+        return sorted(self._owned.get(incarnation, ()))
+
+    def owned_in(self, group: str) -> list[QueueKey]:
+        """Queues of the group that somebody owns."""
+        return list(self._owned_in.get(group, ()))
+
+    def owning_groups(self) -> list[str]:
+        """Groups of which somebody owns a queue."""
+        return list(self._owned_in)
+
+    def waited_for_by(self, incarnation: Incarnation) -> list[QueueKey]:
+        """Queues the incarnation was refused and still waits for, ascending."""
+        return sorted(self._waited.get(incarnation, ()))
+
+    def waited_for_in(self, group: str) -> set[QueueKey]:
+        """Queues of the group that somebody waits for."""
+        return {key for keys in self._waited.values() for key in keys if key.group == group}
 
     def counts(self) -> Counter[LockState]:
         """How many entries are in which state."""
@@ -110,14 +140,15 @@ class LockTable:
         self._entries[key] = entry
         self._put(entry, lock, revision)
         entry.phantom = lock.owner is not None and lock.token != offsets_token
+        entry.offsets_token = offsets_token
 
     # Observing
 
     def needs_look(self, key: QueueKey, asker: Asker, now_ms: int) -> bool:
         """Whether the queue must be observed before deciding.
 
-        However many contenders there are, they share one observation per slot. An owner's own
-        request always gets a fresh one.
+        However many contenders there are, they share one observation per slot; but not in the
+        profile `defibus`, which counts polls. An owner's own request always gets a fresh one.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -125,6 +156,8 @@ class LockTable:
         if entry.pending is not None:
             return False
         if entry.seen is None or entry.lock.owner == asker.incarnation:
+            return True
+        if self._policy.profile is Profile.DEFIBUS:
             return True
         return self.due_ms(key, now_ms) <= 0
 
@@ -143,6 +176,7 @@ class LockTable:
         if entry.stamp != stamp or entry.pending is not None:
             return
         before, entry.seen, entry.seen_ms = entry.seen, seen, now_ms
+        entry.offsets_token = seen.token
         if entry.lock.owner is not None:
             entry.phantom = seen.token != entry.lock.token
         if before is None or _progress(before) != _progress(seen):
@@ -172,42 +206,63 @@ class LockTable:
             return Deny(error, clears=True)
         if entry.seen is None:
             return None
-        return decide_access(entry, asker, entry.seen, now_ms, self._policy)
+        if self._policy.profile is Profile.DEFAULT:
+            return decide_access(entry, asker, entry.seen, now_ms, self._policy)
+        decision, entry.count = decide_access_defibus(
+            entry, asker, entry.seen, now_ms, self._policy
+        )
+        return decision
 
-    def wait(self, key: QueueKey, asker: Incarnation, now_ms: int, *, parked: int = 0) -> None:
-        """Note a refusal that can clear; the owner learns that it is wanted.
+    def denied(self, key: QueueKey, asker: Incarnation, error: BatonError, now_ms: int) -> None:
+        """Remember a refusal, for people; not of a queue that nothing is known of."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        denials = entry.denials
+        denials.pop(asker.client_id, None)
+        denials[asker.client_id] = Denial(asker.client_id, error, now_ms)
+        if len(denials) > DENIALS_MAX:
+            del denials[next(iter(denials))]
+
+    def wait(self, key: QueueKey, asker: Incarnation, now_ms: int, *, parked: int = 0) -> bool:
+        """Note a refusal that can clear.
 
         Args:
             parked: 1 when a call starts to be held, -1 when it ends.
+
+        Returns:
+            Whether the asker is a new waiter: the owner is to learn of it.
         """
         entry = self._touch(key)
         waiter = entry.waiters.get(asker)
+        new = waiter is None
         if waiter is None:
             if parked < 0:
-                return  # granted while it was held
+                return False  # granted while it was held
             waiter = entry.waiters[asker] = Waiter(now_ms, now_ms)
+            self._waited.setdefault(asker, set()).add(key)
         waiter.seen_ms = now_ms
         waiter.parked_count += parked
+        return new
 
     def forget_waiters(self, now_ms: int) -> None:
         """Drop waiters that have not asked lately, and entries that nothing is known of."""
+        oldest_ms = now_ms - self._policy.waiter_memory_ms
         for entry in list(self._entries.values()):
             for asker, waiter in list(entry.waiters.items()):
-                silent_ms = now_ms - waiter.seen_ms
-                if not waiter.parked_count and silent_ms > self._policy.waiter_memory_ms:
-                    del entry.waiters[asker]
-            if not (entry.revision or entry.pending or entry.waiters):
-                silent_ms = now_ms - entry.seen_ms
-                if silent_ms > self._policy.waiter_memory_ms:
-                    del self._entries[entry.key]
+                if not waiter.parked_count and waiter.seen_ms < oldest_ms:
+                    self._forget_waiter(entry, asker)
+            known = entry.revision or entry.pending or entry.waiters
+            if not known and entry.seen_ms < oldest_ms:
+                del self._entries[entry.key]
 
     # Changing
 
-    def begin(self, key: QueueKey, step: Step, asker: Incarnation) -> Pending:
+    def begin(self, key: QueueKey, step: Step) -> Pending:
         """Mark the entry: a change starts and its outcome is open."""
         entry = self._touch(key)
         assert entry.pending is None, f"{key} is being changed already"
-        entry.pending = Pending(step, asker)
+        entry.pending = Pending(step)
         entry.stamp += 1
         return entry.pending
 
@@ -228,13 +283,13 @@ class LockTable:
         self._put(entry, lock, revision)
         entry.lease_start_ms = entry.held_since_ms = now_ms
         entry.newly_acquired = newly_acquired
-        waiter = entry.waiters.pop(lock.owner, None)
+        waiter = self._forget_waiter(entry, lock.owner)
         return 0 if waiter is None else now_ms - waiter.since_ms
 
-    def freed(self, key: QueueKey, revision: int) -> None:
-        """End a release: etcd has the entry without an owner."""
-        entry = self._settle(key)
-        self._put(entry, entry.lock.freed(), revision)
+    def freed(self, key: QueueKey, lock: Lock, revision: int) -> None:
+        """End a change: etcd has the entry as `lock`, which nobody owns."""
+        assert lock.owner is None
+        self._put(self._settle(key), lock, revision)
 
     def reloaded(self, key: QueueKey, lock: Lock | None, revision: int, *, fenced: bool) -> None:
         """End a change that etcd refused: it has another lock than the entry had.
@@ -245,7 +300,7 @@ class LockTable:
         """
         entry = self._settle(key)
         self._put(entry, lock or Lock(), revision)
-        entry.phantom = fenced and entry.lock.owner is not None
+        entry.phantom, entry.seen = fenced and entry.lock.owner is not None, None
 
     # Owners
 
@@ -285,16 +340,35 @@ class LockTable:
         elif now_ms - entry.evicted_since_ms > self._policy.evicted_renewal_ms:
             return Report(key, HoldState.NOT_OWNER, token)
         entry.lease_start_ms = now_ms
-        wanted_by = min(
-            ((waiter.since_ms, asker) for asker, waiter in self._contenders(entry)), default=None
-        )
-        if wanted_by is None and not evicted:
-            return Report(key, HoldState.OK, token)
-        return Report(key, HoldState.WANTED, token, wanted_by[1].client_id if wanted_by else "")
+        wanted = self.wanted(key, evicted=evicted, draining=key.group in call.draining_groups)
+        return Report(key, HoldState.WANTED if wanted else HoldState.OK, token, wanted)
 
-    @staticmethod
-    def _contenders(entry: Entry) -> Iterable[tuple[Incarnation, Waiter]]:
-        return (item for item in entry.waiters.items() if item[0] != entry.lock.owner)
+    def wanted(self, key: QueueKey, *, evicted: bool, draining: bool) -> Wanted | None:
+        """Why the owner of `key` should give it back, if it should; it counts as told.
+
+        Args:
+            evicted: The owner is no member of the group any more.
+            draining: The subscription of the group is being changed.
+        """
+        entry = self._entries[key]
+        if not (evicted or draining or entry.waiters):
+            return None
+        waiter = next((asker for asker in entry.waiters if asker != entry.lock.owner), None)
+        by = waiter.client_id if waiter else ""
+        if evicted:
+            wanted = Wanted(WantedReason.NOT_MEMBER, by)
+        elif draining:
+            wanted = Wanted(WantedReason.SUBSCRIPTION, by)
+        elif waiter:
+            wanted = Wanted(WantedReason.WAITER, by)
+        else:
+            return None
+        entry.told = True
+        return wanted
+
+    def _forget_waiter(self, entry: Entry, asker: Incarnation) -> Waiter | None:
+        _discard(self._waited, asker, entry.key)
+        return entry.waiters.pop(asker, None)
 
     def _touch(self, key: QueueKey) -> Entry:
         return self._entries.setdefault(key, Entry(key))
@@ -308,18 +382,31 @@ class LockTable:
 
     def _put(self, entry: Entry, lock: Lock, revision: int) -> None:
         """Every change of a lock: keeps the index of owners, and forgets what was seen."""
-        before = entry.lock.owner
-        if before is not None:
-            self._owned[before].discard(entry.key)
-            if not self._owned[before]:
-                del self._owned[before]
+        before = entry.lock
+        if before.owner is not None:
+            _discard(self._owned, before.owner, entry.key)
+            _discard(self._owned_in, entry.key.group, entry.key)
         if lock.owner is not None:
             self._owned.setdefault(lock.owner, set()).add(entry.key)
+            self._owned_in.setdefault(entry.key.group, set()).add(entry.key)
         entry.lock, entry.revision = lock, revision
-        entry.phantom, entry.evicted_since_ms = False, None
+        entry.phantom, entry.evicted_since_ms, entry.told = False, None, False
         entry.slots = 0
-        if lock.owner is not None:  # else the token stands, and what was seen of it serves a fence
-            entry.seen = None
+        entry.offsets_token = max(entry.offsets_token, lock.token)
+        if lock.owner is not None or lock.token != before.token:
+            entry.seen = None  # else the token stands, and what was seen of it serves a fence
+
+
+K = TypeVar("K")
+
+
+def _discard(index: dict[K, set[QueueKey]], name: K, key: QueueKey) -> None:
+    """Take `key` out of the set of `name`; an empty set goes too."""
+    keys = index.get(name)
+    if keys is not None:
+        keys.discard(key)
+        if not keys:
+            del index[name]
 
 
 def _progress(seen: Observation) -> tuple[int, int, int]:

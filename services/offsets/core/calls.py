@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from services.offsets.core.ranges import EMPTY, RangeSet
@@ -59,6 +59,17 @@ class Condition(Enum):
     FORCED = "FORCED"
 
 
+class Source(IntEnum):
+    """What changed the progress of a queue; numbers as in `ProgressSource` of the contract."""
+
+    NOTHING = 0
+    FENCE = 1
+    COMMIT = 2
+    PULL = 3
+    RESET = 4
+    CLONE = 5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
     """A wish to pass a queue on (protocol 4).
@@ -66,21 +77,37 @@ class Fence:
     Attributes:
         attempt: Id of the attempt; the same when repeated; not empty.
         expected_token: The token the caller saw; 0 for a queue without progress.
+        holder: None passes the queue to nobody: the new token is closed from the start.
         resume: What the new holder, as an earlier one, still has in hand under `reset_epoch`.
         idle_ms: For IDLE.
         token_min: The new token is greater.
         initial_offset: Committed offset of a queue that has no progress yet.
+        forced_by: For FORCED: who, and `forced_reason` why.
+        subscription_generation: Deliveries have to name it; 0 lets any pass.
+        topic_id: Of the topic in which `initial_offset` was found; 0 for any.
     """
 
     attempt: str
     expected_token: int
     condition: Condition
-    holder: Holder
+    holder: Holder | None
     resume: RangeSet = EMPTY
     reset_epoch: int = 0
     idle_ms: int = 0
     token_min: int = 0
     initial_offset: int = 0
+    forced_by: str = ""
+    forced_reason: str = ""
+    subscription_generation: int = 0
+    topic_id: int = 0
+
+
+class Delivery(NamedTuple):
+    """`[first_offset, next_offset)` that is about to leave, and the filter it went through."""
+
+    first_offset: int
+    next_offset: int
+    subscription_generation: int = 0
 
 
 class Acks(NamedTuple):
@@ -102,8 +129,35 @@ class Grant(NamedTuple):
     changed: bool = True
 
 
+class Place(NamedTuple):
+    """Where a queue stands: all below `committed_offset` and all in `acked` is handled."""
+
+    committed_offset: int
+    acked: RangeSet = EMPTY
+
+    def handled(self) -> RangeSet:
+        """All of it."""
+        return RangeSet.of(0, self.committed_offset).union(self.acked)
+
+
+class Moved(NamedTuple):
+    """What a reset did to one queue.
+
+    Attributes:
+        replayed_count: Offsets that were handled before and are not any more.
+        skipped_count: Offsets that were not handled before and count as handled now.
+        reset_epoch: After; and so is `token`.
+    """
+
+    before: Place
+    replayed_count: int
+    skipped_count: int
+    reset_epoch: int
+    token: int
+
+
 class Tombstone(NamedTuple):
-    """What stays of a queue whose topic was deleted, so that no token is issued twice."""
+    """What stays of a queue whose topic or group was deleted: no token is issued twice."""
 
     token: int
     reset_epoch: int

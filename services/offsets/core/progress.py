@@ -1,4 +1,4 @@
-"""Progress of one queue of one group, and the rules that move it (protocol 3, 4, 6.8, 9).
+"""Progress of one queue of one group, and the rules that move it (protocol 3, 4, 6.8, 9, 13).
 
 Words as in the protocol: T token, C committed, A acked above C, D delivered, M maybe-seen,
 R reset epoch. Every method either raises and has changed nothing, or has done all of its work.
@@ -25,11 +25,15 @@ from services.offsets.core.calls import (
     Committed,
     Condition,
     Delivered,
+    Delivery,
     Fence,
     Grant,
     Holder,
     Instant,
     Limits,
+    Moved,
+    Place,
+    Source,
 )
 from services.offsets.core.ranges import EMPTY, RangeSet
 
@@ -42,17 +46,21 @@ class Progress:
 
     Attributes:
         token: T; 0 for a queue that was never fenced.
-        holder: Whom T was issued to.
-        closed: The holder has declared T finished; true before the first fence.
+        holder: Whom T was issued to; None after a reset or a fence to nobody.
+        closed: The holder has declared T finished, or there is none.
         committed_offset: C; never in `acked`.
         acked: A, all above C.
         delivered_offset: D, not below C.
         delivered_reserved: Durable upper bound of D, not below D.
         maybe_seen: M; disjoint from what is acked or committed.
         reset_epoch: R.
-        grant: What the fence that issued a token answered; None before the first.
-        attempt: Id of that fence.
-        forced: T was taken by force.
+        first_reset_epoch: R when this progress began; greater than 0 if an earlier one was deleted.
+        grant: What the fence that issued T answered; None if no fence did.
+        attempt: Id of the last fence.
+        forced_by: Who took the queue by force when T was issued; empty if nobody did.
+        forced_reason: Why.
+        subscription_generation: Deliveries under T have to name it; 0 lets any pass.
+        source: What changed the progress last.
         access_monotonic_ms: Time of the last accepted access under T.
         update_unix_ms: Wall clock of the last change that must be durable.
     """
@@ -66,9 +74,13 @@ class Progress:
     delivered_reserved: int = 0
     maybe_seen: RangeSet = EMPTY
     reset_epoch: int = 0
+    first_reset_epoch: int = 0
     grant: Grant | None = None
     attempt: str = ""
-    forced: bool = False
+    forced_by: str = ""
+    forced_reason: str = ""
+    subscription_generation: int = 0
+    source: Source = Source.NOTHING
     access_monotonic_ms: int
     update_unix_ms: int = 0
 
@@ -82,6 +94,10 @@ class Progress:
     def in_flight(self) -> RangeSet:
         """Delivered under T and not acked: [C, D) minus A."""
         return RangeSet.of(self.committed_offset, self.delivered_offset).difference(self.acked)
+
+    def lowest_unacked(self) -> int | None:
+        """The lowest offset in flight; C is never acked, so it is that one."""
+        return None if self.drained else self.committed_offset
 
     def idle_ms(self, now: Instant) -> int:
         """Time since the last accepted access under T."""
@@ -102,7 +118,7 @@ class Progress:
         """Pass the queue to `wish.holder` if the token is as expected and the condition holds.
 
         Raises:
-            Superseded: the attempt succeeded once, its token is not the current one any more.
+            Superseded: the attempt succeeded once, and a reset has raised the token since.
             TokenMismatch: T is not the expected one.
             Unacked, NotHolder, NotIdle: the condition does not hold.
         """
@@ -129,10 +145,11 @@ class Progress:
             self.maybe_seen = self.maybe_seen.union(dropped)
         lowest = self.delivered_offset if same_holder else self.committed_offset
         self.delivered_offset = self.delivered_reserved = max(lowest, live.next_offset)
-        self.holder, self.closed = wish.holder, False
-        self.forced = wish.condition is Condition.FORCED
+        self.holder, self.closed = wish.holder, wish.holder is None
+        self.forced_by, self.forced_reason = wish.forced_by, wish.forced_reason
+        self.subscription_generation = wish.subscription_generation
         self.token = max(self.token, wish.token_min) + 1
-        self.attempt = wish.attempt
+        self.attempt, self.source = wish.attempt, Source.FENCE
         self.grant = Grant(
             self.token, self.committed_offset, self.acked, self.maybe_seen, self.reset_epoch
         )
@@ -140,11 +157,10 @@ class Progress:
         return self.grant
 
     def _replay(self, wish: Fence) -> Grant:
-        assert self.grant is not None, "an attempt that succeeded has an answer"
-        if self.grant.token != self.token:
+        if self.grant is None:
             raise Superseded(
-                f"attempt {wish.attempt} was answered with token {self.grant.token}, "
-                f"the token is {self.token} now",
+                f"attempt {wish.attempt} had passed the queue on, a reset has issued token "
+                f"{self.token} since",
                 facts={"token": self.token},
             )
         return self.grant._replace(changed=False)
@@ -176,20 +192,22 @@ class Progress:
     # ---- protocol 3, under the current token
 
     def record_delivered(
-        self, token: int, delivery: tuple[int, int], limits: Limits, now: Instant
+        self, token: int, delivery: Delivery, limits: Limits, now: Instant
     ) -> Delivered:
-        """Note that `[first_offset, next_offset)` is about to leave (protocol 3, 6.3, 6.8).
+        """Note that a range is about to leave (protocol 3, 6.3, 6.8).
 
         At an ack cap only what lies below the end of A may still be delivered: it fills the
         holes that keep A apart, and without it a new holder could never bring A down.
 
         Raises:
-            Fenced: T is another, or closed.
+            Fenced: T is another, or closed, or bound to another subscription (protocol 14).
             DeliveryGap: an offset before the range is neither delivered nor acked.
             AckCap: the ack window is full.
         """
         self._check_open(token)
-        first_offset, next_offset = delivery
+        first_offset, next_offset, generation = delivery
+        if self.subscription_generation not in (0, generation):
+            raise self._fenced(token, "SUBSCRIPTION")
         expected = self.acked.first_missing(self.delivered_offset)
         if first_offset > expected:
             raise DeliveryGap(
@@ -221,7 +239,9 @@ class Progress:
         self._check_open(token)
         self.access_monotonic_ms = now.monotonic_ms
 
-    def commit(self, token: int, acks: Acks, now: Instant) -> Committed:
+    def commit(
+        self, token: int, acks: Acks, now: Instant, source: Source = Source.COMMIT
+    ) -> Committed:
         """Add `acks` to what is acked: a set union, so order and repetition do not matter.
 
         Raises:
@@ -230,10 +250,23 @@ class Progress:
         """
         self._check_open(token, acks.reset_epoch)
         new = self._new(acks)
+        self._check_delivered(new)
         if new:
-            self._ack(new)
-            self.update_unix_ms = now.unix_ms
+            self._ack(new, now, source)
         self.access_monotonic_ms = now.monotonic_ms
+        return Committed(self.committed_offset, bool(new))
+
+    def commit_unowned(self, acks: Acks, now: Instant) -> Committed:
+        """`commit` where nobody owns the queue: no token and no delivery to compare (protocol 15).
+
+        Raises:
+            Fenced: R is another.
+        """
+        if acks.reset_epoch != self.reset_epoch:
+            raise self._fenced(0, "RESET")
+        new = self._new(acks)
+        if new:
+            self._ack(new, now, Source.COMMIT)
         return Committed(self.committed_offset, bool(new))
 
     def close(self, token: int, acks: Acks, unfinished: RangeSet, now: Instant) -> Committed:
@@ -251,25 +284,49 @@ class Progress:
         new = self._new(acks)
         cut_off = unfinished.at_or_above(self.committed_offset)
         cut_off = cut_off.difference(self.acked).difference(new)
+        self._check_delivered(new)
         self._check_delivered(cut_off)
-        self._ack(new)
+        self._ack(new, now, Source.COMMIT)
         self.maybe_seen = self.maybe_seen.union(cut_off.at_or_above(self.committed_offset))
         self.delivered_offset = self.delivered_reserved = self.committed_offset
         self.closed = True
-        self.update_unix_ms = now.unix_ms
         return Committed(self.committed_offset, True)
+
+    # ---- protocol 13
+
+    def reset(self, to: Place, source: Source, now: Instant) -> Moved:
+        """Move to `to`, whoever owns the queue; R and T rise, so nothing older counts any more.
+
+        What was started before, under whatever token and epoch, lies below the greatest of C, D
+        and the ends of A and M: all of it that is not handled by `to` becomes maybe-seen.
+        """
+        before = Place(self.committed_offset, self.acked)
+        had, has = before.handled(), to.handled()
+        started = max(self.delivered_offset, self.acked.next_offset, self.maybe_seen.next_offset)
+        self.maybe_seen = RangeSet.of(to.committed_offset, started).difference(to.acked)
+        self.committed_offset, self.acked = to
+        self.delivered_offset = self.delivered_reserved = to.committed_offset
+        self.token += 1
+        self.reset_epoch += 1
+        self.holder, self.closed, self.grant = None, True, None
+        self.forced_by = self.forced_reason = ""
+        self.subscription_generation, self.source = 0, source
+        self.access_monotonic_ms, self.update_unix_ms = now
+        replayed, skipped = had.difference(has).count, has.difference(had).count
+        return Moved(before, replayed, skipped, self.reset_epoch, self.token)
 
     def _check_open(self, token: int, reset_epoch: int | None = None) -> None:
         other_epoch = reset_epoch is not None and reset_epoch != self.reset_epoch
         if token == self.token and not self.closed and not other_epoch:
             return
-        if other_epoch or (self.closed and self.holder is None):
-            why = "RESET"
-        elif token == self.token:
-            why = "CLOSED"
-        else:
-            why = "FORCED" if self.forced else "TAKEN"
-        raise Fenced(
+        if other_epoch or self.grant is None:
+            raise self._fenced(token, "RESET")
+        if token == self.token:
+            raise self._fenced(token, "CLOSED")
+        raise self._fenced(token, "FORCED" if self.forced_by else "TAKEN")
+
+    def _fenced(self, token: int, why: str) -> Fenced:
+        return Fenced(
             f"token {token} is not in force, the current one is {self.token} ({why})",
             facts={
                 "token": token,
@@ -284,9 +341,7 @@ class Progress:
         told = acks.acked
         if acks.committed_offset > self.committed_offset:
             told = told.union(RangeSet.of(self.committed_offset, acks.committed_offset))
-        new = told.at_or_above(self.committed_offset).difference(self.acked)
-        self._check_delivered(new)
-        return new
+        return told.at_or_above(self.committed_offset).difference(self.acked)
 
     def _check_delivered(self, offsets: RangeSet) -> None:
         if offsets.next_offset > self.delivered_offset:
@@ -296,10 +351,11 @@ class Progress:
                 facts={"offset": offset, "delivered": self.delivered_offset},
             )
 
-    def _ack(self, new: RangeSet) -> None:
+    def _ack(self, new: RangeSet, now: Instant, source: Source) -> None:
         acked = self.acked.union(new)
         self.committed_offset = acked.first_missing(self.committed_offset)
         self.acked = acked.at_or_above(self.committed_offset)
         self.maybe_seen = self.maybe_seen.difference(new)
         self.delivered_offset = max(self.delivered_offset, self.committed_offset)
         self.delivered_reserved = max(self.delivered_reserved, self.delivered_offset)
+        self.source, self.update_unix_ms = source, now.unix_ms

@@ -6,18 +6,23 @@ Pure: time comes in, and what must become durable before an answer leaves goes o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from batonmq.common.errors import Fenced, OldEpoch, UnknownQueue
+from batonmq.common.errors import Fenced, OldEpoch, OldTopic, UnknownQueue
 from services.offsets.core.calls import (
     Acks,
     Committed,
     Delivered,
+    Delivery,
     Fence,
     Grant,
     Instant,
     Limits,
+    Moved,
+    Place,
     QueueKey,
+    Source,
     Tombstone,
 )
 from services.offsets.core.progress import Progress
@@ -27,7 +32,7 @@ _NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
 
 
 class ProgressTable:
-    """Keeps a `Progress` per queue, and a `Tombstone` per queue of a deleted topic.
+    """Keeps a `Progress` per queue, and a `Tombstone` per queue whose topic or group was deleted.
 
     Args:
         epoch: Epoch of this replica set; one greater than in the life before.
@@ -43,6 +48,8 @@ class ProgressTable:
         self._topic_ids: dict[str, int] = {}
         self.ack_ranges: dict[QueueKey, int] = {}
         """Number of acked ranges, of the queues that have any."""
+        self.capped: set[QueueKey] = set()
+        """Queues whose deliveries wait for the lowest offset."""
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -95,6 +102,8 @@ class ProgressTable:
 
         Raises:
             OldEpoch: `term` is not the announced one.
+            UnknownQueue: a queue without progress can't be passed to nobody.
+            OldTopic: a queue without progress would start where an earlier topic was.
             Superseded, TokenMismatch, Unacked, NotHolder, NotIdle: see `Progress.fence`.
         """
         if term != self.term:
@@ -102,12 +111,29 @@ class ProgressTable:
                 f"term {term} is not the announced one, {self.term}",
                 facts={"epoch": term, "current": self.term},
             )
-        progress = self._queues.get(key) or self._first(key, wish.initial_offset)
+        progress = self._queues.get(key)
+        if progress is None:
+            if wish.holder is None:
+                raise self._unknown(key)
+            self._check_topic_id(key.topic, wish.topic_id)
+            progress = self._first(key, wish.initial_offset)
         grant = progress.fence(wish, now)
-        if key not in self._queues:
-            self._tombstones.pop(key, None)
-            self._put(key, progress)
+        self._put(key, progress)
         return grant
+
+    def move(
+        self, key: QueueKey, to: Place, source: Source, now: Instant, *, dry_run: bool
+    ) -> Moved:
+        """See `Progress.reset`; a queue without progress gets some, from `to` on.
+
+        A dry run tells what would happen and changes nothing.
+        """
+        progress = self._queues.get(key) or self._first(key, to.committed_offset)
+        if dry_run:
+            return replace(progress).reset(to, source, now)
+        moved = progress.reset(to, source, now)
+        self._put(key, progress)
+        return moved
 
     def delete_topic(self, topic: str, topic_id: int, now: Instant) -> list[QueueKey] | None:
         """End the progress of all groups on `topic`, before it is created as `topic_id`.
@@ -119,24 +145,18 @@ class ProgressTable:
         if topic_id <= self.deleted_for(topic):
             return None
         self._topic_ids[topic] = topic_id
-        ended = [key for key in self._queues if key.topic == topic]
-        for key in ended:
-            progress = self._queues.pop(key)
-            self._tombstones[key] = Tombstone(
-                progress.token + 1, progress.reset_epoch + 1, now.unix_ms
-            )
-            self.ack_ranges.pop(key, None)
-            del self._groups[key.group][key]
-            if not self._groups[key.group]:
-                del self._groups[key.group]
-        return ended
+        return self._end((key for key in self._queues if key.topic == topic), now)
+
+    def delete_group(self, group: str, topic: str, now: Instant) -> list[QueueKey]:
+        """End the progress of `group` on `topic` or, if empty, on all; which queues had some."""
+        return self._end((key for key in self.group(group) if topic in ("", key.topic)), now)
 
     def deleted_for(self, topic: str) -> int:
         """The greatest id that `delete_topic` was called with for this name; 0 for none."""
         return self._topic_ids.get(topic, 0)
 
     def record_delivered(
-        self, key: QueueKey, token: int, delivery: tuple[int, int], now: Instant
+        self, key: QueueKey, token: int, delivery: Delivery, now: Instant
     ) -> Delivered:
         """See `Progress.record_delivered`; UnknownQueue without progress."""
         return self._held(key, token).record_delivered(token, delivery, self.limits, now)
@@ -145,11 +165,28 @@ class ProgressTable:
         """See `Progress.touch`; UnknownQueue without progress."""
         self._held(key, token).touch(token, now)
 
-    def commit(self, key: QueueKey, token: int, acks: Acks, now: Instant) -> Committed:
+    def commit(
+        self,
+        key: QueueKey,
+        token: int,
+        acks: Acks,
+        now: Instant,
+        source: Source = Source.COMMIT,
+    ) -> Committed:
         """See `Progress.commit`; UnknownQueue without progress."""
         progress = self._held(key, token)
-        committed = progress.commit(token, acks, now)
+        committed = progress.commit(token, acks, now, source)
         self._count_ranges(key, progress)
+        return committed
+
+    def commit_unowned(self, key: QueueKey, acks: Acks, now: Instant) -> Committed:
+        """See `Progress.commit_unowned`; a queue without progress gets some, whatever is acked."""
+        progress = self._queues.get(key) or self._first(key, 0)
+        committed = progress.commit_unowned(acks, now)
+        if key not in self._queues:
+            progress.source, progress.update_unix_ms = Source.COMMIT, now.unix_ms
+            committed = committed._replace(changed=True)
+        self._put(key, progress)
         return committed
 
     def close(
@@ -165,18 +202,16 @@ class ProgressTable:
         """The live progress of a queue, to be read before the caller next waits.
 
         Raises:
-            UnknownQueue: it has none; the fact `token` is the one that a fence has to expect.
+            UnknownQueue: it has none; the fact `token` is the one that a fence has to expect, and
+                `reset_epoch` the one that a commit without token has to name.
         """
         progress = self._queues.get(key)
         if progress is None:
-            token = self._tombstones.get(key, _NOTHING).token
-            raise UnknownQueue(
-                f"queue {key} has no progress", facts={"queue": str(key), "token": token}
-            )
+            raise self._unknown(key)
         return progress
 
     def state(self, key: QueueKey) -> Progress | Tombstone:
-        """What has to be durable of a queue that was fenced at least once."""
+        """What has to be durable of a queue that has, or had, progress."""
         return self._queues.get(key) or self._tombstones[key]
 
     def group(self, group: str) -> list[QueueKey]:
@@ -184,9 +219,22 @@ class ProgressTable:
         return sorted(self._groups.get(group, ()))
 
     def items(self) -> Iterator[tuple[QueueKey, Progress | Tombstone]]:
-        """All queues, those of deleted topics too."""
+        """All queues, those of deleted topics and groups too."""
         yield from self._queues.items()
         yield from self._tombstones.items()
+
+    def _check_topic_id(self, topic: str, topic_id: int) -> None:
+        """Refuse a start offset that was found before the topic was created anew.
+
+        Raises:
+            OldTopic: it was.
+        """
+        current = self.deleted_for(topic)
+        if 0 < topic_id < current:
+            raise OldTopic(
+                f"the start offset is of topic {topic} with id {topic_id}; the id is {current} now",
+                facts={"topic_id": topic_id, "current": current},
+            )
 
     def _first(self, key: QueueKey, initial_offset: int) -> Progress:
         """What a queue without progress begins with."""
@@ -194,6 +242,7 @@ class ProgressTable:
         return Progress(
             token=before.token,
             reset_epoch=before.reset_epoch,
+            first_reset_epoch=before.reset_epoch,
             committed_offset=initial_offset,
             delivered_offset=initial_offset,
             delivered_reserved=initial_offset,
@@ -205,13 +254,13 @@ class ProgressTable:
 
         Raises:
             UnknownQueue: it never had any.
-            Fenced: its topic was deleted.
+            Fenced: its topic or group was deleted.
         """
         tombstone = self._tombstones.get(key)
         if tombstone is None:
             return self.query(key)
         raise Fenced(
-            f"the topic of queue {key} was deleted, token {token} is not in force",
+            f"the progress of queue {key} was deleted, token {token} is not in force",
             facts={
                 "token": token,
                 "current": tombstone.token,
@@ -220,7 +269,29 @@ class ProgressTable:
             },
         )
 
+    def _unknown(self, key: QueueKey) -> UnknownQueue:
+        token, reset_epoch, _ = self._tombstones.get(key, _NOTHING)
+        return UnknownQueue(
+            f"queue {key} has no progress",
+            facts={"queue": str(key), "token": token, "reset_epoch": reset_epoch},
+        )
+
+    def _end(self, keys: Iterable[QueueKey], now: Instant) -> list[QueueKey]:
+        ended = list(keys)
+        for key in ended:
+            progress = self._queues.pop(key)
+            self._tombstones[key] = Tombstone(
+                progress.token + 1, progress.reset_epoch + 1, now.unix_ms
+            )
+            self.ack_ranges.pop(key, None)
+            self.capped.discard(key)
+            del self._groups[key.group][key]
+            if not self._groups[key.group]:
+                del self._groups[key.group]
+        return ended
+
     def _put(self, key: QueueKey, progress: Progress) -> None:
+        self._tombstones.pop(key, None)
         self._queues[key] = progress
         self._groups.setdefault(key.group, {})[key] = progress
         self._count_ranges(key, progress)
@@ -230,3 +301,7 @@ class ProgressTable:
             self.ack_ranges[key] = len(progress.acked.runs)
         else:
             self.ack_ranges.pop(key, None)
+        if progress.ack_window_full(self.limits):
+            self.capped.add(key)
+        else:
+            self.capped.discard(key)

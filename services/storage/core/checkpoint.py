@@ -95,7 +95,7 @@ class Checkpoint:
     """See the module.
 
     Attributes:
-        waiting: The batches that wait for their time, as `DelayLevels.snapshot` gives them.
+        waiting: The batches that wait for their time, as `delay.Snapshot.encode` gives them.
     """
 
     position: int
@@ -146,17 +146,13 @@ def encode(checkpoint: Checkpoint) -> bytes:
 
 def decode(raw: bytes) -> Checkpoint | None:
     """The checkpoint in a file; None if it is missing, damaged or of another version."""
-    if len(raw) < HEAD.size + CRC.size:
-        return None
-    content = raw[: -CRC.size]
-    if CRC.unpack_from(raw, len(content))[0] != google_crc32c.value(content):
+    content = _good(raw)
+    if not content:
         return None
     (
-        magic, version, _, position, store_unix_ms, run_position, first_unix_ms, last_unix_ms,
-        run_count, run_crc, *counts,
+        _, _, _, position, store_unix_ms, run_position, first_unix_ms, last_unix_ms, run_count,
+        run_crc, *counts,
     ) = HEAD.unpack_from(content)  # fmt: skip
-    if (magic, version) != (MAGIC, VERSION):
-        return None
     at, names = HEAD.size, []
     for _ in range(counts[0]):
         length = content[at]
@@ -175,6 +171,20 @@ def decode(raw: bytes) -> Checkpoint | None:
         _producers(*columns[1:]),
         content[at : at + counts[-1] * DELAY_ROW.itemsize],
     )
+
+
+def position_of(raw: bytes) -> int:
+    """Position of the checkpoint in a file: the log was safe up to there; 0 if there is none."""
+    content = _good(raw)
+    return int(HEAD.unpack_from(content)[3]) if content else 0
+
+
+def _good(raw: bytes) -> bytes:
+    """What the checksum covers, if it is right and the version is known; else nothing."""
+    content = raw[: -CRC.size]
+    if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(google_crc32c.value(content)):
+        return b""
+    return content if HEAD.unpack_from(content)[:2] == (MAGIC, VERSION) else b""
 
 
 def _producers(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from services.storage.core.checkpoint import PATH, Checkpoint, QueueState, encode
 from services.storage.core.consumequeue import ConsumeQueue, UnsavedEntries, topic_of
+from services.storage.core.delay import Snapshot
 from services.storage.core.files import Disk
 from services.storage.core.keyindex import Unsaved, encode_run, open_path
 from services.storage.core.producers import ProducerColumns, QueueKey
@@ -38,7 +39,7 @@ class Capture:
     queues: list[ConsumeQueue]
     columns: tuple[list[QueueKey], list[int], list[int], list[int]]
     producers: ProducerColumns
-    waiting: bytes
+    waiting: Snapshot
     doomed: tuple[str, ...]
     entries: list[tuple[ConsumeQueue, UnsavedEntries]] = field(default_factory=list)
 
@@ -160,5 +161,5 @@ def _checkpoint(capture: Capture) -> Checkpoint:
         capture.keys.open_run,
         queues,
         capture.producers.states(),
-        capture.waiting,
+        capture.waiting.encode(),
     )

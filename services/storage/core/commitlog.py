@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batonmq.common.errors import DataLoss, DiskFull, LimitExceeded
-from services.storage.core.files import Disk, File, FileCache
+from services.storage.core.files import UNREADABLE, Disk, File, FileCache
 
 FOLDER = "log"
 FILLER_MAGIC = 0x42544E46
@@ -99,22 +99,29 @@ class CommitLog:
         """Where the last segment ends: what lies behind `next_position` is yet to be written."""
         return self._end()
 
+    def check_length(self, length: int) -> None:
+        """Check that a batch of `length` bytes fits into a new segment, wherever it may come.
+
+        Raises:
+            LimitExceeded: it does not.
+        """
+        if length > self._segment_bytes:
+            raise LimitExceeded(
+                f"batch has {length} bytes; a segment has {self._segment_bytes}",
+                facts={"field": "batch", "limit": self._segment_bytes, "actual": length},
+            )
+
     def place(self, lengths: Sequence[int]) -> list[int]:
         """Positions that batches of `lengths` bytes would get, in order; nothing changes.
 
-        Raises:
-            LimitExceeded: one is longer than a segment.
+        Args:
+            lengths: None is longer than a new segment.
         """
         at, positions = self.next_position, []
         end = self.segment_end(at)
         for length in lengths:
-            if at + length > end:
+            while at + length > end:  # a segment from another setting may be shorter
                 at, end = end, self.segment_end(end)
-                if at + length > end:
-                    raise LimitExceeded(
-                        f"batch has {length} bytes; a segment has {end - at}",
-                        facts={"field": "batch", "limit": end - at, "actual": length},
-                    )
             positions.append(at)
             at += length
         return positions
@@ -144,17 +151,31 @@ class CommitLog:
             count = bisect_left(
                 batches, segment.next_position, begin, key=lambda batch: batch.position
             )
-            if self.next_position < segment.first_position:
+            while self.next_position < segment.first_position:
                 self._fill()
             self._write(segment, batches[begin:count])
             begin = count
 
     def read(self, position: int, bytes_max: int) -> bytes:
-        """Up to `bytes_max` bytes from `position` on; fewer only at the end of its segment."""
+        """Up to `bytes_max` bytes from `position` on; fewer only at the end of its segment.
+
+        Raises:
+            DataLoss: the disk does not give them.
+        """
+        if not self.first_position <= position < self._end():
+            return b""  # a damaged index points there
         segment = self._segment_at(position)
-        file = segment.file or self._cache.get(segment.path)
         at = position - segment.first_position
-        return file.read(at, min(bytes_max, segment.size - at))
+        try:
+            file = segment.file or self._cache.get(segment.path)
+            return file.read(at, min(max(bytes_max, 0), segment.size - at))
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            raise DataLoss(
+                f"the log can't be read at {position}: {error.strerror}",
+                facts={"position": position},
+            ) from error
 
     def segment_of(self, position: int) -> tuple[str, int, int]:
         """File of the segment that holds `position`, where it begins and where it ends."""
@@ -252,7 +273,7 @@ class CommitLog:
         self._firsts.append(segment.first_position)
 
     def _fill(self) -> None:
-        """Close the segment in which the next batch has no room."""
+        """Close the segment in which the next batch has no room; it may be empty."""
         segment = self._segment_at(self.next_position)
         room = segment.next_position - self.next_position
         if room >= FILLER.size:

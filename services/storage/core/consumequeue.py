@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batonmq.common.errors import DataLoss
-from services.storage.core.files import BadIndex, Disk, FileCache
+from services.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
 
 FOLDER = "consumequeue"
 ENTRY = np.dtype([("position", ">i8"), ("size", ">i4"), ("tag", ">i8")])
@@ -303,13 +303,14 @@ class ConsumeQueue:
             path, at = self._place(first_offset)
             wanted = (next_offset - first_offset) * ENTRY.itemsize
             room = self._entries_per_file * ENTRY.itemsize - at
-            chunk = self._files.get(path).read(at, min(wanted, room))
+            try:
+                chunk = self._files.get(path).read(at, min(wanted, room))
+            except OSError as error:
+                if error.errno not in UNREADABLE:
+                    raise
+                raise _lost(path, f"can't be read: {error.strerror}", first_offset) from error
             if len(chunk) != min(wanted, room):
-                raise DataLoss(
-                    f"{path} ends before the entry of offset {first_offset}",
-                    remedy="Stop the node and run: baton fsck DIR --repair.",
-                    facts={"offset": first_offset},
-                )
+                raise _lost(path, "ends early", first_offset)
             chunks.append(chunk)
             first_offset += len(chunk) // ENTRY.itemsize
         return np.frombuffer(b"".join(chunks), ENTRY)
@@ -321,3 +322,11 @@ class ConsumeQueue:
 
     def _path(self, number: int) -> str:
         return f"{self.folder}/{number * self._entries_per_file * ENTRY.itemsize:020d}"
+
+
+def _lost(path: str, how: str, offset: int) -> DataLoss:
+    return DataLoss(
+        f"{path} {how}",
+        remedy="Stop the node and run: baton fsck DIR --repair.",
+        facts={"offset": offset},
+    )

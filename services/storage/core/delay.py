@@ -12,7 +12,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, KeysView
+from collections.abc import Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, Self
 
@@ -145,17 +146,17 @@ class DelayLevels:
     def before(self, position: int, count_max: int) -> list[Delayed]:
         """Entries that lie below `position`, the lowest first."""
         buckets = [bucket for bucket in self._buckets() if 0 <= bucket.oldest() < position]
-        rows = self._rows(buckets)
+        rows = self._copy(buckets).rows()
         rows = rows[rows["position"] < position]
         order = np.argsort(rows["position"], kind="stable")[:count_max]
         return [Delayed(*row) for row in rows[order].tolist()]
 
-    def snapshot(self) -> bytes:
-        """All entries, 24 bytes each, for `restore`."""
-        return self._rows(self._buckets()).astype(ROW).tobytes()
+    def snapshot(self) -> Snapshot:
+        """All entries as they are now."""
+        return self._copy(list(self._buckets()))
 
     def restore(self, raw: bytes) -> None:
-        """Take what `snapshot` gave; nothing waits yet."""
+        """Take what `Snapshot.encode` gave; nothing waits yet."""
         rows = np.frombuffer(raw, ROW).astype(_ROW)
         minutes = rows["deliver_unix_ms"] // MINUTE_MS
         order = np.lexsort((rows["schedule_id"], minutes))
@@ -231,24 +232,60 @@ class DelayLevels:
         yield from self._seconds.values()
         yield from (run.bucket for run in self._runs)
 
-    def _rows(self, buckets: Iterable[_Bucket]) -> npt.NDArray[np.void]:
+    def _copy(self, buckets: Sequence[_Bucket]) -> Snapshot:
         """What is in `buckets`, and whatever is in none."""
-        loose = [
-            (*key, position)
-            for table in (self._late, self._taken)
-            for key, position in table.items()
-        ]
-        return np.concatenate([np.array(loose, _ROW), *(bucket.rows() for bucket in buckets)])
+        return Snapshot(
+            [
+                (*key, position)
+                for table in (self._late, self._taken)
+                for key, position in table.items()
+            ],
+            [bucket.begin_unix_ms for bucket in buckets],
+            [len(bucket.ids) for bucket in buckets],
+            b"".join([bucket.after_ms for bucket in buckets]),
+            b"".join([bucket.ids for bucket in buckets]),
+            b"".join([bucket.positions for bucket in buckets]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Entries as they were at one moment: those in no bucket, then the columns of all buckets.
+
+    Taking one is only copying bytes; another thread may make of it what is wanted.
+    """
+
+    loose: list[tuple[int, int, int]]
+    begins_unix_ms: list[int]
+    counts: list[int]
+    after_ms: bytes
+    ids: bytes
+    positions: bytes
+
+    def rows(self) -> npt.NDArray[np.void]:
+        """One row per entry."""
+        positions = np.frombuffer(self.positions, np.int64)
+        kept = positions != _GONE
+        rows = np.empty(int(kept.sum()), _ROW)
+        begins = np.repeat(np.array(self.begins_unix_ms, np.int64), self.counts)
+        rows["deliver_unix_ms"] = (begins + np.frombuffer(self.after_ms, np.uint16))[kept]
+        rows["schedule_id"] = np.frombuffer(self.ids, np.int64)[kept]
+        rows["position"] = positions[kept]
+        return np.concatenate([np.array(self.loose, _ROW), rows])
+
+    def encode(self) -> bytes:
+        """24 bytes per entry, for `restore`."""
+        return self.rows().astype(ROW).tobytes()
 
 
 class _Bucket:
     """Entries of a minute or a second from `begin_unix_ms` on, ascending by schedule id."""
 
-    __slots__ = ("_after_ms", "_gone_count", "_ids", "_oldest", "_positions", "begin_unix_ms")
+    __slots__ = ("_gone_count", "_oldest", "after_ms", "begin_unix_ms", "ids", "positions")
 
     def __init__(self, begin_unix_ms: int) -> None:
         self.begin_unix_ms = begin_unix_ms
-        self._after_ms, self._ids, self._positions = array("H"), array("q"), array("q")
+        self.after_ms, self.ids, self.positions = array("H"), array("q"), array("q")
         self._gone_count = 0
         self._oldest: int | None = None
 
@@ -257,48 +294,49 @@ class _Bucket:
         """A bucket of `rows`, ascending by schedule id."""
         bucket = cls(begin_unix_ms)
         after_ms = rows["deliver_unix_ms"] - begin_unix_ms
-        bucket._after_ms.frombytes(after_ms.astype(np.uint16).tobytes())
-        bucket._ids.frombytes(rows["schedule_id"].astype(np.int64).tobytes())
-        bucket._positions.frombytes(rows["position"].astype(np.int64).tobytes())
+        bucket.after_ms.frombytes(after_ms.astype(np.uint16).tobytes())
+        bucket.ids.frombytes(rows["schedule_id"].astype(np.int64).tobytes())
+        bucket.positions.frombytes(rows["position"].astype(np.int64).tobytes())
+        bucket._oldest = int(rows["position"].min())
         return bucket
 
     def add(self, entry: Delayed) -> None:
         """Take an entry that is not there."""
-        ids = self._ids
+        ids = self.ids
         at = len(ids)
         if ids and entry.schedule_id < ids[-1]:
             at = bisect_left(ids, entry.schedule_id)
         if at < len(ids) and ids[at] == entry.schedule_id:  # it was removed
             self._gone_count -= 1
-            self._after_ms[at] = entry.deliver_unix_ms - self.begin_unix_ms
-            self._positions[at] = entry.position
+            self.after_ms[at] = entry.deliver_unix_ms - self.begin_unix_ms
+            self.positions[at] = entry.position
         else:
-            self._after_ms.insert(at, entry.deliver_unix_ms - self.begin_unix_ms)
+            self.after_ms.insert(at, entry.deliver_unix_ms - self.begin_unix_ms)
             ids.insert(at, entry.schedule_id)
-            self._positions.insert(at, entry.position)
+            self.positions.insert(at, entry.position)
         if self._oldest is not None:
             self._oldest = min(self._oldest, entry.position)
 
     def index(self, key: Key) -> int | None:
         """Where an entry is."""
         deliver_unix_ms, schedule_id = key
-        at = bisect_left(self._ids, schedule_id)
-        if at == len(self._ids) or self._ids[at] != schedule_id or self._positions[at] == _GONE:
+        at = bisect_left(self.ids, schedule_id)
+        if at == len(self.ids) or self.ids[at] != schedule_id or self.positions[at] == _GONE:
             return None
-        return at if self._after_ms[at] == deliver_unix_ms - self.begin_unix_ms else None
+        return at if self.after_ms[at] == deliver_unix_ms - self.begin_unix_ms else None
 
     def entry(self, at: int) -> Delayed | None:
         """The entry at an index; None if it was removed."""
-        position = self._positions[at]
+        position = self.positions[at]
         if position == _GONE:
             return None
-        return Delayed(self.begin_unix_ms + self._after_ms[at], self._ids[at], position)
+        return Delayed(self.begin_unix_ms + self.after_ms[at], self.ids[at], position)
 
     def move(self, at: int, position: int) -> None:
         """Give the entry at an index another position."""
-        if self._positions[at] == self._oldest:
+        if self.positions[at] == self._oldest:
             self._oldest = None
-        self._positions[at] = position
+        self.positions[at] = position
 
     def remove(self, at: int) -> None:
         """Remove the entry at an index; other entries keep theirs."""
@@ -307,10 +345,10 @@ class _Bucket:
 
     def tidy(self) -> None:
         """Give back the room of what was removed, if it is worth it: indexes change."""
-        if self._gone_count < max(_GONE_MAX, len(self._ids) // 2):
+        if self._gone_count < max(_GONE_MAX, len(self.ids) // 2):
             return
         kept = self._kept()
-        for column in (self._after_ms, self._ids, self._positions):
+        for column in (self.after_ms, self.ids, self.positions):
             left = np.frombuffer(column, column.typecode)[kept].tobytes()
             del column[:]
             column.frombytes(left)
@@ -319,7 +357,7 @@ class _Bucket:
     def oldest(self) -> int:
         """The lowest position; negative if there is none."""
         if self._oldest is None:
-            positions = np.frombuffer(self._positions, np.int64)[self._kept()]
+            positions = np.frombuffer(self.positions, np.int64)[self._kept()]
             if not positions.size:
                 return _GONE
             self._oldest = int(positions.min())
@@ -329,10 +367,10 @@ class _Bucket:
         """All entries."""
         kept = self._kept()
         rows = np.empty(int(kept.sum()), _ROW)
-        rows["deliver_unix_ms"] = np.frombuffer(self._after_ms, np.uint16)[kept]
+        rows["deliver_unix_ms"] = np.frombuffer(self.after_ms, np.uint16)[kept]
         rows["deliver_unix_ms"] += self.begin_unix_ms
-        rows["schedule_id"] = np.frombuffer(self._ids, np.int64)[kept]
-        rows["position"] = np.frombuffer(self._positions, np.int64)[kept]
+        rows["schedule_id"] = np.frombuffer(self.ids, np.int64)[kept]
+        rows["position"] = np.frombuffer(self.positions, np.int64)[kept]
         return rows
 
     def split(self) -> dict[int, _Bucket]:
@@ -346,10 +384,10 @@ class _Bucket:
 
     def order(self) -> npt.NDArray[np.int64]:
         """Indexes by time, then by id."""
-        return np.argsort(np.frombuffer(self._after_ms, np.uint16), kind="stable")
+        return np.argsort(np.frombuffer(self.after_ms, np.uint16), kind="stable")
 
     def _kept(self) -> npt.NDArray[np.bool_]:
-        kept: npt.NDArray[np.bool_] = np.frombuffer(self._positions, np.int64) != _GONE
+        kept: npt.NDArray[np.bool_] = np.frombuffer(self.positions, np.int64) != _GONE
         return kept
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
+
+UNREADABLE = (errno.EIO, errno.ENOENT)
+"""Errors of a read by which the disk says that it does not have the bytes any more."""
 
 
 class BadIndex(Exception):

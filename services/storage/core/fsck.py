@@ -221,6 +221,7 @@ class Fsck:
                 report.notes.append("no checkpoint: the next start makes all indexes anew")
             return
         report.checkpoint_position = found.position
+        report.synced_position = max(report.synced_position, found.position)
         report.indexes_compared = True
         self._checkpoint = found
 

@@ -41,7 +41,8 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from services.storage.core.files import BadIndex, Disk, FileCache
+from batonmq.common.errors import DataLoss
+from services.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
 
 FOLDER = "keyindex"
 RUN_ENTRIES = 1 << 19
@@ -177,7 +178,7 @@ class KeyIndex:
             keys: For every key the index of its message in the batch, and its hash.
         """
         position, next_position = span
-        if position >= self._open.segment_end:
+        while position >= self._open.segment_end:
             self._end(self._open.segment_end)
         if len(keys[0]):
             self._open.add(position, topic_id, keys, store_unix_ms)
@@ -367,11 +368,15 @@ class _Run:
         return _COLUMNS_AT + 8 * -(-self.count // FENCE_STEP)
 
     def find(self, cache: FileCache, wanted: np.uint64) -> Found | None:
-        """The entries with a hash; at most three reads unless there are many."""
+        """The entries with a hash; at most three reads unless there are many.
+
+        Raises:
+            DataLoss: the file is not what it was.
+        """
         if not self.count:
             return None
         if self._fence is None:
-            raw = cache.get(self.path).read(_COLUMNS_AT, self._hashes_at - _COLUMNS_AT)
+            raw = self._read(cache, _COLUMNS_AT, self._hashes_at - _COLUMNS_AT)
             self._fence = np.frombuffer(raw, ">u8").astype(np.uint64)
         begin = max(int(np.searchsorted(self._fence, wanted, "left")) - 1, 0) * FENCE_STEP
         end = int(np.searchsorted(self._fence, wanted, "right")) * FENCE_STEP
@@ -394,7 +399,21 @@ class _Run:
     ) -> npt.NDArray[np.integer[npt.NBitBase]]:
         dtype = np.dtype(kind)
         at = self._hashes_at + column_at + begin * dtype.itemsize
-        return np.frombuffer(cache.get(self.path).read(at, (end - begin) * dtype.itemsize), dtype)
+        return np.frombuffer(self._read(cache, at, (end - begin) * dtype.itemsize), dtype)
+
+    def _read(self, cache: FileCache, at: int, size: int) -> bytes:
+        try:
+            found = cache.get(self.path).read(at, size)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            found = b""
+        if len(found) != size:
+            raise DataLoss(
+                f"{self.path} can't be read, or is cut short",
+                remedy="Stop the node and run: baton fsck DIR --repair.",
+            )
+        return found
 
 
 def _read_run(disk: Disk, first_position: int) -> _Run:

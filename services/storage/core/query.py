@@ -25,6 +25,9 @@ from services.storage.core.producers import QueueKey
 from services.storage.core.scan import HEAD_BYTES_MAX
 from services.storage.core.store import Store, verified
 
+LOOKED_AT_MAX = 2_000
+"""One search by key does not look at more messages: their keys may only have the same hash."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -113,24 +116,30 @@ class Queries:
             DataLoss: a batch that may hold such a message is damaged.
         """
         messages: list[Match] = []
-        bytes_count = 0
-        for match in self._matches(topic_id, key, window):
-            bytes_count += len(match.batch)
-            if messages and (len(messages) == messages_max or bytes_count > bytes_max):
+        bytes_count = looked_at_count = 0
+        for looked_at in self._look(topic_id, key, window):
+            if looked_at_count >= LOOKED_AT_MAX or bytes_count > bytes_max:
                 return Matches(messages, True)
-            messages.append(match)
-        return Matches(messages, False)
+            looked_at_count += looked_at.count
+            bytes_count += 0 if looked_at.indexes else len(looked_at.batch)
+            for index in looked_at.indexes:
+                bytes_count += len(looked_at.batch)
+                if messages and (len(messages) == messages_max or bytes_count > bytes_max):
+                    return Matches(messages, True)
+                messages.append(Match(looked_at.batch, index))
+        return Matches(messages, looked_at_count > LOOKED_AT_MAX)
 
-    def _matches(self, topic_id: int, key: str, window: Window) -> Iterator[Match]:
+    def _look(self, topic_id: int, key: str, window: Window) -> Iterator[_LookedAt]:
+        """The batches with messages whose keys have the hash of `key`, newest first."""
         for found in self._store.keys.find(topic_id, key_hash(key)):
             if found.stretch.last_unix_ms < window.from_unix_ms:
                 return
             if found.stretch.first_unix_ms >= window.to_unix_ms:
                 continue
-            positions = np.unique(found.positions)
-            for position in reversed(self._within(positions, found, window)):
-                indexes = sorted(set(found.indexes[found.positions == position].tolist()))
-                yield from self._matches_in(int(position), indexes, topic_id, key)
+            for position in reversed(self._within(np.unique(found.positions), found, window)):
+                begin, end = np.searchsorted(found.positions, (position, position + 1))
+                indexes = sorted(set(found.indexes[begin:end].tolist()))
+                yield self._look_into(position, indexes, topic_id, key)
 
     def _within(self, positions: Int64Array, found: Found, window: Window) -> list[int]:
         """Those of ascending `positions` that are readable and in the window."""
@@ -143,18 +152,22 @@ class Queries:
             kept = kept[bisect_left(kept, window.from_unix_ms, key=self._store_unix_ms) :]
         return kept
 
-    def _matches_in(
-        self, position: int, indexes: list[int], topic_id: int, key: str
-    ) -> Iterator[Match]:
+    def _look_into(self, position: int, indexes: list[int], topic_id: int, key: str) -> _LookedAt:
         header = self._header_at(position)
         if header.topic_id != topic_id:
-            return
+            return _LookedAt(b"", 1, [])
         queue = topic_id, header.queue_id
         batch = verified(self._log.read(position, header.length), position, queue)
-        records = list(decode_records(batch, header, indexes))
-        for index, record in reversed(list(zip(indexes, records, strict=True))):
-            if key in record.keys:
-                yield Match(batch, index)
+        if indexes[-1] >= header.count:
+            raise DataLoss(
+                f"the key index says that the batch at {position} has a message {indexes[-1]}",
+                remedy="Stop the node and run: baton fsck DIR --repair.",
+                facts={"position": position},
+            )
+        newest = indexes[-LOOKED_AT_MAX:]
+        records = list(decode_records(batch, header, newest))
+        matches = [i for i, one in zip(newest, records, strict=True) if key in one.keys]
+        return _LookedAt(batch, len(indexes), matches[::-1])
 
     def _store_unix_ms(self, position: int) -> int:
         return self._header_at(position).store_unix_ms
@@ -182,3 +195,12 @@ class Queries:
                 f"the batch at {position} is damaged: {error}", facts={"position": position}
             ) from error
         return header
+
+
+@dataclass(frozen=True, slots=True)
+class _LookedAt:
+    """A batch in which `count` messages have the hash of a key; `indexes`: those that have it."""
+
+    batch: bytes
+    count: int
+    indexes: list[int]

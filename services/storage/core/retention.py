@@ -153,28 +153,27 @@ class Retention:
         sealed: Sequence[Sealed],
         log_bytes: int,
         moment: Moment,
-        newest_unix_ms: Callable[[Sealed], int | None],
+        newest_unix_ms: Callable[[Sealed], int],
     ) -> int:
         """Position from which the log is kept; that of the first of `sealed` if nothing goes.
 
         Args:
             sealed: Segments that may go, oldest first, at least one.
             log_bytes: Size of the whole log, the segment that is written to included.
-            newest_unix_ms: A time by which all messages of a segment were stored; None if it is
-                not known. Asked only as far as it matters.
+            newest_unix_ms: A time by which all messages of a segment were stored. Asked only as
+                far as it matters.
         """
         policy = self._policy
         age_due = policy.age_ms_max > 0 and (
             moment.hour in policy.hours or self.state >= DiskState.CLEAN
         )
+        old_unix_ms = moment.unix_ms - policy.age_ms_max
         surplus_bytes = self._surplus_bytes()
         keep_from = sealed[0].first_position
         for segment in sealed[:SEGMENTS_PER_ROUND]:
-            too_large = 0 < policy.log_bytes_max < log_bytes
-            if not (too_large or surplus_bytes > 0):
-                newest = newest_unix_ms(segment) if age_due else None
-                if newest is None or newest > moment.unix_ms - policy.age_ms_max:
-                    break
+            must_go = surplus_bytes > 0 or 0 < policy.log_bytes_max < log_bytes
+            if not must_go and not (age_due and newest_unix_ms(segment) <= old_unix_ms):
+                break
             keep_from = segment.next_position
             log_bytes -= segment.next_position - segment.first_position
             surplus_bytes -= segment.next_position - segment.first_position

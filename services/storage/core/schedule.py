@@ -190,14 +190,14 @@ def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Schedul
     begin, chunk = 0, b""
     for position in positions:
         at = position - begin
-        if not 0 <= at <= len(chunk) - HEADER_BYTES:
-            begin, chunk, at = position, log.read(position, READ_BYTES), 0
-        length = int.from_bytes(chunk[at + 8 : at + 12], "big")
-        if at + length > len(chunk):
-            wanted = max(min(length, BATCH_BYTES_MAX), READ_BYTES)
-            begin, chunk, at = position, log.read(position, wanted), 0
-        view = memoryview(chunk)[at:]
         try:
+            if not 0 <= at <= len(chunk) - HEADER_BYTES:
+                begin, chunk, at = position, log.read(position, READ_BYTES), 0
+            length = int.from_bytes(chunk[at + 8 : at + 12], "big")
+            if at + length > len(chunk):
+                wanted = max(min(length, BATCH_BYTES_MAX), READ_BYTES)
+                begin, chunk, at = position, log.read(position, wanted), 0
+            view = memoryview(chunk)[at:]
             header, length = examine(view, position, len(view))
             if header is None or (header.topic_id, header.queue_id) != (TOPIC_ID, SCHEDULED):
                 raise DataLoss(f"at {position} is no batch for later")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.storage.core.commitlog import CommitLog
-from services.storage.core.files import Disk, File
+from services.storage.core.files import UNREADABLE, Disk, File
 from services.storage.core.scan import END_OF_LOG, Scan
 
 PIECE_BYTES = 256 * 1024
@@ -98,5 +98,13 @@ class _Segment:
         return self._piece.segment_end_position
 
     def read(self, position: int, bytes_max: int) -> bytes:
+        """What a file that was cut short has lost reads as zeros, and so does a bad sector."""
         at = position - self._piece.segment_position
-        return self._file.read(at, min(bytes_max, self._piece.segment_end_position - position))
+        wanted = min(bytes_max, self._piece.segment_end_position - position)
+        try:
+            found = self._file.read(at, wanted)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            found = b""
+        return found.ljust(wanted, b"\0")

@@ -245,7 +245,7 @@ class Store:
                     check_takes(header, topic)
                     if refusal is not None:
                         raise refusal
-                    self.log.place([header.length])
+                    self.log.check_length(header.length)
                     run.add(index, checked, key, self._next_offset(key))
                 else:
                     outcomes[index] = receipt

@@ -93,6 +93,12 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The group's subscription differs from the heartbeat's; see `differences`."""
     REASON_NOT_SUBSCRIBED: _Reason.ValueType  # 29
     """The topic is not in the group's subscription. Facts: `group`, `topic`."""
+    REASON_GROUP_IN_USE: _Reason.ValueType  # 30
+    """The group has live members, and this needs a group without. Facts: `group`, `members`."""
+    REASON_OPERATION_NOT_FOUND: _Reason.ValueType  # 31
+    """No recorded operation has this id. Facts: `op_id`."""
+    REASON_OPERATION_EXISTS: _Reason.ValueType  # 32
+    """This operation id was used for something else. Facts: `op_id`."""
     REASON_OFFSET_OUT_OF_RANGE: _Reason.ValueType  # 40
     """Offset outside [first, next]. Facts: `offset`, `first_offset`, `next_offset`."""
     REASON_OFFSET_AHEAD_OF_LOG: _Reason.ValueType  # 41
@@ -117,7 +123,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The topic, or the queue, gives no messages. Facts: `topic`, `queue_id`."""
     REASON_FENCED: _Reason.ValueType  # 60
     """The token is not the queue's current one. Facts: `token`, `current`, `reset_epoch`, and
-    `why`: TAKEN, CLOSED, FORCED or RESET.
+    `why`: TAKEN, CLOSED, FORCED, RESET or SUBSCRIPTION.
     """
     REASON_OLD_EPOCH: _Reason.ValueType  # 61
     """The caller has seen a newer epoch of this replica set, or this term is over.
@@ -130,7 +136,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_ACK_CAP: _Reason.ValueType  # 64
     """The ack window of the queue is full. Facts: `ranges`, `limit`."""
     REASON_UNKNOWN_QUEUE: _Reason.ValueType  # 65
-    """offsets does not know the queue. Facts: `queue`, `token`."""
+    """offsets has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
     REASON_TOKEN_MISMATCH: _Reason.ValueType  # 66
     """A fence expected another token. Facts: `expected`, `token`, `attempt`."""
     REASON_SUPERSEDED: _Reason.ValueType  # 67
@@ -155,6 +161,18 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """By the newest generation the queue is not the asker's. Facts: `generation`, `current`."""
     REASON_HANDOVER_PENDING: _Reason.ValueType  # 84
     """A hand-over of the queue is under way. Facts: `attempt`."""
+    REASON_MODE_CHANGED: _Reason.ValueType  # 85
+    """The group's queues are owned, and the call is for a group without ownership, or the other way
+    round. Facts: `group`, `model`, `ownership`.
+    """
+    REASON_PAUSED: _Reason.ValueType  # 86
+    """An operator has paused the group. Facts: `group`, `by`, `reason`."""
+    REASON_SUBSCRIPTION_DRAINING: _Reason.ValueType  # 87
+    """The subscription of the group is being changed: nobody gets a queue until every queue is given
+    back. Facts: `group`, `subscription_generation`.
+    """
+    REASON_OLD_TOPIC: _Reason.ValueType  # 88
+    """The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
     REASON_NOT_LEADER: _Reason.ValueType  # 100
     """This node does not lead; another may. Facts: `leader` where known."""
     REASON_NOT_SERVING: _Reason.ValueType  # 101
@@ -213,6 +231,12 @@ REASON_SUBSCRIPTION_CONFLICT: Reason.ValueType  # 28
 """The group's subscription differs from the heartbeat's; see `differences`."""
 REASON_NOT_SUBSCRIBED: Reason.ValueType  # 29
 """The topic is not in the group's subscription. Facts: `group`, `topic`."""
+REASON_GROUP_IN_USE: Reason.ValueType  # 30
+"""The group has live members, and this needs a group without. Facts: `group`, `members`."""
+REASON_OPERATION_NOT_FOUND: Reason.ValueType  # 31
+"""No recorded operation has this id. Facts: `op_id`."""
+REASON_OPERATION_EXISTS: Reason.ValueType  # 32
+"""This operation id was used for something else. Facts: `op_id`."""
 REASON_OFFSET_OUT_OF_RANGE: Reason.ValueType  # 40
 """Offset outside [first, next]. Facts: `offset`, `first_offset`, `next_offset`."""
 REASON_OFFSET_AHEAD_OF_LOG: Reason.ValueType  # 41
@@ -237,7 +261,7 @@ REASON_NOT_READABLE: Reason.ValueType  # 49
 """The topic, or the queue, gives no messages. Facts: `topic`, `queue_id`."""
 REASON_FENCED: Reason.ValueType  # 60
 """The token is not the queue's current one. Facts: `token`, `current`, `reset_epoch`, and
-`why`: TAKEN, CLOSED, FORCED or RESET.
+`why`: TAKEN, CLOSED, FORCED, RESET or SUBSCRIPTION.
 """
 REASON_OLD_EPOCH: Reason.ValueType  # 61
 """The caller has seen a newer epoch of this replica set, or this term is over.
@@ -250,7 +274,7 @@ REASON_BEYOND_DELIVERED: Reason.ValueType  # 63
 REASON_ACK_CAP: Reason.ValueType  # 64
 """The ack window of the queue is full. Facts: `ranges`, `limit`."""
 REASON_UNKNOWN_QUEUE: Reason.ValueType  # 65
-"""offsets does not know the queue. Facts: `queue`, `token`."""
+"""offsets has no progress of the queue. Facts: `queue`, `token`, `reset_epoch`."""
 REASON_TOKEN_MISMATCH: Reason.ValueType  # 66
 """A fence expected another token. Facts: `expected`, `token`, `attempt`."""
 REASON_SUPERSEDED: Reason.ValueType  # 67
@@ -275,6 +299,18 @@ REASON_NOT_ASSIGNED: Reason.ValueType  # 83
 """By the newest generation the queue is not the asker's. Facts: `generation`, `current`."""
 REASON_HANDOVER_PENDING: Reason.ValueType  # 84
 """A hand-over of the queue is under way. Facts: `attempt`."""
+REASON_MODE_CHANGED: Reason.ValueType  # 85
+"""The group's queues are owned, and the call is for a group without ownership, or the other way
+round. Facts: `group`, `model`, `ownership`.
+"""
+REASON_PAUSED: Reason.ValueType  # 86
+"""An operator has paused the group. Facts: `group`, `by`, `reason`."""
+REASON_SUBSCRIPTION_DRAINING: Reason.ValueType  # 87
+"""The subscription of the group is being changed: nobody gets a queue until every queue is given
+back. Facts: `group`, `subscription_generation`.
+"""
+REASON_OLD_TOPIC: Reason.ValueType  # 88
+"""The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
 REASON_NOT_LEADER: Reason.ValueType  # 100
 """This node does not lead; another may. Facts: `leader` where known."""
 REASON_NOT_SERVING: Reason.ValueType  # 101

@@ -57,6 +57,34 @@ HOLD_STATE_ORPHAN: HoldState.ValueType  # 5
 """An entry the owner did not list. It releases the token or acquires again."""
 Global___HoldState: _TypeAlias = HoldState  # noqa: Y015
 
+class _WantedReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WantedReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WantedReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WANTED_REASON_UNSPECIFIED: _WantedReason.ValueType  # 0
+    """Not set; never sent with HOLD_STATE_WANTED."""
+    WANTED_REASON_WAITER: _WantedReason.ValueType  # 1
+    """Another member waits for it: the owner looks whether it is still assigned."""
+    WANTED_REASON_NOT_MEMBER: _WantedReason.ValueType  # 2
+    """The owner is no member any more; it is renewed for 60 s, no longer."""
+    WANTED_REASON_SUBSCRIPTION: _WantedReason.ValueType  # 3
+    """The subscription of the group is being changed: every queue is to be given back."""
+
+class WantedReason(_WantedReason, metaclass=_WantedReasonEnumTypeWrapper):
+    """Why an owner should give a queue back."""
+
+WANTED_REASON_UNSPECIFIED: WantedReason.ValueType  # 0
+"""Not set; never sent with HOLD_STATE_WANTED."""
+WANTED_REASON_WAITER: WantedReason.ValueType  # 1
+"""Another member waits for it: the owner looks whether it is still assigned."""
+WANTED_REASON_NOT_MEMBER: WantedReason.ValueType  # 2
+"""The owner is no member any more; it is renewed for 60 s, no longer."""
+WANTED_REASON_SUBSCRIPTION: WantedReason.ValueType  # 3
+"""The subscription of the group is being changed: every queue is to be given back."""
+Global___WantedReason: _TypeAlias = WantedReason  # noqa: Y015
+
 class _LockState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -141,10 +169,13 @@ class AcquireItem(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     RESET_EPOCH_FIELD_NUMBER: _builtins.int
     INITIAL_OFFSET_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
     reset_epoch: _builtins.int
     """Reset epoch to which `resume` belongs."""
     initial_offset: _builtins.int
     """Where to start if the group has no progress on this queue."""
+    topic_id: _builtins.int
+    """Id of the topic in which `initial_offset` was found; 0 if it is of any."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -160,10 +191,11 @@ class AcquireItem(_message.Message):
         resume: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
         reset_epoch: _builtins.int = ...,
         initial_offset: _builtins.int = ...,
+        topic_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_offset", b"initial_offset", "queue", b"queue", "reset_epoch", b"reset_epoch", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_offset", b"initial_offset", "queue", b"queue", "reset_epoch", b"reset_epoch", "resume", b"resume", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -221,6 +253,7 @@ class Grant(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     NEWLY_ACQUIRED_FIELD_NUMBER: _builtins.int
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Fencing token; to be shown with every pull, commit and close."""
     committed_offset: _builtins.int
@@ -233,6 +266,10 @@ class Grant(_message.Message):
     """False if the asker owned the queue before."""
     offsets_epoch: _builtins.int
     """Epoch of offsets that issued the token."""
+    subscription_generation: _builtins.int
+    """Generation of the subscription the queue is granted for; 0 if the group does not bind grants to
+    one. Pulls under the token have to name it.
+    """
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
         """Acked offsets at or above `committed_offset`, ascending, disjoint: never handle these."""
@@ -252,10 +289,11 @@ class Grant(_message.Message):
         lease_ms: _builtins.int = ...,
         newly_acquired: _builtins.bool = ...,
         offsets_epoch: _builtins.int = ...,
+        subscription_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "committed_offset", b"committed_offset", "lease_ms", b"lease_ms", "maybe_seen", b"maybe_seen", "newly_acquired", b"newly_acquired", "offsets_epoch", b"offsets_epoch", "reset_epoch", b"reset_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "committed_offset", b"committed_offset", "lease_ms", b"lease_ms", "maybe_seen", b"maybe_seen", "newly_acquired", b"newly_acquired", "offsets_epoch", b"offsets_epoch", "reset_epoch", b"reset_epoch", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -363,12 +401,15 @@ class HoldReport(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     WANTED_BY_FIELD_NUMBER: _builtins.int
+    WANTED_REASON_FIELD_NUMBER: _builtins.int
     state: Global___HoldState.ValueType
     """What happened."""
     token: _builtins.int
     """Token of the entry."""
     wanted_by: _builtins.str
-    """For HOLD_STATE_WANTED: the client that waits."""
+    """For HOLD_STATE_WANTED: the client that waits; empty if none does."""
+    wanted_reason: Global___WantedReason.ValueType
+    """For HOLD_STATE_WANTED: why the queue is wanted."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -380,10 +421,11 @@ class HoldReport(_message.Message):
         state: Global___HoldState.ValueType = ...,
         token: _builtins.int = ...,
         wanted_by: _builtins.str = ...,
+        wanted_reason: Global___WantedReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "state", b"state", "token", b"token", "wanted_by", b"wanted_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "state", b"state", "token", b"token", "wanted_by", b"wanted_by", "wanted_reason", b"wanted_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,6 +482,356 @@ class ReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseAllRequest(_message.Message):
+    """Request for ReleaseAll."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Only this group; empty for all."""
+    @_builtins.property
+    def incarnation(self) -> _queue_pb2.Incarnation:
+        """The owner. Required."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _queue_pb2.Incarnation | None = ...,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseAllRequest: _TypeAlias = ReleaseAllRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseAllResponse(_message.Message):
+    """Response for ReleaseAll."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    released_count: _builtins.int
+    """Number of entries that were freed."""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.GroupQueue]:
+        """Entries that stay: the owner has not closed them at offsets."""
+
+    def __init__(
+        self,
+        *,
+        released_count: _builtins.int = ...,
+        kept: _abc.Iterable[_queue_pb2.GroupQueue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "released_count", b"released_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseAllResponse: _TypeAlias = ReleaseAllResponse  # noqa: Y015
+
+@_typing.final
+class ForceReleaseRequest(_message.Message):
+    """Request for ForceRelease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    OP_ID_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    op_id: _builtins.str
+    """Chosen by the caller, the same when repeated; 1 to 58 visible ASCII characters. Required."""
+    by: _builtins.str
+    """Who does it, 1 to 255 characters. Required."""
+    reason: _builtins.str
+    """Why, 1 to 1,024 characters. Required."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue. Required."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        op_id: _builtins.str = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "op_id", b"op_id", "queue", b"queue", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForceReleaseRequest: _TypeAlias = ForceReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ForceReleaseResponse(_message.Message):
+    """Response for ForceRelease. A repetition after a change of leader tells the token only."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_OWNER_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    MAYBE_SEEN_COUNT_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token now."""
+    maybe_seen_count: _builtins.int
+    """Number of messages the owner before had in hand, or may have had."""
+    @_builtins.property
+    def previous_owner(self) -> _queue_pb2.Incarnation:
+        """Owner before; unset if there was none."""
+
+    def __init__(
+        self,
+        *,
+        previous_owner: _queue_pb2.Incarnation | None = ...,
+        token: _builtins.int = ...,
+        maybe_seen_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["previous_owner", b"previous_owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["maybe_seen_count", b"maybe_seen_count", "previous_owner", b"previous_owner", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForceReleaseResponse: _TypeAlias = ForceReleaseResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    """Request for Watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def incarnation(self) -> _queue_pb2.Incarnation:
+        """The client. Required."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _queue_pb2.Incarnation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    """One element of the Watch stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: _builtins.int
+    FREED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def wanted(self) -> Global___Wanted:
+        """A queue that the client owns is wanted. First come those that are wanted already."""
+
+    @_builtins.property
+    def freed(self) -> Global___Freed:
+        """A queue that the client was refused is free."""
+
+    def __init__(
+        self,
+        *,
+        wanted: Global___Wanted | None = ...,
+        freed: Global___Freed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "freed", b"freed", "wanted", b"wanted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "freed", b"freed", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["wanted", "freed"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class Wanted(_message.Message):
+    """A queue is wanted from its owner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token of the entry."""
+    by: _builtins.str
+    """The client that waits; empty if none does."""
+    reason: Global___WantedReason.ValueType
+    """Why."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        token: _builtins.int = ...,
+        by: _builtins.str = ...,
+        reason: Global___WantedReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "queue", b"queue", "reason", b"reason", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wanted: _TypeAlias = Wanted  # noqa: Y015
+
+@_typing.final
+class Freed(_message.Message):
+    """A queue has no owner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Freed: _TypeAlias = Freed  # noqa: Y015
+
+@_typing.final
+class DescribeRequest(_message.Message):
+    """Request for Describe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue. Required."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
+
+@_typing.final
+class DescribeResponse(_message.Message):
+    """Response for Describe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    LEASE_LEFT_MS_FIELD_NUMBER: _builtins.int
+    PENDING_STEP_FIELD_NUMBER: _builtins.int
+    PENDING_ATTEMPT_FIELD_NUMBER: _builtins.int
+    OFFSETS_TOKEN_FIELD_NUMBER: _builtins.int
+    OWNER_EVICTED_FIELD_NUMBER: _builtins.int
+    DENIALS_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """Term of the leader that answers."""
+    lease_left_ms: _builtins.int
+    """Time until the lease of the owner ends, in milliseconds; 0 if there is none, or it is over."""
+    pending_step: _builtins.str
+    """For LOCK_STATE_PENDING: how far the hand-over is: `fence`, `persist` or `release`."""
+    pending_attempt: _builtins.str
+    """For LOCK_STATE_PENDING: id of the fence attempt."""
+    offsets_token: _builtins.int
+    """Token at offsets when it was last looked at; 0 if it was not."""
+    owner_evicted: _builtins.bool
+    """True if the owner is no member of the group any more."""
+    @_builtins.property
+    def entry(self) -> Global___LockEntry:
+        """The entry; state LOCK_STATE_FREE with token 0 if nobody has ever owned the queue."""
+
+    @_builtins.property
+    def denials(self) -> _containers.RepeatedCompositeFieldContainer[Global___Denial]:
+        """The last refusals, newest first, at most 16; of the leader's memory."""
+
+    def __init__(
+        self,
+        *,
+        entry: Global___LockEntry | None = ...,
+        term: _builtins.int = ...,
+        lease_left_ms: _builtins.int = ...,
+        pending_step: _builtins.str = ...,
+        pending_attempt: _builtins.str = ...,
+        offsets_token: _builtins.int = ...,
+        owner_evicted: _builtins.bool = ...,
+        denials: _abc.Iterable[Global___Denial] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denials", b"denials", "entry", b"entry", "lease_left_ms", b"lease_left_ms", "offsets_token", b"offsets_token", "owner_evicted", b"owner_evicted", "pending_attempt", b"pending_attempt", "pending_step", b"pending_step", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class Denial(_message.Message):
+    """Somebody was refused the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Who asked."""
+    age_ms: _builtins.int
+    """How long ago, in milliseconds."""
+    @_builtins.property
+    def error(self) -> _error_pb2.Error:
+        """Why it was refused."""
+
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        error: _error_pb2.Error | None = ...,
+        age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client_id", b"client_id", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Denial: _TypeAlias = Denial  # noqa: Y015
 
 @_typing.final
 class ListRequest(_message.Message):
@@ -510,6 +902,7 @@ class LockEntry(_message.Message):
     WAITERS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     ACQUIRE_SEQ_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     state: Global___LockState.ValueType
     """State."""
     token: _builtins.int
@@ -524,6 +917,8 @@ class LockEntry(_message.Message):
     """Group generation of the grant."""
     acquire_seq: _builtins.int
     """`acquire_seq` of the grant."""
+    subscription_generation: _builtins.int
+    """Generation of the subscription the grant is for; 0 if it is not bound to one."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -548,10 +943,11 @@ class LockEntry(_message.Message):
         waiters: _abc.Iterable[_builtins.str] | None = ...,
         generation: _builtins.int = ...,
         acquire_seq: _builtins.int = ...,
+        subscription_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "held_ms", b"held_ms", "lease_age_ms", b"lease_age_ms", "owner", b"owner", "queue", b"queue", "state", b"state", "token", b"token", "waiters", b"waiters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "generation", b"generation", "held_ms", b"held_ms", "lease_age_ms", b"lease_age_ms", "owner", b"owner", "queue", b"queue", "state", b"state", "subscription_generation", b"subscription_generation", "token", b"token", "waiters", b"waiters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,26 @@ class LockmgrServiceStub:
                 request_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.ReleaseAll = channel.unary_unary(
+                '/baton.lockmgr.v1.LockmgrService/ReleaseAll',
+                request_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseAllRequest.SerializeToString,
+                response_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseAllResponse.FromString,
+                _registered_method=True)
+        self.ForceRelease = channel.unary_unary(
+                '/baton.lockmgr.v1.LockmgrService/ForceRelease',
+                request_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ForceReleaseRequest.SerializeToString,
+                response_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ForceReleaseResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/baton.lockmgr.v1.LockmgrService/Watch',
+                request_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.WatchRequest.SerializeToString,
+                response_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.WatchResponse.FromString,
+                _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/baton.lockmgr.v1.LockmgrService/Describe',
+                request_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.DescribeResponse.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/baton.lockmgr.v1.LockmgrService/List',
                 request_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ListRequest.SerializeToString,
@@ -68,9 +88,10 @@ class LockmgrServiceServicer:
         and for queues that somebody else still holds up to `hold_ms` later, when they became free
         or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
-        if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
-        NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
+        MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
+        token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
+        UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +111,48 @@ class LockmgrServiceServicer:
         effect and is no error.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseAll(self, request, context):
+        """Gives back everything an incarnation owns in one group, or in all. What is not closed at offsets
+        stays until it is drained or its lease ends.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
+        OFFSETS_UNREACHABLE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForceRelease(self, request, context):
+        """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
+        redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+
+        Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+        (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
+        it has to give it back; and that a queue it was refused is free.
+
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+        UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Describe(self, request, context):
+        """One lock entry with everything known about it.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,6 +184,26 @@ def add_LockmgrServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseRequest.FromString,
                     response_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'ReleaseAll': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseAll,
+                    request_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseAllRequest.FromString,
+                    response_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseAllResponse.SerializeToString,
+            ),
+            'ForceRelease': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForceRelease,
+                    request_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ForceReleaseRequest.FromString,
+                    response_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ForceReleaseResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.WatchRequest.FromString,
+                    response_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.WatchResponse.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.DescribeRequest.FromString,
+                    response_serializer=baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.DescribeResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -211,6 +294,114 @@ class LockmgrService:
             '/baton.lockmgr.v1.LockmgrService/Release',
             baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseRequest.SerializeToString,
             baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.lockmgr.v1.LockmgrService/ReleaseAll',
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseAllRequest.SerializeToString,
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ReleaseAllResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForceRelease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.lockmgr.v1.LockmgrService/ForceRelease',
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ForceReleaseRequest.SerializeToString,
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.ForceReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.lockmgr.v1.LockmgrService/Watch',
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.WatchRequest.SerializeToString,
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.lockmgr.v1.LockmgrService/Describe',
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.DescribeRequest.SerializeToString,
+            baton_dot_lockmgr_dot_v1_dot_lockmgr__service__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

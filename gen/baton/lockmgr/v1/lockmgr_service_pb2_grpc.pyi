@@ -40,9 +40,10 @@ class LockmgrServiceStub:
     and for queues that somebody else still holds up to `hold_ms` later, when they became free
     or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
-    if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
-    NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
+    MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
+    token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
+    UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.KeepAliveRequest, _lockmgr_service_pb2.KeepAliveResponse]
     """Renews the leases of one incarnation. `holds` is the complete list of what it owns.
@@ -54,6 +55,32 @@ class LockmgrServiceStub:
     effect and is no error.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
+    """
+    ReleaseAll: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseAllRequest, _lockmgr_service_pb2.ReleaseAllResponse]
+    """Gives back everything an incarnation owns in one group, or in all. What is not closed at offsets
+    stays until it is drained or its lease ends.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
+    OFFSETS_UNREACHABLE).
+    """
+    ForceRelease: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ForceReleaseRequest, _lockmgr_service_pb2.ForceReleaseResponse]
+    """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
+    redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+
+    Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+    (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
+    """
+    Watch: _grpc.UnaryStreamMultiCallable[_lockmgr_service_pb2.WatchRequest, _lockmgr_service_pb2.WatchResponse]
+    """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
+    it has to give it back; and that a queue it was refused is free.
+
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+    UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
+    """
+    Describe: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.DescribeRequest, _lockmgr_service_pb2.DescribeResponse]
+    """One lock entry with everything known about it.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     List: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ListRequest, _lockmgr_service_pb2.ListResponse]
     """Lists lock entries by group, topic, broker and queue.
@@ -73,9 +100,10 @@ class LockmgrServiceAsyncStub(LockmgrServiceStub):
     and for queues that somebody else still holds up to `hold_ms` later, when they became free
     or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
-    if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
-    NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+    Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
+    MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
+    token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
+    UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.KeepAliveRequest, _lockmgr_service_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the leases of one incarnation. `holds` is the complete list of what it owns.
@@ -87,6 +115,32 @@ class LockmgrServiceAsyncStub(LockmgrServiceStub):
     effect and is no error.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
+    """
+    ReleaseAll: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseAllRequest, _lockmgr_service_pb2.ReleaseAllResponse]  # type: ignore[assignment]
+    """Gives back everything an incarnation owns in one group, or in all. What is not closed at offsets
+    stays until it is drained or its lease ends.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
+    OFFSETS_UNREACHABLE).
+    """
+    ForceRelease: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ForceReleaseRequest, _lockmgr_service_pb2.ForceReleaseResponse]  # type: ignore[assignment]
+    """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
+    redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+
+    Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+    (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
+    """
+    Watch: _aio.UnaryStreamMultiCallable[_lockmgr_service_pb2.WatchRequest, _lockmgr_service_pb2.WatchResponse]  # type: ignore[assignment]
+    """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
+    it has to give it back; and that a queue it was refused is free.
+
+    Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+    UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
+    """
+    Describe: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.DescribeRequest, _lockmgr_service_pb2.DescribeResponse]  # type: ignore[assignment]
+    """One lock entry with everything known about it.
+
+    Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
     """
     List: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ListRequest, _lockmgr_service_pb2.ListResponse]  # type: ignore[assignment]
     """Lists lock entries by group, topic, broker and queue.
@@ -109,9 +163,10 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         and for queues that somebody else still holds up to `hold_ms` later, when they became free
         or were refused for good. A grant is fenced at offsets and persisted before it is sent.
 
-        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED, FENCED
-        if the request was granted before and that token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING), UNAVAILABLE (OFFSETS_UNREACHABLE,
-        NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
+        Item errors: FAILED_PRECONDITION (NOT_MEMBER, NOT_SUBSCRIBED, OLD_REQUEST, NOT_ASSIGNED,
+        MODE_CHANGED for a group without ownership, OLD_TOPIC, FENCED if the request was granted before and that
+        token is finished), ABORTED (HELD, DRAINING, UNACKED, HANDOVER_PENDING, SUBSCRIPTION_DRAINING),
+        UNAVAILABLE (OFFSETS_UNREACHABLE, NO_QUORUM). Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -135,6 +190,56 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         effect and is no error.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseAll(
+        self,
+        request: _lockmgr_service_pb2.ReleaseAllRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lockmgr_service_pb2.ReleaseAllResponse, _abc.Awaitable[_lockmgr_service_pb2.ReleaseAllResponse]]:
+        """Gives back everything an incarnation owns in one group, or in all. What is not closed at offsets
+        stays until it is drained or its lease ends.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
+        OFFSETS_UNREACHABLE).
+        """
+
+    @_abc_1.abstractmethod
+    def ForceRelease(
+        self,
+        request: _lockmgr_service_pb2.ForceReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lockmgr_service_pb2.ForceReleaseResponse, _abc.Awaitable[_lockmgr_service_pb2.ForceReleaseResponse]]:
+        """Takes a queue from its owner, whatever it is doing: what it has in hand comes again, flagged as
+        redelivered, and it is fenced. For operators; recorded at offsets, in the log and as an event.
+
+        Statuses: INVALID_ARGUMENT, NOT_FOUND (UNKNOWN_QUEUE: nobody has ever owned it), ABORTED
+        (HANDOVER_PENDING), UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM, OFFSETS_UNREACHABLE).
+        """
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _lockmgr_service_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_lockmgr_service_pb2.WatchResponse], _abc.AsyncIterator[_lockmgr_service_pb2.WatchResponse]]:
+        """Tells a client what concerns it, as it happens: that somebody waits for a queue it owns, or that
+        it has to give it back; and that a queue it was refused is free.
+
+        Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED) beyond the limit of watchers,
+        UNAVAILABLE (NOT_LEADER, NOT_SERVING); the stream ends when the node stops leading.
+        """
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _lockmgr_service_pb2.DescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lockmgr_service_pb2.DescribeResponse, _abc.Awaitable[_lockmgr_service_pb2.DescribeResponse]]:
+        """One lock entry with everything known about it.
+
+        Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING).
         """
 
     @_abc_1.abstractmethod

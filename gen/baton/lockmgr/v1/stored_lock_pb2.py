@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"baton/lockmgr/v1/stored_lock.proto\x12\x10\x62\x61ton.lockmgr.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\xae\x01\n\nStoredLock\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12+\n\x05owner\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05token\x18\x03 \x01(\x03\x12\x13\n\x0b\x61\x63quire_seq\x18\x04 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"baton/lockmgr/v1/stored_lock.proto\x12\x10\x62\x61ton.lockmgr.v1\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\xe5\x01\n\nStoredLock\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12+\n\x05owner\x18\x02 \x01(\x0b\x32\x1c.baton.common.v1.Incarnation\x12\r\n\x05token\x18\x03 \x01(\x03\x12\x13\n\x0b\x61\x63quire_seq\x18\x04 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x03\x12\x1f\n\x17subscription_generation\x18\x07 \x01(\x03\x12\x14\n\x0c\x66orced_op_id\x18\x08 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.lockmgr.v1.stored_loc
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STOREDLOCK']._serialized_start=86
-  _globals['_STOREDLOCK']._serialized_end=260
+  _globals['_STOREDLOCK']._serialized_end=315
 # @@protoc_insertion_point(module_scope)

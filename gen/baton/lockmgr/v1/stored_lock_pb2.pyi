@@ -29,6 +29,8 @@ class StoredLock(_message.Message):
     ACQUIRE_SEQ_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    FORCED_OP_ID_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token; kept when free."""
     acquire_seq: _builtins.int
@@ -37,6 +39,10 @@ class StoredLock(_message.Message):
     """Id of the fence attempt that issued the token."""
     generation: _builtins.int
     """Group generation of the grant."""
+    subscription_generation: _builtins.int
+    """Generation of the subscription the grant is for; 0 if it is not bound to one."""
+    forced_op_id: _builtins.str
+    """Id of the last ForceRelease of the queue; empty if there was none."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -54,10 +60,12 @@ class StoredLock(_message.Message):
         acquire_seq: _builtins.int = ...,
         attempt: _builtins.str = ...,
         generation: _builtins.int = ...,
+        subscription_generation: _builtins.int = ...,
+        forced_op_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "attempt", b"attempt", "generation", b"generation", "owner", b"owner", "queue", b"queue", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_seq", b"acquire_seq", "attempt", b"attempt", "forced_op_id", b"forced_op_id", "generation", b"generation", "owner", b"owner", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

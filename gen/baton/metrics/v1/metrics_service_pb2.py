@@ -26,7 +26,7 @@ from baton.common.v1 import error_pb2 as baton_dot_common_dot_v1_dot_error__pb2
 from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/metrics/v1/metrics_service.proto\x12\x10\x62\x61ton.metrics.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\x0e\n\x0cWatchRequest\"=\n\rWatchResponse\x12,\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1d.baton.metrics.v1.MetricBatch\"\x88\x01\n\x0bMetricBatch\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x16\n\x0eincarnation_id\x18\x03 \x01(\x06\x12-\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x1d.baton.metrics.v1.MetricEvent\x12\x15\n\rdropped_count\x18\x05 \x01(\x04\"\x95\x04\n\x0bMetricEvent\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x03\x12*\n\x05queue\x18\x02 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12.\n\x08\x61ppended\x18\n \x01(\x0b\x32\x1a.baton.metrics.v1.AppendedH\x00\x12\x35\n\tdelivered\x18\x0b \x01(\x0b\x32 .baton.metrics.v1.DeliveredRangeH\x00\x12\x35\n\tcommitted\x18\x0c \x01(\x0b\x32 .baton.metrics.v1.CommittedRangeH\x00\x12\x35\n\x0clock_granted\x18\r \x01(\x0b\x32\x1d.baton.metrics.v1.LockGrantedH\x00\x12\x33\n\x0block_denied\x18\x0e \x01(\x0b\x32\x1c.baton.metrics.v1.LockDeniedH\x00\x12\x37\n\rlock_released\x18\x0f \x01(\x0b\x32\x1e.baton.metrics.v1.LockReleasedH\x00\x12\x37\n\rgroup_changed\x18\x10 \x01(\x0b\x32\x1e.baton.metrics.v1.GroupChangedH\x00\x12\x45\n\x14subscription_refused\x18\x11 \x01(\x0b\x32%.baton.metrics.v1.SubscriptionRefusedH\x00\x42\x06\n\x04kind\"5\n\x08\x41ppended\x12\x15\n\rmessage_count\x18\x01 \x01(\x04\x12\x12\n\nbyte_count\x18\x02 \x01(\x04\"{\n\x0e\x44\x65liveredRange\x12+\n\x05range\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x15\n\rmessage_count\x18\x03 \x01(\x04\x12\x16\n\x0e\x66iltered_count\x18\x04 \x01(\x04\"I\n\x0e\x43ommittedRange\x12\x18\n\x10\x63ommitted_offset\x18\x01 \x01(\x03\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\"l\n\x0bLockGranted\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x1a\n\x12previous_client_id\x18\x03 \x01(\t\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x03\x12\x0e\n\x06stolen\x18\x05 \x01(\x08\"H\n\nLockDenied\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.baton.common.v1.Reason\"0\n\x0cLockReleased\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\"G\n\x0cGroupChanged\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x14\n\x0cmember_count\x18\x03 \x01(\r\"u\n\x13SubscriptionRefused\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12<\n\x0b\x64ifferences\x18\x03 \x03(\x0b\x32\'.baton.common.v1.SubscriptionDifference2\\\n\x0eMetricsService\x12J\n\x05Watch\x12\x1e.baton.metrics.v1.WatchRequest\x1a\x1f.baton.metrics.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/metrics/v1/metrics_service.proto\x12\x10\x62\x61ton.metrics.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\x0e\n\x0cWatchRequest\"=\n\rWatchResponse\x12,\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1d.baton.metrics.v1.MetricBatch\"\x88\x01\n\x0bMetricBatch\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x16\n\x0eincarnation_id\x18\x03 \x01(\x06\x12-\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x1d.baton.metrics.v1.MetricEvent\x12\x15\n\rdropped_count\x18\x05 \x01(\x04\"\x85\x06\n\x0bMetricEvent\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x03\x12*\n\x05queue\x18\x02 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12.\n\x08\x61ppended\x18\n \x01(\x0b\x32\x1a.baton.metrics.v1.AppendedH\x00\x12\x35\n\tdelivered\x18\x0b \x01(\x0b\x32 .baton.metrics.v1.DeliveredRangeH\x00\x12\x35\n\tcommitted\x18\x0c \x01(\x0b\x32 .baton.metrics.v1.CommittedRangeH\x00\x12\x35\n\x0clock_granted\x18\r \x01(\x0b\x32\x1d.baton.metrics.v1.LockGrantedH\x00\x12\x33\n\x0block_denied\x18\x0e \x01(\x0b\x32\x1c.baton.metrics.v1.LockDeniedH\x00\x12\x37\n\rlock_released\x18\x0f \x01(\x0b\x32\x1e.baton.metrics.v1.LockReleasedH\x00\x12\x37\n\rgroup_changed\x18\x10 \x01(\x0b\x32\x1e.baton.metrics.v1.GroupChangedH\x00\x12\x45\n\x14subscription_refused\x18\x11 \x01(\x0b\x32%.baton.metrics.v1.SubscriptionRefusedH\x00\x12\x45\n\x14subscription_changed\x18\x12 \x01(\x0b\x32%.baton.metrics.v1.SubscriptionChangedH\x00\x12\x33\n\x0block_forced\x18\x13 \x01(\x0b\x32\x1c.baton.metrics.v1.LockForcedH\x00\x12\x39\n\x0eprogress_reset\x18\x14 \x01(\x0b\x32\x1f.baton.metrics.v1.ProgressResetH\x00\x12\x37\n\rstuck_changed\x18\x15 \x01(\x0b\x32\x1e.baton.metrics.v1.StuckChangedH\x00\x42\x06\n\x04kind\"5\n\x08\x41ppended\x12\x15\n\rmessage_count\x18\x01 \x01(\x04\x12\x12\n\nbyte_count\x18\x02 \x01(\x04\"{\n\x0e\x44\x65liveredRange\x12+\n\x05range\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x15\n\rmessage_count\x18\x03 \x01(\x04\x12\x16\n\x0e\x66iltered_count\x18\x04 \x01(\x04\"I\n\x0e\x43ommittedRange\x12\x18\n\x10\x63ommitted_offset\x18\x01 \x01(\x03\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\"l\n\x0bLockGranted\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x1a\n\x12previous_client_id\x18\x03 \x01(\t\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x03\x12\x0e\n\x06stolen\x18\x05 \x01(\x08\"H\n\nLockDenied\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.baton.common.v1.Reason\"0\n\x0cLockReleased\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\"G\n\x0cGroupChanged\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x14\n\x0cmember_count\x18\x03 \x01(\r\"u\n\x13SubscriptionRefused\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12<\n\x0b\x64ifferences\x18\x03 \x03(\x0b\x32\'.baton.common.v1.SubscriptionDifference\"\x96\x01\n\x13SubscriptionChanged\x12\r\n\x05group\x18\x01 \x01(\t\x12\x1f\n\x17subscription_generation\x18\x02 \x01(\x03\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12<\n\x0b\x64ifferences\x18\x04 \x03(\x0b\x32\'.baton.common.v1.SubscriptionDifference\"S\n\nLockForced\x12\x1a\n\x12previous_client_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"b\n\rProgressReset\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_offset\x18\x02 \x01(\x03\x12\x11\n\tto_offset\x18\x03 \x01(\x03\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"/\n\x0cStuckChanged\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\\\n\x0eMetricsService\x12J\n\x05Watch\x12\x1e.baton.metrics.v1.WatchRequest\x1a\x1f.baton.metrics.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,23 +40,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_METRICBATCH']._serialized_start=198
   _globals['_METRICBATCH']._serialized_end=334
   _globals['_METRICEVENT']._serialized_start=337
-  _globals['_METRICEVENT']._serialized_end=870
-  _globals['_APPENDED']._serialized_start=872
-  _globals['_APPENDED']._serialized_end=925
-  _globals['_DELIVEREDRANGE']._serialized_start=927
-  _globals['_DELIVEREDRANGE']._serialized_end=1050
-  _globals['_COMMITTEDRANGE']._serialized_start=1052
-  _globals['_COMMITTEDRANGE']._serialized_end=1125
-  _globals['_LOCKGRANTED']._serialized_start=1127
-  _globals['_LOCKGRANTED']._serialized_end=1235
-  _globals['_LOCKDENIED']._serialized_start=1237
-  _globals['_LOCKDENIED']._serialized_end=1309
-  _globals['_LOCKRELEASED']._serialized_start=1311
-  _globals['_LOCKRELEASED']._serialized_end=1359
-  _globals['_GROUPCHANGED']._serialized_start=1361
-  _globals['_GROUPCHANGED']._serialized_end=1432
-  _globals['_SUBSCRIPTIONREFUSED']._serialized_start=1434
-  _globals['_SUBSCRIPTIONREFUSED']._serialized_end=1551
-  _globals['_METRICSSERVICE']._serialized_start=1553
-  _globals['_METRICSSERVICE']._serialized_end=1645
+  _globals['_METRICEVENT']._serialized_end=1110
+  _globals['_APPENDED']._serialized_start=1112
+  _globals['_APPENDED']._serialized_end=1165
+  _globals['_DELIVEREDRANGE']._serialized_start=1167
+  _globals['_DELIVEREDRANGE']._serialized_end=1290
+  _globals['_COMMITTEDRANGE']._serialized_start=1292
+  _globals['_COMMITTEDRANGE']._serialized_end=1365
+  _globals['_LOCKGRANTED']._serialized_start=1367
+  _globals['_LOCKGRANTED']._serialized_end=1475
+  _globals['_LOCKDENIED']._serialized_start=1477
+  _globals['_LOCKDENIED']._serialized_end=1549
+  _globals['_LOCKRELEASED']._serialized_start=1551
+  _globals['_LOCKRELEASED']._serialized_end=1599
+  _globals['_GROUPCHANGED']._serialized_start=1601
+  _globals['_GROUPCHANGED']._serialized_end=1672
+  _globals['_SUBSCRIPTIONREFUSED']._serialized_start=1674
+  _globals['_SUBSCRIPTIONREFUSED']._serialized_end=1791
+  _globals['_SUBSCRIPTIONCHANGED']._serialized_start=1794
+  _globals['_SUBSCRIPTIONCHANGED']._serialized_end=1944
+  _globals['_LOCKFORCED']._serialized_start=1946
+  _globals['_LOCKFORCED']._serialized_end=2029
+  _globals['_PROGRESSRESET']._serialized_start=2031
+  _globals['_PROGRESSRESET']._serialized_end=2129
+  _globals['_STUCKCHANGED']._serialized_start=2131
+  _globals['_STUCKCHANGED']._serialized_end=2178
+  _globals['_METRICSSERVICE']._serialized_start=2180
+  _globals['_METRICSSERVICE']._serialized_end=2272
 # @@protoc_insertion_point(module_scope)

@@ -117,6 +117,10 @@ class MetricEvent(_message.Message):
     LOCK_RELEASED_FIELD_NUMBER: _builtins.int
     GROUP_CHANGED_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_REFUSED_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_CHANGED_FIELD_NUMBER: _builtins.int
+    LOCK_FORCED_FIELD_NUMBER: _builtins.int
+    PROGRESS_RESET_FIELD_NUMBER: _builtins.int
+    STUCK_CHANGED_FIELD_NUMBER: _builtins.int
     unix_ms: _builtins.int
     """Wall clock of the source."""
     @_builtins.property
@@ -155,6 +159,22 @@ class MetricEvent(_message.Message):
     def subscription_refused(self) -> Global___SubscriptionRefused:
         """A heartbeat was refused."""
 
+    @_builtins.property
+    def subscription_changed(self) -> Global___SubscriptionChanged:
+        """The subscription of a group was changed."""
+
+    @_builtins.property
+    def lock_forced(self) -> Global___LockForced:
+        """A queue was taken by force."""
+
+    @_builtins.property
+    def progress_reset(self) -> Global___ProgressReset:
+        """Progress was moved by an operator."""
+
+    @_builtins.property
+    def stuck_changed(self) -> Global___StuckChanged:
+        """What keeps a queue from moving has changed."""
+
     def __init__(
         self,
         *,
@@ -168,12 +188,16 @@ class MetricEvent(_message.Message):
         lock_released: Global___LockReleased | None = ...,
         group_changed: Global___GroupChanged | None = ...,
         subscription_refused: Global___SubscriptionRefused | None = ...,
+        subscription_changed: Global___SubscriptionChanged | None = ...,
+        lock_forced: Global___LockForced | None = ...,
+        progress_reset: Global___ProgressReset | None = ...,
+        stuck_changed: Global___StuckChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "delivered", b"delivered", "group_changed", b"group_changed", "kind", b"kind", "lock_denied", b"lock_denied", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "queue", b"queue", "subscription_refused", b"subscription_refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "delivered", b"delivered", "group_changed", b"group_changed", "kind", b"kind", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "progress_reset", b"progress_reset", "queue", b"queue", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "delivered", b"delivered", "group_changed", b"group_changed", "kind", b"kind", "lock_denied", b"lock_denied", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "queue", b"queue", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "delivered", b"delivered", "group_changed", b"group_changed", "kind", b"kind", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "progress_reset", b"progress_reset", "queue", b"queue", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -422,3 +446,137 @@ class SubscriptionRefused(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscriptionRefused: _TypeAlias = SubscriptionRefused  # noqa: Y015
+
+@_typing.final
+class SubscriptionChanged(_message.Message):
+    """The subscription of a group was changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group."""
+    subscription_generation: _builtins.int
+    """Generation of the subscription now."""
+    client_id: _builtins.str
+    """Client that asked for it."""
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedCompositeFieldContainer[_error_pb2.SubscriptionDifference]:
+        """On what it differs from that of other live members; only under the policy WARN."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        subscription_generation: _builtins.int = ...,
+        client_id: _builtins.str = ...,
+        differences: _abc.Iterable[_error_pb2.SubscriptionDifference] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "differences", b"differences", "group", b"group", "subscription_generation", b"subscription_generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscriptionChanged: _TypeAlias = SubscriptionChanged  # noqa: Y015
+
+@_typing.final
+class LockForced(_message.Message):
+    """A queue was taken by force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_CLIENT_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    previous_client_id: _builtins.str
+    """Owner before; empty if none."""
+    token: _builtins.int
+    """Token now."""
+    by: _builtins.str
+    """Who did it."""
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        previous_client_id: _builtins.str = ...,
+        token: _builtins.int = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "previous_client_id", b"previous_client_id", "reason", b"reason", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LockForced: _TypeAlias = LockForced  # noqa: Y015
+
+@_typing.final
+class ProgressReset(_message.Message):
+    """Progress was moved by an operator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_ID_FIELD_NUMBER: _builtins.int
+    FROM_OFFSET_FIELD_NUMBER: _builtins.int
+    TO_OFFSET_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    op_id: _builtins.str
+    """Id of the operation."""
+    from_offset: _builtins.int
+    """Committed offset before."""
+    to_offset: _builtins.int
+    """Committed offset now."""
+    by: _builtins.str
+    """Who did it."""
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        op_id: _builtins.str = ...,
+        from_offset: _builtins.int = ...,
+        to_offset: _builtins.int = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "from_offset", b"from_offset", "op_id", b"op_id", "reason", b"reason", "to_offset", b"to_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProgressReset: _TypeAlias = ProgressReset  # noqa: Y015
+
+@_typing.final
+class StuckChanged(_message.Message):
+    """What keeps a queue from moving has changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Name of a baton.nameserver.v1.StuckReason without its prefix."""
+    message: _builtins.str
+    """The reason in a sentence."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StuckChanged: _TypeAlias = StuckChanged  # noqa: Y015

@@ -3,6 +3,7 @@
 isort:skip_file
 """
 
+from baton.common.v1 import error_pb2 as _error_pb2
 from baton.common.v1 import queue_pb2 as _queue_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -90,6 +91,8 @@ class _MessageModelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageM
     """Not set; means MESSAGE_MODEL_CLUSTERING."""
     MESSAGE_MODEL_CLUSTERING: _MessageModel.ValueType  # 1
     """Each queue goes to one member."""
+    MESSAGE_MODEL_BROADCASTING: _MessageModel.ValueType  # 2
+    """Every member gets every message. Nobody owns a queue, and each keeps its progress itself."""
 
 class MessageModel(_MessageModel, metaclass=_MessageModelEnumTypeWrapper):
     """How the members of a group share messages."""
@@ -98,7 +101,117 @@ MESSAGE_MODEL_UNSPECIFIED: MessageModel.ValueType  # 0
 """Not set; means MESSAGE_MODEL_CLUSTERING."""
 MESSAGE_MODEL_CLUSTERING: MessageModel.ValueType  # 1
 """Each queue goes to one member."""
+MESSAGE_MODEL_BROADCASTING: MessageModel.ValueType  # 2
+"""Every member gets every message. Nobody owns a queue, and each keeps its progress itself."""
 Global___MessageModel: _TypeAlias = MessageModel  # noqa: Y015
+
+class _Ownership:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OwnershipEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ownership.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OWNERSHIP_UNSPECIFIED: _Ownership.ValueType  # 0
+    """Not set; means OWNERSHIP_ON."""
+    OWNERSHIP_ON: _Ownership.ValueType  # 1
+    """One member at a time owns a queue, by a token."""
+    OWNERSHIP_OFF: _Ownership.ValueType  # 2
+    """Nobody owns a queue: members read what is assigned to them, and after a rebalance messages may
+    be handled twice.
+    """
+
+class Ownership(_Ownership, metaclass=_OwnershipEnumTypeWrapper):
+    """Whether the queues of a clustering group are owned."""
+
+OWNERSHIP_UNSPECIFIED: Ownership.ValueType  # 0
+"""Not set; means OWNERSHIP_ON."""
+OWNERSHIP_ON: Ownership.ValueType  # 1
+"""One member at a time owns a queue, by a token."""
+OWNERSHIP_OFF: Ownership.ValueType  # 2
+"""Nobody owns a queue: members read what is assigned to them, and after a rebalance messages may
+be handled twice.
+"""
+Global___Ownership: _TypeAlias = Ownership  # noqa: Y015
+
+class _SubscriptionPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SubscriptionPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SubscriptionPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SUBSCRIPTION_POLICY_UNSPECIFIED: _SubscriptionPolicy.ValueType  # 0
+    """Not set; means SUBSCRIPTION_POLICY_REJECT."""
+    SUBSCRIPTION_POLICY_REJECT: _SubscriptionPolicy.ValueType  # 1
+    """It is refused, with every difference; the others are not touched."""
+    SUBSCRIPTION_POLICY_STAGED: _SubscriptionPolicy.ValueType  # 2
+    """It is a member without queues until every live member asks for the same; then all queues are
+    given back, and given out again under the new subscription.
+    """
+    SUBSCRIPTION_POLICY_STAGED_LATEST: _SubscriptionPolicy.ValueType  # 3
+    """As STAGED, but the newest subscription does not wait for the others: at once, all queues are
+    given back, and members that still ask for the old one get none.
+    """
+    SUBSCRIPTION_POLICY_WARN: _SubscriptionPolicy.ValueType  # 4
+    """The last one asked for counts for all, from their next pull on. Counted and logged: messages
+    are lost on the members that ask for something else. As RocketMQ does.
+    """
+
+class SubscriptionPolicy(_SubscriptionPolicy, metaclass=_SubscriptionPolicyEnumTypeWrapper):
+    """What happens when a member asks for another subscription than the group has."""
+
+SUBSCRIPTION_POLICY_UNSPECIFIED: SubscriptionPolicy.ValueType  # 0
+"""Not set; means SUBSCRIPTION_POLICY_REJECT."""
+SUBSCRIPTION_POLICY_REJECT: SubscriptionPolicy.ValueType  # 1
+"""It is refused, with every difference; the others are not touched."""
+SUBSCRIPTION_POLICY_STAGED: SubscriptionPolicy.ValueType  # 2
+"""It is a member without queues until every live member asks for the same; then all queues are
+given back, and given out again under the new subscription.
+"""
+SUBSCRIPTION_POLICY_STAGED_LATEST: SubscriptionPolicy.ValueType  # 3
+"""As STAGED, but the newest subscription does not wait for the others: at once, all queues are
+given back, and members that still ask for the old one get none.
+"""
+SUBSCRIPTION_POLICY_WARN: SubscriptionPolicy.ValueType  # 4
+"""The last one asked for counts for all, from their next pull on. Counted and logged: messages
+are lost on the members that ask for something else. As RocketMQ does.
+"""
+Global___SubscriptionPolicy: _TypeAlias = SubscriptionPolicy  # noqa: Y015
+
+class _Strategy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STRATEGY_UNSPECIFIED: _Strategy.ValueType  # 0
+    """Not set; means STRATEGY_STICKY."""
+    STRATEGY_STICKY: _Strategy.ValueType  # 1
+    """Equal shares with as few moves as possible."""
+    STRATEGY_AVERAGE: _Strategy.ValueType  # 2
+    """Consecutive queues to one member."""
+    STRATEGY_AVERAGE_BY_CIRCLE: _Strategy.ValueType  # 3
+    """In turn, like cards."""
+    STRATEGY_CONSISTENT_HASH: _Strategy.ValueType  # 4
+    """By a hash ring: few moves, shares only about equal."""
+    STRATEGY_MACHINE_ROOM: _Strategy.ValueType  # 5
+    """To members in the broker's machine room; those of rooms without members to all."""
+
+class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper):
+    """How queues are dealt out to members."""
+
+STRATEGY_UNSPECIFIED: Strategy.ValueType  # 0
+"""Not set; means STRATEGY_STICKY."""
+STRATEGY_STICKY: Strategy.ValueType  # 1
+"""Equal shares with as few moves as possible."""
+STRATEGY_AVERAGE: Strategy.ValueType  # 2
+"""Consecutive queues to one member."""
+STRATEGY_AVERAGE_BY_CIRCLE: Strategy.ValueType  # 3
+"""In turn, like cards."""
+STRATEGY_CONSISTENT_HASH: Strategy.ValueType  # 4
+"""By a hash ring: few moves, shares only about equal."""
+STRATEGY_MACHINE_ROOM: Strategy.ValueType  # 5
+"""To members in the broker's machine room; those of rooms without members to all."""
+Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
 
 class _ConsumeFrom:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -124,6 +237,158 @@ CONSUME_FROM_FIRST: ConsumeFrom.ValueType  # 2
 """At the first message the queue still holds."""
 Global___ConsumeFrom: _TypeAlias = ConsumeFrom  # noqa: Y015
 
+class _Verdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VERDICT_UNSPECIFIED: _Verdict.ValueType  # 0
+    """Not set; never sent."""
+    VERDICT_ACCEPTED: _Verdict.ValueType  # 1
+    """The subscription is the group's."""
+    VERDICT_STAGED: _Verdict.ValueType  # 2
+    """It is to be the group's next one; until then the member gets no queue."""
+    VERDICT_REPLACED: _Verdict.ValueType  # 3
+    """It is the group's now, against the will of other live members."""
+    VERDICT_OVERRULED: _Verdict.ValueType  # 4
+    """Another member has replaced it; this member gets what that one asked for."""
+
+class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
+    """What the group's policy says of a heartbeat that was accepted."""
+
+VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
+"""Not set; never sent."""
+VERDICT_ACCEPTED: Verdict.ValueType  # 1
+"""The subscription is the group's."""
+VERDICT_STAGED: Verdict.ValueType  # 2
+"""It is to be the group's next one; until then the member gets no queue."""
+VERDICT_REPLACED: Verdict.ValueType  # 3
+"""It is the group's now, against the will of other live members."""
+VERDICT_OVERRULED: Verdict.ValueType  # 4
+"""Another member has replaced it; this member gets what that one asked for."""
+Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+class _StuckReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StuckReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StuckReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STUCK_REASON_UNSPECIFIED: _StuckReason.ValueType  # 0
+    """Not set; never sent."""
+    STUCK_REASON_MOVING: _StuckReason.ValueType  # 1
+    """It is moving: messages were committed lately."""
+    STUCK_REASON_IDLE: _StuckReason.ValueType  # 2
+    """Nothing to do: everything is handled. Evidence: `next_offset`."""
+    STUCK_REASON_NO_MEMBER: _StuckReason.ValueType  # 3
+    """The group has no member. Evidence: `generation`."""
+    STUCK_REASON_NOT_ASSIGNED: _StuckReason.ValueType  # 4
+    """The queue is dealt to nobody. Evidence: `generation`, `members`."""
+    STUCK_REASON_REFUSED_SUBSCRIPTION: _StuckReason.ValueType  # 5
+    """The member that should have it is refused for its subscription, or waits for it to become the
+    group's. Evidence: `client_id`, `member_client_id`, and per difference `topic`, `wants`, `has`.
+    """
+    STUCK_REASON_SUBSCRIPTION_DRAINING: _StuckReason.ValueType  # 6
+    """The subscription is being changed. Evidence: `since_ms`, `open_grants`."""
+    STUCK_REASON_HELD: _StuckReason.ValueType  # 7
+    """Another member than the one it is dealt to still owns it. Evidence: `owner`, `held_ms`, `token`,
+    `waiters`.
+    """
+    STUCK_REASON_OWNER_SILENT: _StuckReason.ValueType  # 8
+    """The owner was silent. Evidence: `owner`, `lease_left_ms`."""
+    STUCK_REASON_HANDOVER_PENDING: _StuckReason.ValueType  # 9
+    """A hand-over is under way. Evidence: `step`, `attempt`."""
+    STUCK_REASON_PHANTOM_TOKEN: _StuckReason.ValueType  # 10
+    """The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
+    STUCK_REASON_HEAD_OF_LINE: _StuckReason.ValueType  # 11
+    """The owner has messages in hand and does not finish them. Evidence: `owner`, `unacked`, `offset`,
+    `message_id`, `age_ms`.
+    """
+    STUCK_REASON_ACK_CAP: _StuckReason.ValueType  # 12
+    """So much is acked out of order that deliveries wait for the lowest. Evidence: as HEAD_OF_LINE, and
+    `ranges`.
+    """
+    STUCK_REASON_NOT_PULLING: _StuckReason.ValueType  # 13
+    """The owner does not pull. Evidence: `owner`, `idle_ms`."""
+    STUCK_REASON_FILTERED: _StuckReason.ValueType  # 14
+    """Everything that waits is dropped by the filter. Evidence: `expression`, `scanned`."""
+    STUCK_REASON_PAUSED: _StuckReason.ValueType  # 15
+    """An operator has paused the group. Evidence: `by`, `reason`, `since_ms`."""
+    STUCK_REASON_NOT_READABLE: _StuckReason.ValueType  # 16
+    """The topic gives no messages. Evidence: `permission`."""
+    STUCK_REASON_OFFSET_AHEAD_OF_LOG: _StuckReason.ValueType  # 17
+    """The committed offset is beyond the end of the log. Evidence: `committed_offset`, `next_offset`."""
+    STUCK_REASON_STORAGE_UNREACHABLE: _StuckReason.ValueType  # 18
+    """The broker can't be reached. Evidence: `broker`, `error`."""
+    STUCK_REASON_OFFSETS_UNREACHABLE: _StuckReason.ValueType  # 19
+    """offsets can't be reached. Evidence: `error`."""
+    STUCK_REASON_LOCKMGR_UNREACHABLE: _StuckReason.ValueType  # 20
+    """The lock manager can't be reached, or nobody leads. Evidence: `error`."""
+    STUCK_REASON_NOT_ACQUIRED: _StuckReason.ValueType  # 21
+    """Nobody has acquired the queue yet. Evidence: `assigned`."""
+    STUCK_REASON_DATA_LOSS: _StuckReason.ValueType  # 22
+    """A stored batch is damaged. Evidence: `position`, `error`."""
+
+class StuckReason(_StuckReason, metaclass=_StuckReasonEnumTypeWrapper):
+    """Why a queue is not moving (protocol section 16)."""
+
+STUCK_REASON_UNSPECIFIED: StuckReason.ValueType  # 0
+"""Not set; never sent."""
+STUCK_REASON_MOVING: StuckReason.ValueType  # 1
+"""It is moving: messages were committed lately."""
+STUCK_REASON_IDLE: StuckReason.ValueType  # 2
+"""Nothing to do: everything is handled. Evidence: `next_offset`."""
+STUCK_REASON_NO_MEMBER: StuckReason.ValueType  # 3
+"""The group has no member. Evidence: `generation`."""
+STUCK_REASON_NOT_ASSIGNED: StuckReason.ValueType  # 4
+"""The queue is dealt to nobody. Evidence: `generation`, `members`."""
+STUCK_REASON_REFUSED_SUBSCRIPTION: StuckReason.ValueType  # 5
+"""The member that should have it is refused for its subscription, or waits for it to become the
+group's. Evidence: `client_id`, `member_client_id`, and per difference `topic`, `wants`, `has`.
+"""
+STUCK_REASON_SUBSCRIPTION_DRAINING: StuckReason.ValueType  # 6
+"""The subscription is being changed. Evidence: `since_ms`, `open_grants`."""
+STUCK_REASON_HELD: StuckReason.ValueType  # 7
+"""Another member than the one it is dealt to still owns it. Evidence: `owner`, `held_ms`, `token`,
+`waiters`.
+"""
+STUCK_REASON_OWNER_SILENT: StuckReason.ValueType  # 8
+"""The owner was silent. Evidence: `owner`, `lease_left_ms`."""
+STUCK_REASON_HANDOVER_PENDING: StuckReason.ValueType  # 9
+"""A hand-over is under way. Evidence: `step`, `attempt`."""
+STUCK_REASON_PHANTOM_TOKEN: StuckReason.ValueType  # 10
+"""The lock and offsets disagree about the token. Evidence: `lock_token`, `offsets_token`."""
+STUCK_REASON_HEAD_OF_LINE: StuckReason.ValueType  # 11
+"""The owner has messages in hand and does not finish them. Evidence: `owner`, `unacked`, `offset`,
+`message_id`, `age_ms`.
+"""
+STUCK_REASON_ACK_CAP: StuckReason.ValueType  # 12
+"""So much is acked out of order that deliveries wait for the lowest. Evidence: as HEAD_OF_LINE, and
+`ranges`.
+"""
+STUCK_REASON_NOT_PULLING: StuckReason.ValueType  # 13
+"""The owner does not pull. Evidence: `owner`, `idle_ms`."""
+STUCK_REASON_FILTERED: StuckReason.ValueType  # 14
+"""Everything that waits is dropped by the filter. Evidence: `expression`, `scanned`."""
+STUCK_REASON_PAUSED: StuckReason.ValueType  # 15
+"""An operator has paused the group. Evidence: `by`, `reason`, `since_ms`."""
+STUCK_REASON_NOT_READABLE: StuckReason.ValueType  # 16
+"""The topic gives no messages. Evidence: `permission`."""
+STUCK_REASON_OFFSET_AHEAD_OF_LOG: StuckReason.ValueType  # 17
+"""The committed offset is beyond the end of the log. Evidence: `committed_offset`, `next_offset`."""
+STUCK_REASON_STORAGE_UNREACHABLE: StuckReason.ValueType  # 18
+"""The broker can't be reached. Evidence: `broker`, `error`."""
+STUCK_REASON_OFFSETS_UNREACHABLE: StuckReason.ValueType  # 19
+"""offsets can't be reached. Evidence: `error`."""
+STUCK_REASON_LOCKMGR_UNREACHABLE: StuckReason.ValueType  # 20
+"""The lock manager can't be reached, or nobody leads. Evidence: `error`."""
+STUCK_REASON_NOT_ACQUIRED: StuckReason.ValueType  # 21
+"""Nobody has acquired the queue yet. Evidence: `assigned`."""
+STUCK_REASON_DATA_LOSS: StuckReason.ValueType  # 22
+"""A stored batch is damaged. Evidence: `position`, `error`."""
+Global___StuckReason: _TypeAlias = StuckReason  # noqa: Y015
+
 @_typing.final
 class Topic(_message.Message):
     """A topic: its identity and where its queues are."""
@@ -135,6 +400,7 @@ class Topic(_message.Message):
     SPREAD_FIELD_NUMBER: _builtins.int
     CREATE_UNIX_MS_FIELD_NUMBER: _builtins.int
     PERMISSION_FIELD_NUMBER: _builtins.int
+    INHERITED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name; 1 to 127 characters of [A-Za-z0-9_%-]."""
     topic_id: _builtins.int
@@ -143,6 +409,10 @@ class Topic(_message.Message):
     """Wall clock of the creation."""
     permission: Global___TopicPermission.ValueType
     """What may be done with it."""
+    inherited: _builtins.bool
+    """True if topics that are created on demand take their number of queues and their permission from
+    this one, provided that the nameserver's setting names it as the template.
+    """
     @_builtins.property
     def spread(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
         """Queues by broker, ascending by broker name."""
@@ -155,10 +425,11 @@ class Topic(_message.Message):
         spread: _abc.Iterable[Global___QueueSpread] | None = ...,
         create_unix_ms: _builtins.int = ...,
         permission: Global___TopicPermission.ValueType = ...,
+        inherited: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "name", b"name", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_unix_ms", b"create_unix_ms", "inherited", b"inherited", "name", b"name", "permission", b"permission", "spread", b"spread", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -173,6 +444,7 @@ class QueueSpread(_message.Message):
     BROKER_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     WRITE_QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
     """Broker name."""
     queue_count: _builtins.int
@@ -181,16 +453,19 @@ class QueueSpread(_message.Message):
     """Number of queues that take messages, up to `queue_count`; their indexes are
     [0, write_queue_count). 0 means all.
     """
+    room: _builtins.str
+    """Machine room of the broker when the queues were put there; empty if it has none."""
     def __init__(
         self,
         *,
         broker: _builtins.str = ...,
         queue_count: _builtins.int = ...,
         write_queue_count: _builtins.int = ...,
+        room: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "queue_count", b"queue_count", "write_queue_count", b"write_queue_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "queue_count", b"queue_count", "room", b"room", "write_queue_count", b"write_queue_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,24 +534,30 @@ class UpdateTopicRequest(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     PERMISSION_FIELD_NUMBER: _builtins.int
+    INHERITED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """Name. Required."""
     queue_count: _builtins.int
     """Queues in all, 1 to 1,024; 0 leaves them as they are."""
     permission: Global___TopicPermission.ValueType
     """Permission; unspecified leaves it as it is."""
+    inherited: _builtins.bool
+    """Whether topics created on demand may take their settings from this one; unset leaves it."""
     def __init__(
         self,
         *,
         topic: _builtins.str = ...,
         queue_count: _builtins.int = ...,
         permission: Global___TopicPermission.ValueType = ...,
+        inherited: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "inherited", b"inherited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["permission", b"permission", "queue_count", b"queue_count", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inherited", b"_inherited", "inherited", b"inherited", "permission", b"permission", "queue_count", b"queue_count", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__inherited: _TypeAlias = _typing.Literal["inherited"]  # noqa: Y015
+    _WhichOneofArgType__inherited: _TypeAlias = _typing.Literal["_inherited", b"_inherited"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inherited) -> _WhichOneofReturnType__inherited | None: ...
 
 Global___UpdateTopicRequest: _TypeAlias = UpdateTopicRequest  # noqa: Y015
 
@@ -646,6 +927,7 @@ class Node(_message.Message):
     START_UNIX_MS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     service: Global___ServiceKind.ValueType
     """What it is."""
     node_id: _builtins.str
@@ -660,6 +942,8 @@ class Node(_message.Message):
     """Epoch or term of the process: rises with every start or election. 0 where there is none."""
     leader: _builtins.bool
     """True if it is the one to talk to: leader or master."""
+    room: _builtins.str
+    """Machine room, for the strategy of that name; empty for none."""
     def __init__(
         self,
         *,
@@ -670,10 +954,11 @@ class Node(_message.Message):
         start_unix_ms: _builtins.int = ...,
         epoch: _builtins.int = ...,
         leader: _builtins.bool = ...,
+        room: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,6 +1003,7 @@ class HeartbeatRequest(_message.Message):
     CONSUME_FROM_FIELD_NUMBER: _builtins.int
     ORDERLY_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group; 1 to 127 characters of [A-Za-z0-9_%-]. Required."""
     model: Global___MessageModel.ValueType
@@ -728,6 +1014,8 @@ class HeartbeatRequest(_message.Message):
     """True if messages of a queue are handled one at a time; must agree within the group."""
     host: _builtins.str
     """Host name of the client, for people; at most 255 characters."""
+    room: _builtins.str
+    """Machine room of the client, at most 127 characters; empty for none."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
         """The member. Required."""
@@ -746,10 +1034,11 @@ class HeartbeatRequest(_message.Message):
         consume_from: Global___ConsumeFrom.ValueType = ...,
         orderly: _builtins.bool = ...,
         host: _builtins.str = ...,
+        room: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume_from", b"consume_from", "group", b"group", "host", b"host", "incarnation", b"incarnation", "model", b"model", "orderly", b"orderly", "subscriptions", b"subscriptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume_from", b"consume_from", "group", b"group", "host", b"host", "incarnation", b"incarnation", "model", b"model", "orderly", b"orderly", "room", b"room", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -763,21 +1052,31 @@ class HeartbeatResponse(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
     """Send the next heartbeat after this time, in milliseconds."""
+    verdict: Global___Verdict.ValueType
+    """What became of the subscription."""
     @_builtins.property
     def group(self) -> Global___Group:
         """The group as it is now."""
+
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedCompositeFieldContainer[_error_pb2.SubscriptionDifference]:
+        """Unless the verdict is VERDICT_ACCEPTED: on what it differs from the group's."""
 
     def __init__(
         self,
         *,
         group: Global___Group | None = ...,
         interval_ms: _builtins.int = ...,
+        verdict: Global___Verdict.ValueType = ...,
+        differences: _abc.Iterable[_error_pb2.SubscriptionDifference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differences", b"differences", "group", b"group", "interval_ms", b"interval_ms", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,16 +1139,22 @@ class WatchGroupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group. Required."""
+    @_builtins.property
+    def incarnation(self) -> _queue_pb2.Incarnation:
+        """The member whose session this is; unset for somebody who only looks."""
+
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
+        incarnation: _queue_pb2.Incarnation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,22 +1254,68 @@ class DescribeGroupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group(self) -> Global___Group:
         """The group."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedClient]:
+        """Clients that are refused at this time, by client id."""
 
     def __init__(
         self,
         *,
         group: Global___Group | None = ...,
+        refused: _abc.Iterable[Global___RefusedClient] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeGroupResponse: _TypeAlias = DescribeGroupResponse  # noqa: Y015
+
+@_typing.final
+class RefusedClient(_message.Message):
+    """A client whose heartbeat was refused within the last 30 s. Stands in etcd as it is, under
+    refused/<group>/<client_id>, under a lease.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Its host name, for people."""
+    since_unix_ms: _builtins.int
+    """Wall clock of the first refusal in a row."""
+    @_builtins.property
+    def incarnation(self) -> _queue_pb2.Incarnation:
+        """The client."""
+
+    @_builtins.property
+    def error(self) -> _error_pb2.Error:
+        """Why, with every difference."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _queue_pb2.Incarnation | None = ...,
+        host: _builtins.str = ...,
+        error: _error_pb2.Error | None = ...,
+        since_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "incarnation", b"incarnation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "host", b"host", "incarnation", b"incarnation", "since_unix_ms", b"since_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedClient: _TypeAlias = RefusedClient  # noqa: Y015
 
 @_typing.final
 class Group(_message.Message):
@@ -980,10 +1331,18 @@ class Group(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CONSUME_FROM_FIELD_NUMBER: _builtins.int
     ORDERLY_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    ASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    STAGED_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     generation: _builtins.int
-    """Rises by one with every change of the members or of the subscription."""
+    """Rises with every change of the members, the subscription, the settings or the assignments; also
+    above that of an earlier group of the name.
+    """
     subscription_generation: _builtins.int
     """Rises by one with every change of `subscriptions`."""
     model: Global___MessageModel.ValueType
@@ -992,6 +1351,12 @@ class Group(_message.Message):
     """Where to start without progress."""
     orderly: _builtins.bool
     """True if messages of a queue are handled one at a time."""
+    policy: Global___SubscriptionPolicy.ValueType
+    """What happens to other subscriptions."""
+    ownership: Global___Ownership.ValueType
+    """Whether queues are owned."""
+    strategy: Global___Strategy.ValueType
+    """How queues are dealt out."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Members by client id, ascending."""
@@ -999,6 +1364,18 @@ class Group(_message.Message):
     @_builtins.property
     def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Subscription]:
         """What every member subscribes to, by topic, ascending; expressions in canonical form."""
+
+    @_builtins.property
+    def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicAssignment]:
+        """Which member each queue is dealt to, by topic, ascending; none for a broadcasting group."""
+
+    @_builtins.property
+    def staged(self) -> Global___StagedSubscription:
+        """The next subscription, for the staged policies; unset if none waits."""
+
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """Set while an operator has paused the group."""
 
     def __init__(
         self,
@@ -1011,14 +1388,185 @@ class Group(_message.Message):
         model: Global___MessageModel.ValueType = ...,
         consume_from: Global___ConsumeFrom.ValueType = ...,
         orderly: _builtins.bool = ...,
+        policy: Global___SubscriptionPolicy.ValueType = ...,
+        ownership: Global___Ownership.ValueType = ...,
+        strategy: Global___Strategy.ValueType = ...,
+        assignments: _abc.Iterable[Global___TopicAssignment] | None = ...,
+        staged: Global___StagedSubscription | None = ...,
+        pause: Global___Pause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume_from", b"consume_from", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "consume_from", b"consume_from", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Group: _TypeAlias = Group  # noqa: Y015
+
+@_typing.final
+class StagedSubscription(_message.Message):
+    """The subscription that a group is about to get."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """True once it is decided: all queues are being given back."""
+    since_unix_ms: _builtins.int
+    """Wall clock at which the first member asked for it."""
+    @_builtins.property
+    def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Subscription]:
+        """By topic, ascending; expressions in canonical form."""
+
+    def __init__(
+        self,
+        *,
+        subscriptions: _abc.Iterable[Global___Subscription] | None = ...,
+        draining: _builtins.bool = ...,
+        since_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "since_unix_ms", b"since_unix_ms", "subscriptions", b"subscriptions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagedSubscription: _TypeAlias = StagedSubscription  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """An operator has stopped the deliveries of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    by: _builtins.str
+    """Who."""
+    reason: _builtins.str
+    """Why."""
+    since_unix_ms: _builtins.int
+    """Wall clock."""
+    def __init__(
+        self,
+        *,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        since_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "reason", b"reason", "since_unix_ms", b"since_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
+class Gate(_message.Message):
+    """What storage, offsets and lockmgr have to know of a group. Stands in etcd as it is, under
+    gates/<name>, and changes in the same transaction as the group. A grant is persisted only if the
+    gate is as it was when the grant was decided.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    subscription_generation: _builtins.int
+    """Generation of the subscription."""
+    model: Global___MessageModel.ValueType
+    """Message model."""
+    ownership: Global___Ownership.ValueType
+    """Whether queues are owned."""
+    bound: _builtins.bool
+    """True if deliveries are bound to the generation of the subscription: not under the policy WARN."""
+    draining: _builtins.bool
+    """True while the subscription is being changed: no grants."""
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """Set while an operator has paused the group."""
+
+    def __init__(
+        self,
+        *,
+        subscription_generation: _builtins.int = ...,
+        model: Global___MessageModel.ValueType = ...,
+        ownership: Global___Ownership.ValueType = ...,
+        bound: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
+        pause: Global___Pause | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "draining", b"draining", "model", b"model", "ownership", b"ownership", "pause", b"pause", "subscription_generation", b"subscription_generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gate: _TypeAlias = Gate  # noqa: Y015
+
+@_typing.final
+class TopicAssignment(_message.Message):
+    """The queues of one topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    BROKERS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic name."""
+    @_builtins.property
+    def brokers(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokerAssignment]:
+        """By broker, ascending."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        brokers: _abc.Iterable[Global___BrokerAssignment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["brokers", b"brokers", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicAssignment: _TypeAlias = TopicAssignment  # noqa: Y015
+
+@_typing.final
+class BrokerAssignment(_message.Message):
+    """The queues of one topic on one broker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BROKER_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    broker: _builtins.str
+    """Broker name."""
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One number per queue, by queue id: place of its member in `members`, from 1; 0 for nobody."""
+
+    def __init__(
+        self,
+        *,
+        broker: _builtins.str = ...,
+        owners: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BrokerAssignment: _TypeAlias = BrokerAssignment  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
@@ -1029,10 +1577,19 @@ class Member(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     JOIN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    DIFFERS_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_HASH_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """Host name, for people."""
     join_unix_ms: _builtins.int
     """Wall clock of its first heartbeat."""
+    differs: _builtins.bool
+    """True if it asks for another subscription than the group has."""
+    room: _builtins.str
+    """Machine room; empty for none."""
+    subscription_hash: _builtins.int
+    """Hash of the subscription it asks for."""
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
         """The member."""
@@ -1043,11 +1600,276 @@ class Member(_message.Message):
         incarnation: _queue_pb2.Incarnation | None = ...,
         host: _builtins.str = ...,
         join_unix_ms: _builtins.int = ...,
+        differs: _builtins.bool = ...,
+        room: _builtins.str = ...,
+        subscription_hash: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "incarnation", b"incarnation", "join_unix_ms", b"join_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differs", b"differs", "host", b"host", "incarnation", b"incarnation", "join_unix_ms", b"join_unix_ms", "room", b"room", "subscription_hash", b"subscription_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class UpdateGroupRequest(_message.Message):
+    """Request for UpdateGroup. What is unspecified or unset stays as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Name. Required."""
+    policy: Global___SubscriptionPolicy.ValueType
+    """What happens to other subscriptions."""
+    ownership: Global___Ownership.ValueType
+    """Whether queues are owned."""
+    strategy: Global___Strategy.ValueType
+    """How queues are dealt out."""
+    paused: _builtins.bool
+    """True stops deliveries, false lets them go on."""
+    by: _builtins.str
+    """With `paused`: who does it, 1 to 255 characters."""
+    reason: _builtins.str
+    """With `paused`: why, up to 1,024 characters."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        policy: Global___SubscriptionPolicy.ValueType = ...,
+        ownership: Global___Ownership.ValueType = ...,
+        strategy: Global___Strategy.ValueType = ...,
+        paused: _builtins.bool | None = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_paused", b"_paused", "paused", b"paused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_paused", b"_paused", "by", b"by", "group", b"group", "ownership", b"ownership", "paused", b"paused", "policy", b"policy", "reason", b"reason", "strategy", b"strategy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__paused: _TypeAlias = _typing.Literal["paused"]  # noqa: Y015
+    _WhichOneofArgType__paused: _TypeAlias = _typing.Literal["_paused", b"_paused"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__paused) -> _WhichOneofReturnType__paused | None: ...
+
+Global___UpdateGroupRequest: _TypeAlias = UpdateGroupRequest  # noqa: Y015
+
+@_typing.final
+class UpdateGroupResponse(_message.Message):
+    """Response for UpdateGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> Global___Group:
+        """The group as it is now."""
+
+    def __init__(
+        self,
+        *,
+        group: Global___Group | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateGroupResponse: _TypeAlias = UpdateGroupResponse  # noqa: Y015
+
+@_typing.final
+class DeleteGroupRequest(_message.Message):
+    """Request for DeleteGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Name. Required."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupRequest: _TypeAlias = DeleteGroupRequest  # noqa: Y015
+
+@_typing.final
+class DeleteGroupResponse(_message.Message):
+    """Response for DeleteGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    queue_count: _builtins.int
+    """Number of queues whose progress was ended."""
+    def __init__(
+        self,
+        *,
+        queue_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_count", b"queue_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupResponse: _TypeAlias = DeleteGroupResponse  # noqa: Y015
+
+@_typing.final
+class WhyStuckRequest(_message.Message):
+    """Request for WhyStuck."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    BROKER_FIELD_NUMBER: _builtins.int
+    QUEUE_ID_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group. Required."""
+    topic: _builtins.str
+    """Only this topic; empty for all that the group subscribes to."""
+    broker: _builtins.str
+    """Only queues of this broker; empty for all."""
+    queue_id: _builtins.int
+    """Only the queue of this index."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        topic: _builtins.str = ...,
+        broker: _builtins.str = ...,
+        queue_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_id", b"_queue_id", "queue_id", b"queue_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_id", b"_queue_id", "broker", b"broker", "group", b"group", "queue_id", b"queue_id", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__queue_id: _TypeAlias = _typing.Literal["queue_id"]  # noqa: Y015
+    _WhichOneofArgType__queue_id: _TypeAlias = _typing.Literal["_queue_id", b"_queue_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_id) -> _WhichOneofReturnType__queue_id | None: ...
+
+Global___WhyStuckRequest: _TypeAlias = WhyStuckRequest  # noqa: Y015
+
+@_typing.final
+class WhyStuckResponse(_message.Message):
+    """Response for WhyStuck."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Diagnosis]:
+        """By topic, broker and queue, ascending."""
+
+    def __init__(
+        self,
+        *,
+        queues: _abc.Iterable[Global___Diagnosis] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhyStuckResponse: _TypeAlias = WhyStuckResponse  # noqa: Y015
+
+@_typing.final
+class Diagnosis(_message.Message):
+    """State of one queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EvidenceEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    LAG_COUNT_FIELD_NUMBER: _builtins.int
+    LAG_MS_FIELD_NUMBER: _builtins.int
+    COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    UNMOVED_MS_FIELD_NUMBER: _builtins.int
+    reason: Global___StuckReason.ValueType
+    """Why it does not move, or that it does."""
+    message: _builtins.str
+    """The same in a sentence, with the values."""
+    remedy: _builtins.str
+    """What to do about it; empty where nothing has to be done."""
+    lag_count: _builtins.int
+    """Messages that are not handled yet, filtered ones included; -1 if not known."""
+    lag_ms: _builtins.int
+    """Age of the oldest message that is not handled, in milliseconds; 0 without lag, -1 if not known."""
+    committed_offset: _builtins.int
+    """Committed offset; -1 without progress, or if not known."""
+    next_offset: _builtins.int
+    """Next offset the queue will assign; -1 if not known."""
+    owner: _builtins.str
+    """Client that owns the queue; empty if none does."""
+    unmoved_ms: _builtins.int
+    """Time since the committed offset was seen to move, in milliseconds; -1 if not known."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue."""
+
+    @_builtins.property
+    def evidence(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Values behind it, by name, as the comment of the reason lists them."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        reason: Global___StuckReason.ValueType = ...,
+        message: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+        evidence: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        lag_count: _builtins.int = ...,
+        lag_ms: _builtins.int = ...,
+        committed_offset: _builtins.int = ...,
+        next_offset: _builtins.int = ...,
+        owner: _builtins.str = ...,
+        unmoved_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_offset", b"committed_offset", "evidence", b"evidence", "lag_count", b"lag_count", "lag_ms", b"lag_ms", "message", b"message", "next_offset", b"next_offset", "owner", b"owner", "queue", b"queue", "reason", b"reason", "remedy", b"remedy", "unmoved_ms", b"unmoved_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Diagnosis: _TypeAlias = Diagnosis  # noqa: Y015

@@ -100,6 +100,21 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeGroupRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeGroupResponse.FromString,
                 _registered_method=True)
+        self.UpdateGroup = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/UpdateGroup',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateGroupRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateGroupResponse.FromString,
+                _registered_method=True)
+        self.DeleteGroup = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/DeleteGroup',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DeleteGroupRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DeleteGroupResponse.FromString,
+                _registered_method=True)
+        self.WhyStuck = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/WhyStuck',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckResponse.FromString,
+                _registered_method=True)
 
 
 class NameserverServiceServicer:
@@ -124,7 +139,8 @@ class NameserverServiceServicer:
         has progress on them has read them to the end.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
-        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+        NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +208,8 @@ class NameserverServiceServicer:
 
     def Heartbeat(self, request, context):
         """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-        that is silent for 30 s is removed.
+        that is silent for 30 s is removed. Whether another subscription than the group's is refused,
+        waits for its turn or replaces it, is the group's policy.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
         ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
@@ -214,7 +231,8 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchGroup(self, request, context):
-        """The membership now, and each time it changes.
+        """The membership now, and each time it changes. A stream that names its member is that member's
+        session: when it breaks and no heartbeat comes within a short grace, the member is removed.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -237,6 +255,38 @@ class NameserverServiceServicer:
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
         (NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateGroup(self, request, context):
+        """Changes the settings of a group, and creates it if it does not exist.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), FAILED_PRECONDITION (GROUP_IN_USE: ownership changes
+        only while the group has no live member), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE
+        (NO_QUORUM, NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteGroup(self, request, context):
+        """Deletes a group without members, and its progress at offsets.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
+        (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+        OFFSETS_UNREACHABLE: nothing was deleted).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WhyStuck(self, request, context):
+        """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
+        UNAVAILABLE (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,6 +359,21 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     servicer.DescribeGroup,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeGroupRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeGroupResponse.SerializeToString,
+            ),
+            'UpdateGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateGroup,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateGroupRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateGroupResponse.SerializeToString,
+            ),
+            'DeleteGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteGroup,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DeleteGroupRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DeleteGroupResponse.SerializeToString,
+            ),
+            'WhyStuck': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhyStuck,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -663,6 +728,87 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/DescribeGroup',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeGroupRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/UpdateGroup',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateGroupRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.UpdateGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/DeleteGroup',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DeleteGroupRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DeleteGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhyStuck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/WhyStuck',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckResponse.FromString,
             options,
             channel_credentials,
             insecure,

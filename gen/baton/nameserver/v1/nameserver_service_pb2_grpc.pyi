@@ -47,7 +47,8 @@ class NameserverServiceStub:
     has progress on them has read them to the end.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+    NOT_SERVING).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]
     """Lists topics by name.
@@ -87,7 +88,8 @@ class NameserverServiceStub:
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]
     """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-    that is silent for 30 s is removed.
+    that is silent for 30 s is removed. Whether another subscription than the group's is refused,
+    waits for its turn or replaces it, is the group's policy.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
     ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
@@ -101,7 +103,8 @@ class NameserverServiceStub:
     UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     WatchGroup: _grpc.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchGroupRequest, _nameserver_service_pb2.WatchGroupResponse]
-    """The membership now, and each time it changes.
+    """The membership now, and each time it changes. A stream that names its member is that member's
+    session: when it breaks and no heartbeat comes within a short grace, the member is removed.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -116,6 +119,26 @@ class NameserverServiceStub:
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
     (NOT_SERVING).
+    """
+    UpdateGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateGroupRequest, _nameserver_service_pb2.UpdateGroupResponse]
+    """Changes the settings of a group, and creates it if it does not exist.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), FAILED_PRECONDITION (GROUP_IN_USE: ownership changes
+    only while the group has no live member), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE
+    (NO_QUORUM, NOT_SERVING).
+    """
+    DeleteGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteGroupRequest, _nameserver_service_pb2.DeleteGroupResponse]
+    """Deletes a group without members, and its progress at offsets.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
+    (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+    OFFSETS_UNREACHABLE: nothing was deleted).
+    """
+    WhyStuck: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.WhyStuckRequest, _nameserver_service_pb2.WhyStuckResponse]
+    """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
+    UNAVAILABLE (NOT_SERVING).
     """
 
 @_typing.type_check_only
@@ -137,7 +160,8 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     has progress on them has read them to the end.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+    NOT_SERVING).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]  # type: ignore[assignment]
     """Lists topics by name.
@@ -177,7 +201,8 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-    that is silent for 30 s is removed.
+    that is silent for 30 s is removed. Whether another subscription than the group's is refused,
+    waits for its turn or replaces it, is the group's policy.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
     ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
@@ -191,7 +216,8 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
     WatchGroup: _aio.UnaryStreamMultiCallable[_nameserver_service_pb2.WatchGroupRequest, _nameserver_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
-    """The membership now, and each time it changes.
+    """The membership now, and each time it changes. A stream that names its member is that member's
+    session: when it breaks and no heartbeat comes within a short grace, the member is removed.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -206,6 +232,26 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
     (NOT_SERVING).
+    """
+    UpdateGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.UpdateGroupRequest, _nameserver_service_pb2.UpdateGroupResponse]  # type: ignore[assignment]
+    """Changes the settings of a group, and creates it if it does not exist.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), FAILED_PRECONDITION (GROUP_IN_USE: ownership changes
+    only while the group has no live member), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE
+    (NO_QUORUM, NOT_SERVING).
+    """
+    DeleteGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteGroupRequest, _nameserver_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
+    """Deletes a group without members, and its progress at offsets.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
+    (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+    OFFSETS_UNREACHABLE: nothing was deleted).
+    """
+    WhyStuck: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.WhyStuckRequest, _nameserver_service_pb2.WhyStuckResponse]  # type: ignore[assignment]
+    """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
+    UNAVAILABLE (NOT_SERVING).
     """
 
 class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -236,7 +282,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         has progress on them has read them to the end.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND),
-        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        FAILED_PRECONDITION (NO_BROKER), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM,
+        NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -318,7 +365,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.HeartbeatResponse, _abc.Awaitable[_nameserver_service_pb2.HeartbeatResponse]]:
         """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
-        that is silent for 30 s is removed.
+        that is silent for 30 s is removed. Whether another subscription than the group's is refused,
+        waits for its turn or replaces it, is the group's policy.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME, BAD_EXPRESSION), NOT_FOUND (TOPIC_NOT_FOUND),
         ALREADY_EXISTS (CLIENT_ID_IN_USE), FAILED_PRECONDITION (SUBSCRIPTION_CONFLICT),
@@ -344,7 +392,8 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.WatchGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_nameserver_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_nameserver_service_pb2.WatchGroupResponse]]:
-        """The membership now, and each time it changes.
+        """The membership now, and each time it changes. A stream that names its member is that member's
+        session: when it breaks and no heartbeat comes within a short grace, the member is removed.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), RESOURCE_EXHAUSTED
         (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
@@ -371,6 +420,44 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), UNAVAILABLE
         (NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateGroup(
+        self,
+        request: _nameserver_service_pb2.UpdateGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.UpdateGroupResponse, _abc.Awaitable[_nameserver_service_pb2.UpdateGroupResponse]]:
+        """Changes the settings of a group, and creates it if it does not exist.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), FAILED_PRECONDITION (GROUP_IN_USE: ownership changes
+        only while the group has no live member), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE
+        (NO_QUORUM, NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteGroup(
+        self,
+        request: _nameserver_service_pb2.DeleteGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.DeleteGroupResponse, _abc.Awaitable[_nameserver_service_pb2.DeleteGroupResponse]]:
+        """Deletes a group without members, and its progress at offsets.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
+        (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+        OFFSETS_UNREACHABLE: nothing was deleted).
+        """
+
+    @_abc_1.abstractmethod
+    def WhyStuck(
+        self,
+        request: _nameserver_service_pb2.WhyStuckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.WhyStuckResponse, _abc.Awaitable[_nameserver_service_pb2.WhyStuckResponse]]:
+        """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
+        UNAVAILABLE (NOT_SERVING).
         """
 
 def add_NameserverServiceServicer_to_server(servicer: NameserverServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -53,6 +53,42 @@ FENCE_CONDITION_FORCED: FenceCondition.ValueType  # 4
 """Always passes; recorded with `forced_by` and `forced_reason`."""
 Global___FenceCondition: _TypeAlias = FenceCondition  # noqa: Y015
 
+class _ProgressSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProgressSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProgressSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROGRESS_SOURCE_UNSPECIFIED: _ProgressSource.ValueType  # 0
+    """Not set; progress that nothing has changed yet."""
+    PROGRESS_SOURCE_FENCE: _ProgressSource.ValueType  # 1
+    """A Fence: the queue was passed on."""
+    PROGRESS_SOURCE_COMMIT: _ProgressSource.ValueType  # 2
+    """A Commit, or a Close."""
+    PROGRESS_SOURCE_PULL: _ProgressSource.ValueType  # 3
+    """Acks that came with a pull."""
+    PROGRESS_SOURCE_RESET: _ProgressSource.ValueType  # 4
+    """A Reset."""
+    PROGRESS_SOURCE_CLONE: _ProgressSource.ValueType  # 5
+    """A Clone."""
+
+class ProgressSource(_ProgressSource, metaclass=_ProgressSourceEnumTypeWrapper):
+    """What changed the progress of a queue."""
+
+PROGRESS_SOURCE_UNSPECIFIED: ProgressSource.ValueType  # 0
+"""Not set; progress that nothing has changed yet."""
+PROGRESS_SOURCE_FENCE: ProgressSource.ValueType  # 1
+"""A Fence: the queue was passed on."""
+PROGRESS_SOURCE_COMMIT: ProgressSource.ValueType  # 2
+"""A Commit, or a Close."""
+PROGRESS_SOURCE_PULL: ProgressSource.ValueType  # 3
+"""Acks that came with a pull."""
+PROGRESS_SOURCE_RESET: ProgressSource.ValueType  # 4
+"""A Reset."""
+PROGRESS_SOURCE_CLONE: ProgressSource.ValueType  # 5
+"""A Clone."""
+Global___ProgressSource: _TypeAlias = ProgressSource  # noqa: Y015
+
 @_typing.final
 class AnnounceRequest(_message.Message):
     """Request for Announce."""
@@ -195,6 +231,8 @@ class FenceItem(_message.Message):
     RESET_EPOCH_FIELD_NUMBER: _builtins.int
     TOKEN_MIN_FIELD_NUMBER: _builtins.int
     INITIAL_OFFSET_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
     attempt: _builtins.str
     """Id of this attempt, the same when repeated; 1 to 64 characters. Required."""
     expected_token: _builtins.int
@@ -213,13 +251,19 @@ class FenceItem(_message.Message):
     """The new token is greater than this; guards against an old backup of offsets."""
     initial_offset: _builtins.int
     """Committed offset of a queue that has no progress yet; ignored otherwise."""
+    subscription_generation: _builtins.int
+    """Deliveries under the new token have to name this generation of the group's subscription; 0 lets
+    any pass.
+    """
+    topic_id: _builtins.int
+    """Id of the topic in which `initial_offset` was found; 0 if it is of any."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
 
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
-        """The new holder. Required."""
+        """The new holder. Unset passes the queue to nobody: the new token is closed from the start."""
 
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
@@ -240,10 +284,12 @@ class FenceItem(_message.Message):
         reset_epoch: _builtins.int = ...,
         token_min: _builtins.int = ...,
         initial_offset: _builtins.int = ...,
+        subscription_generation: _builtins.int = ...,
+        topic_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "condition", b"condition", "expected_token", b"expected_token", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "initial_offset", b"initial_offset", "queue", b"queue", "reset_epoch", b"reset_epoch", "resume", b"resume", "token_min", b"token_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "condition", b"condition", "expected_token", b"expected_token", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "initial_offset", b"initial_offset", "queue", b"queue", "reset_epoch", b"reset_epoch", "resume", b"resume", "subscription_generation", b"subscription_generation", "token_min", b"token_min", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,15 +435,23 @@ class DeliveryItem(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     FIRST_OFFSET_FIELD_NUMBER: _builtins.int
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the puller. Required."""
     first_offset: _builtins.int
     """First offset scanned."""
     next_offset: _builtins.int
     """One past the last offset scanned, filtered ones included; greater than `first_offset`."""
+    subscription_generation: _builtins.int
+    """Generation of the group's subscription by which the range was filtered."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
+
+    @_builtins.property
+    def progress(self) -> Global___Acks:
+        """Acks of the same queue and token that ride along; unset for none."""
 
     def __init__(
         self,
@@ -406,14 +460,48 @@ class DeliveryItem(_message.Message):
         token: _builtins.int = ...,
         first_offset: _builtins.int = ...,
         next_offset: _builtins.int = ...,
+        subscription_generation: _builtins.int = ...,
+        progress: Global___Acks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_offset", b"first_offset", "next_offset", b"next_offset", "queue", b"queue", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_offset", b"first_offset", "next_offset", b"next_offset", "progress", b"progress", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeliveryItem: _TypeAlias = DeliveryItem  # noqa: Y015
+
+@_typing.final
+class Acks(_message.Message):
+    """Handled offsets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESET_EPOCH_FIELD_NUMBER: _builtins.int
+    COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
+    ACKED_FIELD_NUMBER: _builtins.int
+    reset_epoch: _builtins.int
+    """Reset epoch of the grant."""
+    committed_offset: _builtins.int
+    """Every offset below this is handled; 0 if nothing is."""
+    @_builtins.property
+    def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
+        """Handled offsets at or above `committed_offset`, ascending, disjoint."""
+
+    def __init__(
+        self,
+        *,
+        reset_epoch: _builtins.int = ...,
+        committed_offset: _builtins.int = ...,
+        acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "committed_offset", b"committed_offset", "reset_epoch", b"reset_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Acks: _TypeAlias = Acks  # noqa: Y015
 
 @_typing.final
 class RecordDeliveredResponse(_message.Message):
@@ -482,18 +570,24 @@ class Delivered(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAYBE_SEEN_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def maybe_seen(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
         """Maybe-seen offsets inside the delivered range."""
+
+    @_builtins.property
+    def progress(self) -> Global___Committed:
+        """What became of `progress`, durable like the answer of a Commit; unset if there was none."""
 
     def __init__(
         self,
         *,
         maybe_seen: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
+        progress: Global___Committed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["maybe_seen", b"maybe_seen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["maybe_seen", b"maybe_seen", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -647,9 +741,9 @@ class CommitItem(_message.Message):
     COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
     ACKED_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """Token of the holder. Required."""
+    """Token of the holder; 0 for a group without ownership."""
     reset_epoch: _builtins.int
-    """Reset epoch of the grant."""
+    """Reset epoch of the grant, or of the progress that was read."""
     committed_offset: _builtins.int
     """Every offset below this is handled; 0 if nothing is."""
     @_builtins.property
@@ -1005,6 +1099,14 @@ class Progress(_message.Message):
     RESET_EPOCH_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
     UPDATE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    LOWEST_UNACKED_OFFSET_FIELD_NUMBER: _builtins.int
+    ACKED_RANGE_COUNT_FIELD_NUMBER: _builtins.int
+    ACK_CAPPED_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    FORCED_BY_FIELD_NUMBER: _builtins.int
+    FORCED_REASON_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ACKED_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     closed: _builtins.bool
@@ -1025,6 +1127,20 @@ class Progress(_message.Message):
     """Time since the last accepted access under the token, in milliseconds."""
     update_unix_ms: _builtins.int
     """Wall clock of the last durable change."""
+    lowest_unacked_offset: _builtins.int
+    """Lowest offset that was delivered and is not acked; -1 if there is none."""
+    acked_range_count: _builtins.int
+    """Number of separate ranges of acked offsets."""
+    ack_capped: _builtins.bool
+    """True if so many ranges are acked that deliveries wait for the lowest offset (ACK_CAP)."""
+    subscription_generation: _builtins.int
+    """Generation of the subscription the token is bound to; 0 if to none."""
+    forced_by: _builtins.str
+    """Who took the queue by force when the present token was issued; empty if nobody did."""
+    forced_reason: _builtins.str
+    """Why."""
+    source: Global___ProgressSource.ValueType
+    """What changed the progress last."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue."""
@@ -1032,6 +1148,10 @@ class Progress(_message.Message):
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
         """Incarnation the token was issued to; unset if none."""
+
+    @_builtins.property
+    def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
+        """Acked offsets at or above the committed one, ascending, disjoint; the first 1,000 ranges."""
 
     def __init__(
         self,
@@ -1048,10 +1168,18 @@ class Progress(_message.Message):
         reset_epoch: _builtins.int = ...,
         idle_ms: _builtins.int = ...,
         update_unix_ms: _builtins.int = ...,
+        lowest_unacked_offset: _builtins.int = ...,
+        acked_range_count: _builtins.int = ...,
+        ack_capped: _builtins.bool = ...,
+        subscription_generation: _builtins.int = ...,
+        forced_by: _builtins.str = ...,
+        forced_reason: _builtins.str = ...,
+        source: Global___ProgressSource.ValueType = ...,
+        acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_count", b"acked_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "holder", b"holder", "idle_ms", b"idle_ms", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "token", b"token", "unacked_count", b"unacked_count", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_capped", b"ack_capped", "acked", b"acked", "acked_count", b"acked_count", "acked_range_count", b"acked_range_count", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "idle_ms", b"idle_ms", "lowest_unacked_offset", b"lowest_unacked_offset", "maybe_seen_count", b"maybe_seen_count", "queue", b"queue", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "token", b"token", "unacked_count", b"unacked_count", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1162,3 +1290,427 @@ class DeleteTopicResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteTopicResponse: _TypeAlias = DeleteTopicResponse  # noqa: Y015
+
+@_typing.final
+class ResetRequest(_message.Message):
+    """Request for Reset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    OP_ID_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    UNDO_GROUP_FIELD_NUMBER: _builtins.int
+    UNDO_OP_ID_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Highest epoch of offsets the caller has seen; 0 for none."""
+    op_id: _builtins.str
+    """Chosen by the caller, the same when repeated; 1 to 64 characters. Required unless it is a dry run."""
+    by: _builtins.str
+    """Who does it, 1 to 255 characters. Required unless it is a dry run."""
+    reason: _builtins.str
+    """Why, 1 to 1,024 characters. Required unless it is a dry run."""
+    dry_run: _builtins.bool
+    """Tell what would happen and change nothing."""
+    undo_group: _builtins.str
+    """Group of the operation to be undone. Required with `undo_op_id`."""
+    undo_op_id: _builtins.str
+    """Bring every queue that this operation has moved back to where it was, acked offsets included."""
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResetItem]:
+        """Where to go, 1 to 1,024 queues of one group, each at most once. Empty if `undo_op_id` is set."""
+
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        op_id: _builtins.str = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+        items: _abc.Iterable[Global___ResetItem] | None = ...,
+        undo_group: _builtins.str = ...,
+        undo_op_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "dry_run", b"dry_run", "items", b"items", "offsets_epoch", b"offsets_epoch", "op_id", b"op_id", "reason", b"reason", "undo_group", b"undo_group", "undo_op_id", b"undo_op_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetRequest: _TypeAlias = ResetRequest  # noqa: Y015
+
+@_typing.final
+class ResetItem(_message.Message):
+    """One queue to move."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    TO_OFFSET_FIELD_NUMBER: _builtins.int
+    to_offset: _builtins.int
+    """New committed offset."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue. Required."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        to_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "to_offset", b"to_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetItem: _TypeAlias = ResetItem  # noqa: Y015
+
+@_typing.final
+class ResetResponse(_message.Message):
+    """Response for Reset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResetOutcome]:
+        """One outcome per item; for an undo one per queue that the operation had moved."""
+
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        outcomes: _abc.Iterable[Global___ResetOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetResponse: _TypeAlias = ResetResponse  # noqa: Y015
+
+@_typing.final
+class ResetOutcome(_message.Message):
+    """Outcome for one queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def step(self) -> Global___ResetStep:
+        """The queue was moved, or would be."""
+
+    @_builtins.property
+    def error(self) -> _error_pb2.Error:
+        """Nothing changed."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___ResetStep | None = ...,
+        error: _error_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["step", "error"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___ResetOutcome: _TypeAlias = ResetOutcome  # noqa: Y015
+
+@_typing.final
+class ResetStep(_message.Message):
+    """One queue that was moved by a reset or a clone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    FROM_OFFSET_FIELD_NUMBER: _builtins.int
+    TO_OFFSET_FIELD_NUMBER: _builtins.int
+    REPLAYED_COUNT_FIELD_NUMBER: _builtins.int
+    SKIPPED_COUNT_FIELD_NUMBER: _builtins.int
+    RESET_EPOCH_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    from_offset: _builtins.int
+    """Committed offset before; `to_offset` for a queue that had no progress."""
+    to_offset: _builtins.int
+    """Committed offset after."""
+    replayed_count: _builtins.int
+    """Offsets that were acked before and are not any more: they are delivered again."""
+    skipped_count: _builtins.int
+    """Offsets that were not acked before and count as handled now."""
+    reset_epoch: _builtins.int
+    """Reset epoch after."""
+    token: _builtins.int
+    """Token after."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        from_offset: _builtins.int = ...,
+        to_offset: _builtins.int = ...,
+        replayed_count: _builtins.int = ...,
+        skipped_count: _builtins.int = ...,
+        reset_epoch: _builtins.int = ...,
+        token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_offset", b"from_offset", "queue", b"queue", "replayed_count", b"replayed_count", "reset_epoch", b"reset_epoch", "skipped_count", b"skipped_count", "to_offset", b"to_offset", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetStep: _TypeAlias = ResetStep  # noqa: Y015
+
+@_typing.final
+class CloneRequest(_message.Message):
+    """Request for Clone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    OP_ID_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FROM_GROUP_FIELD_NUMBER: _builtins.int
+    TO_GROUP_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Highest epoch of offsets the caller has seen; 0 for none."""
+    op_id: _builtins.str
+    """Chosen by the caller, the same when repeated; 1 to 64 characters. Required."""
+    by: _builtins.str
+    """Who does it, 1 to 255 characters. Required."""
+    reason: _builtins.str
+    """Why, 1 to 1,024 characters. Required."""
+    from_group: _builtins.str
+    """Group whose progress is taken. Required."""
+    to_group: _builtins.str
+    """Group that gets it; another one. Required."""
+    topic: _builtins.str
+    """Only this topic; empty for all."""
+    dry_run: _builtins.bool
+    """Tell what would happen and change nothing."""
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        op_id: _builtins.str = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        from_group: _builtins.str = ...,
+        to_group: _builtins.str = ...,
+        topic: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "dry_run", b"dry_run", "from_group", b"from_group", "offsets_epoch", b"offsets_epoch", "op_id", b"op_id", "reason", b"reason", "to_group", b"to_group", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloneRequest: _TypeAlias = CloneRequest  # noqa: Y015
+
+@_typing.final
+class CloneResponse(_message.Message):
+    """Response for Clone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResetStep]:
+        """One step per queue of `from_group`, by topic, broker and queue."""
+
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        steps: _abc.Iterable[Global___ResetStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloneResponse: _TypeAlias = CloneResponse  # noqa: Y015
+
+@_typing.final
+class DeleteGroupRequest(_message.Message):
+    """Request for DeleteGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Highest epoch of offsets the caller has seen; 0 for none."""
+    group: _builtins.str
+    """Group. Required."""
+    topic: _builtins.str
+    """Only this topic; empty for all."""
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        group: _builtins.str = ...,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "offsets_epoch", b"offsets_epoch", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupRequest: _TypeAlias = DeleteGroupRequest  # noqa: Y015
+
+@_typing.final
+class DeleteGroupResponse(_message.Message):
+    """Response for DeleteGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    queue_count: _builtins.int
+    """Number of queues whose progress this call ended."""
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        queue_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "queue_count", b"queue_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupResponse: _TypeAlias = DeleteGroupResponse  # noqa: Y015
+
+@_typing.final
+class ListResetsRequest(_message.Message):
+    """Request for ListResets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group. Required."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListResetsRequest: _TypeAlias = ListResetsRequest  # noqa: Y015
+
+@_typing.final
+class ListResetsResponse(_message.Message):
+    """Response for ListResets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    RESETS_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    @_builtins.property
+    def resets(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedReset]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        resets: _abc.Iterable[Global___RecordedReset] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "resets", b"resets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListResetsResponse: _TypeAlias = ListResetsResponse  # noqa: Y015
+
+@_typing.final
+class RecordedReset(_message.Message):
+    """A reset or clone that was carried out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    UNDONE_OP_ID_FIELD_NUMBER: _builtins.int
+    FROM_GROUP_FIELD_NUMBER: _builtins.int
+    op_id: _builtins.str
+    """Id of the operation."""
+    kind: Global___ProgressSource.ValueType
+    """PROGRESS_SOURCE_RESET or PROGRESS_SOURCE_CLONE."""
+    by: _builtins.str
+    """Who did it."""
+    reason: _builtins.str
+    """Why."""
+    unix_ms: _builtins.int
+    """Wall clock of the operation."""
+    undone_op_id: _builtins.str
+    """Operation that this one has undone; empty for none."""
+    from_group: _builtins.str
+    """Group whose progress a clone has taken; empty for a reset."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResetStep]:
+        """What it did, by topic, broker and queue."""
+
+    def __init__(
+        self,
+        *,
+        op_id: _builtins.str = ...,
+        kind: Global___ProgressSource.ValueType = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        unix_ms: _builtins.int = ...,
+        steps: _abc.Iterable[Global___ResetStep] | None = ...,
+        undone_op_id: _builtins.str = ...,
+        from_group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "from_group", b"from_group", "kind", b"kind", "op_id", b"op_id", "reason", b"reason", "steps", b"steps", "undone_op_id", b"undone_op_id", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedReset: _TypeAlias = RecordedReset  # noqa: Y015

@@ -30,7 +30,8 @@ class OffsetsServiceStub:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT.
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
+    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
     """
 
     def __init__(self, channel):
@@ -84,6 +85,26 @@ class OffsetsServiceStub:
                 request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicRequest.SerializeToString,
                 response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicResponse.FromString,
                 _registered_method=True)
+        self.Reset = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/Reset',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ResetRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ResetResponse.FromString,
+                _registered_method=True)
+        self.Clone = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/Clone',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.CloneRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.CloneResponse.FromString,
+                _registered_method=True)
+        self.DeleteGroup = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/DeleteGroup',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteGroupRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteGroupResponse.FromString,
+                _registered_method=True)
+        self.ListResets = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/ListResets',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsResponse.FromString,
+                _registered_method=True)
 
 
 class OffsetsServiceServicer:
@@ -91,7 +112,8 @@ class OffsetsServiceServicer:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT.
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
+    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
     """
 
     def Announce(self, request, context):
@@ -107,7 +129,8 @@ class OffsetsServiceServicer:
         """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
         Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-        NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
+        NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
+        nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,7 +139,11 @@ class OffsetsServiceServicer:
     def RecordDelivered(self, request, context):
         """Storage records what it is about to deliver; no bytes leave before the answer.
 
-        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
+        Acks that ride along (`progress`) are taken first, as by Commit; if they are refused the delivery
+        is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
+
+        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
+        NOT_FOUND (UNKNOWN_QUEUE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,10 +159,12 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
+        """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back. A
+        group without ownership commits with token 0; its first commit on a queue creates the progress.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
-        are taken also at the cap: only deliveries stop there.
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: groups are not known
+        yet). Acks are taken also at the cap: only deliveries stop there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,7 +173,8 @@ class OffsetsServiceServicer:
     def Close(self, request, context):
         """The holder declares its token finished.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+        (UNKNOWN_QUEUE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,8 +183,8 @@ class OffsetsServiceServicer:
     def Query(self, request, context):
         """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-        Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
-        that of a deleted topic's queue).
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence, and
+        `reset_epoch` the one to name in a commit without token: 0, or those of a deleted queue).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +206,52 @@ class OffsetsServiceServicer:
         greater than an earlier call's does nothing: so one that comes late can't harm the new topic.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reset(self, request, context):
+        """Moves the progress of queues, back or forth: the one way to do that. The token and the reset
+        epoch rise, so whoever owns the queue is fenced (`why` RESET), drops what it has in hand and
+        goes on from the new place; what may have been handled before comes again flagged. Every step
+        is recorded; repeating one by its `op_id` answers the same and changes nothing.
+
+        An operation on more queues than one call holds takes several, with one `op_id`.
+
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE: the group has no progress there, or what was moved was
+        deleted since, and it is an undo), ALREADY_EXISTS (OPERATION_EXISTS: this id was used by
+        somebody else, for another reason, or to move the queue elsewhere).
+        Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
+        (OLD_EPOCH).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clone(self, request, context):
+        """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
+        the committed ones are taken over too.
+
+        Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteGroup(self, request, context):
+        """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListResets(self, request, context):
+        """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
+
+        Statuses: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,6 +305,26 @@ def add_OffsetsServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicRequest.FromString,
                     response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicResponse.SerializeToString,
             ),
+            'Reset': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reset,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ResetRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ResetResponse.SerializeToString,
+            ),
+            'Clone': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clone,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.CloneRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.CloneResponse.SerializeToString,
+            ),
+            'DeleteGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteGroup,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteGroupRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteGroupResponse.SerializeToString,
+            ),
+            'ListResets': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListResets,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.offsets.v1.OffsetsService', rpc_method_handlers)
@@ -242,7 +338,8 @@ class OffsetsService:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT.
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
+    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
     """
 
     @staticmethod
@@ -478,6 +575,114 @@ class OffsetsService:
             '/baton.offsets.v1.OffsetsService/DeleteTopic',
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicRequest.SerializeToString,
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/Reset',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ResetRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ResetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clone(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/Clone',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.CloneRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.CloneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/DeleteGroup',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteGroupRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.DeleteGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListResets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/ListResets',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,7 +31,8 @@ class OffsetsServiceStub:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT.
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
+    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
     """
 
     @_typing.overload
@@ -47,12 +48,17 @@ class OffsetsServiceStub:
     """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
     Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-    NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
+    NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
+    nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
     """
     RecordDelivered: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.RecordDeliveredRequest, _offsets_service_pb2.RecordDeliveredResponse]
     """Storage records what it is about to deliver; no bytes leave before the answer.
 
-    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
+    Acks that ride along (`progress`) are taken first, as by Commit; if they are refused the delivery
+    is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
+
+    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
+    NOT_FOUND (UNKNOWN_QUEUE).
     """
     Touch: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]
     """Storage keeps the holders of parked pulls alive.
@@ -60,21 +66,24 @@ class OffsetsServiceStub:
     Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]
-    """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
+    """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back. A
+    group without ownership commits with token 0; its first commit on a queue creates the progress.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
-    are taken also at the cap: only deliveries stop there.
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+    (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: groups are not known
+    yet). Acks are taken also at the cap: only deliveries stop there.
     """
     Close: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CloseRequest, _offsets_service_pb2.CloseResponse]
     """The holder declares its token finished.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+    (UNKNOWN_QUEUE).
     """
     Query: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryRequest, _offsets_service_pb2.QueryResponse]
     """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-    Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
-    that of a deleted topic's queue).
+    Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence, and
+    `reset_epoch` the one to name in a commit without token: 0, or those of a deleted queue).
     """
     QueryGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryGroupRequest, _offsets_service_pb2.QueryGroupResponse]
     """Progress of every queue of a group; empty for a group without progress.
@@ -89,6 +98,36 @@ class OffsetsServiceStub:
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
     """
+    Reset: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.ResetRequest, _offsets_service_pb2.ResetResponse]
+    """Moves the progress of queues, back or forth: the one way to do that. The token and the reset
+    epoch rise, so whoever owns the queue is fenced (`why` RESET), drops what it has in hand and
+    goes on from the new place; what may have been handled before comes again flagged. Every step
+    is recorded; repeating one by its `op_id` answers the same and changes nothing.
+
+    An operation on more queues than one call holds takes several, with one `op_id`.
+
+    Item errors: NOT_FOUND (UNKNOWN_QUEUE: the group has no progress there, or what was moved was
+    deleted since, and it is an undo), ALREADY_EXISTS (OPERATION_EXISTS: this id was used by
+    somebody else, for another reason, or to move the queue elsewhere).
+    Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
+    (OLD_EPOCH).
+    """
+    Clone: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CloneRequest, _offsets_service_pb2.CloneResponse]
+    """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
+    the committed ones are taken over too.
+
+    Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+    """
+    DeleteGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]
+    """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+    """
+    ListResets: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.ListResetsRequest, _offsets_service_pb2.ListResetsResponse]
+    """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
+
+    Statuses: INVALID_ARGUMENT.
+    """
 
 @_typing.type_check_only
 class OffsetsServiceAsyncStub(OffsetsServiceStub):
@@ -96,7 +135,8 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT.
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
+    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -109,12 +149,17 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
     Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-    NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
+    NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
+    nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
     """
     RecordDelivered: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.RecordDeliveredRequest, _offsets_service_pb2.RecordDeliveredResponse]  # type: ignore[assignment]
     """Storage records what it is about to deliver; no bytes leave before the answer.
 
-    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
+    Acks that ride along (`progress`) are taken first, as by Commit; if they are refused the delivery
+    is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
+
+    Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
+    NOT_FOUND (UNKNOWN_QUEUE).
     """
     Touch: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]  # type: ignore[assignment]
     """Storage keeps the holders of parked pulls alive.
@@ -122,21 +167,24 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
     """
     Commit: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]  # type: ignore[assignment]
-    """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
+    """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back. A
+    group without ownership commits with token 0; its first commit on a queue creates the progress.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
-    are taken also at the cap: only deliveries stop there.
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+    (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: groups are not known
+    yet). Acks are taken also at the cap: only deliveries stop there.
     """
     Close: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CloseRequest, _offsets_service_pb2.CloseResponse]  # type: ignore[assignment]
     """The holder declares its token finished.
 
-    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+    (UNKNOWN_QUEUE).
     """
     Query: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryRequest, _offsets_service_pb2.QueryResponse]  # type: ignore[assignment]
     """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-    Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
-    that of a deleted topic's queue).
+    Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence, and
+    `reset_epoch` the one to name in a commit without token: 0, or those of a deleted queue).
     """
     QueryGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.QueryGroupRequest, _offsets_service_pb2.QueryGroupResponse]  # type: ignore[assignment]
     """Progress of every queue of a group; empty for a group without progress.
@@ -151,13 +199,44 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
 
     Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
     """
+    Reset: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.ResetRequest, _offsets_service_pb2.ResetResponse]  # type: ignore[assignment]
+    """Moves the progress of queues, back or forth: the one way to do that. The token and the reset
+    epoch rise, so whoever owns the queue is fenced (`why` RESET), drops what it has in hand and
+    goes on from the new place; what may have been handled before comes again flagged. Every step
+    is recorded; repeating one by its `op_id` answers the same and changes nothing.
+
+    An operation on more queues than one call holds takes several, with one `op_id`.
+
+    Item errors: NOT_FOUND (UNKNOWN_QUEUE: the group has no progress there, or what was moved was
+    deleted since, and it is an undo), ALREADY_EXISTS (OPERATION_EXISTS: this id was used by
+    somebody else, for another reason, or to move the queue elsewhere).
+    Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
+    (OLD_EPOCH).
+    """
+    Clone: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CloneRequest, _offsets_service_pb2.CloneResponse]  # type: ignore[assignment]
+    """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
+    the committed ones are taken over too.
+
+    Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+    """
+    DeleteGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
+    """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+    """
+    ListResets: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.ListResetsRequest, _offsets_service_pb2.ListResetsResponse]  # type: ignore[assignment]
+    """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
+
+    Statuses: INVALID_ARGUMENT.
+    """
 
 class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps progress per (group, topic, broker, queue) and makes ownership atomic. Every request
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT.
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
+    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
     """
 
     @_abc_1.abstractmethod
@@ -180,7 +259,8 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         """Passes queues to new holders: each a conditional compare-and-swap of the token.
 
         Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
-        NOT_HOLDER, OLD_EPOCH). Statuses: INVALID_ARGUMENT if any item is malformed.
+        NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
+        nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
         """
 
     @_abc_1.abstractmethod
@@ -191,7 +271,11 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.RecordDeliveredResponse, _abc.Awaitable[_offsets_service_pb2.RecordDeliveredResponse]]:
         """Storage records what it is about to deliver; no bytes leave before the answer.
 
-        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP), NOT_FOUND (UNKNOWN_QUEUE).
+        Acks that ride along (`progress`) are taken first, as by Commit; if they are refused the delivery
+        is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
+
+        Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
+        NOT_FOUND (UNKNOWN_QUEUE).
         """
 
     @_abc_1.abstractmethod
@@ -211,10 +295,12 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _offsets_service_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_offsets_service_pb2.CommitResponse, _abc.Awaitable[_offsets_service_pb2.CommitResponse]]:
-        """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back.
+        """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back. A
+        group without ownership commits with token 0; its first commit on a queue creates the progress.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE). Acks
-        are taken also at the cap: only deliveries stop there.
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+        (UNKNOWN_QUEUE; without token GROUP_NOT_FOUND), UNAVAILABLE (NOT_SERVING: groups are not known
+        yet). Acks are taken also at the cap: only deliveries stop there.
         """
 
     @_abc_1.abstractmethod
@@ -225,7 +311,8 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.CloseResponse, _abc.Awaitable[_offsets_service_pb2.CloseResponse]]:
         """The holder declares its token finished.
 
-        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED), NOT_FOUND (UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED, BEYOND_DELIVERED, MODE_CHANGED), NOT_FOUND
+        (UNKNOWN_QUEUE).
         """
 
     @_abc_1.abstractmethod
@@ -236,8 +323,8 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.QueryResponse, _abc.Awaitable[_offsets_service_pb2.QueryResponse]]:
         """Progress of named queues. A queue without progress is an item error UNKNOWN_QUEUE.
 
-        Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence: 0, or
-        that of a deleted topic's queue).
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE; its fact `token` is the one to expect in a fence, and
+        `reset_epoch` the one to name in a commit without token: 0, or those of a deleted queue).
         """
 
     @_abc_1.abstractmethod
@@ -263,6 +350,60 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         greater than an earlier call's does nothing: so one that comes late can't harm the new topic.
 
         Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+        """
+
+    @_abc_1.abstractmethod
+    def Reset(
+        self,
+        request: _offsets_service_pb2.ResetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.ResetResponse, _abc.Awaitable[_offsets_service_pb2.ResetResponse]]:
+        """Moves the progress of queues, back or forth: the one way to do that. The token and the reset
+        epoch rise, so whoever owns the queue is fenced (`why` RESET), drops what it has in hand and
+        goes on from the new place; what may have been handled before comes again flagged. Every step
+        is recorded; repeating one by its `op_id` answers the same and changes nothing.
+
+        An operation on more queues than one call holds takes several, with one `op_id`.
+
+        Item errors: NOT_FOUND (UNKNOWN_QUEUE: the group has no progress there, or what was moved was
+        deleted since, and it is an undo), ALREADY_EXISTS (OPERATION_EXISTS: this id was used by
+        somebody else, for another reason, or to move the queue elsewhere).
+        Statuses: INVALID_ARGUMENT, NOT_FOUND (OPERATION_NOT_FOUND, for an undo), FAILED_PRECONDITION
+        (OLD_EPOCH).
+        """
+
+    @_abc_1.abstractmethod
+    def Clone(
+        self,
+        request: _offsets_service_pb2.CloneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.CloneResponse, _abc.Awaitable[_offsets_service_pb2.CloneResponse]]:
+        """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
+        the committed ones are taken over too.
+
+        Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteGroup(
+        self,
+        request: _offsets_service_pb2.DeleteGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.DeleteGroupResponse, _abc.Awaitable[_offsets_service_pb2.DeleteGroupResponse]]:
+        """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+        """
+
+    @_abc_1.abstractmethod
+    def ListResets(
+        self,
+        request: _offsets_service_pb2.ListResetsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.ListResetsResponse, _abc.Awaitable[_offsets_service_pb2.ListResetsResponse]]:
+        """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
+
+        Statuses: INVALID_ARGUMENT.
         """
 
 def add_OffsetsServiceServicer_to_server(servicer: OffsetsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

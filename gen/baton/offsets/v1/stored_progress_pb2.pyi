@@ -4,8 +4,10 @@ isort:skip_file
 """
 
 from baton.common.v1 import queue_pb2 as _queue_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -42,10 +44,16 @@ class StoredProgress(_message.Message):
     FENCED_ACKED_FIELD_NUMBER: _builtins.int
     FENCED_MAYBE_SEEN_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    FORCED_BY_FIELD_NUMBER: _builtins.int
+    FORCED_REASON_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FIRST_RESET_EPOCH_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     attempt: _builtins.str
-    """Id of the fence attempt that issued the token."""
+    """Id of the last fence attempt that passed the queue on."""
     committed_offset: _builtins.int
     """Committed offset."""
     delivered_reserved: _builtins.int
@@ -67,9 +75,21 @@ class StoredProgress(_message.Message):
     fenced_maybe_seen: _builtins.bytes
     """What the fence that issued the token answered: maybe-seen offsets."""
     deleted: _builtins.bool
-    """True if the topic was deleted: there is no progress, and the token and the reset epoch are kept
+    """True if the topic or the group was deleted: there is no progress, and the token and the reset epoch are kept
     so that the next ones are greater.
     """
+    subscription_generation: _builtins.int
+    """Deliveries under the token have to name this generation of the subscription; 0 lets any pass."""
+    forced_by: _builtins.str
+    """Who took the queue by force when the token was issued; empty if nobody did."""
+    forced_reason: _builtins.str
+    """Why."""
+    source: _builtins.int
+    """What changed the progress last: number of a `ProgressSource`."""
+    first_reset_epoch: _builtins.int
+    """Reset epoch with which the progress began: greater than 0 if an earlier one was deleted."""
+    superseded: _builtins.bool
+    """True if a reset has issued the token: the attempt was answered with an earlier one."""
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
         """Incarnation the token was issued to; unset if none."""
@@ -91,11 +111,125 @@ class StoredProgress(_message.Message):
         fenced_acked: _builtins.bytes = ...,
         fenced_maybe_seen: _builtins.bytes = ...,
         deleted: _builtins.bool = ...,
+        subscription_generation: _builtins.int = ...,
+        forced_by: _builtins.str = ...,
+        forced_reason: _builtins.str = ...,
+        source: _builtins.int = ...,
+        first_reset_epoch: _builtins.int = ...,
+        superseded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "attempt", b"attempt", "closed", b"closed", "committed_offset", b"committed_offset", "deleted", b"deleted", "delivered_reserved", b"delivered_reserved", "fenced_acked", b"fenced_acked", "fenced_committed_offset", b"fenced_committed_offset", "fenced_maybe_seen", b"fenced_maybe_seen", "holder", b"holder", "maybe_seen", b"maybe_seen", "reset_epoch", b"reset_epoch", "token", b"token", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "attempt", b"attempt", "closed", b"closed", "committed_offset", b"committed_offset", "deleted", b"deleted", "delivered_reserved", b"delivered_reserved", "fenced_acked", b"fenced_acked", "fenced_committed_offset", b"fenced_committed_offset", "fenced_maybe_seen", b"fenced_maybe_seen", "first_reset_epoch", b"first_reset_epoch", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "maybe_seen", b"maybe_seen", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "superseded", b"superseded", "token", b"token", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoredProgress: _TypeAlias = StoredProgress  # noqa: Y015
+
+@_typing.final
+class StoredReset(_message.Message):
+    """How offsets keeps one reset or clone on its disk. Not sent over the wire."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    UNDONE_OP_ID_FIELD_NUMBER: _builtins.int
+    FROM_GROUP_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    op_id: _builtins.str
+    """Id of the operation."""
+    kind: _builtins.int
+    """Number of a `ProgressSource`."""
+    by: _builtins.str
+    """Who did it."""
+    reason: _builtins.str
+    """Why."""
+    unix_ms: _builtins.int
+    """Wall clock of the operation."""
+    undone_op_id: _builtins.str
+    """Operation that this one has undone; empty for none."""
+    from_group: _builtins.str
+    """Group whose progress a clone has taken; empty for a reset."""
+    number: _builtins.int
+    """Counts the operations of a group, from 1."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredResetStep]:
+        """What it did."""
+
+    def __init__(
+        self,
+        *,
+        op_id: _builtins.str = ...,
+        kind: _builtins.int = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        unix_ms: _builtins.int = ...,
+        steps: _abc.Iterable[Global___StoredResetStep] | None = ...,
+        undone_op_id: _builtins.str = ...,
+        from_group: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "from_group", b"from_group", "kind", b"kind", "number", b"number", "op_id", b"op_id", "reason", b"reason", "steps", b"steps", "undone_op_id", b"undone_op_id", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredReset: _TypeAlias = StoredReset  # noqa: Y015
+
+@_typing.final
+class StoredResetStep(_message.Message):
+    """What a reset or clone did to one queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    FROM_OFFSET_FIELD_NUMBER: _builtins.int
+    FROM_ACKED_FIELD_NUMBER: _builtins.int
+    TO_OFFSET_FIELD_NUMBER: _builtins.int
+    REPLAYED_COUNT_FIELD_NUMBER: _builtins.int
+    SKIPPED_COUNT_FIELD_NUMBER: _builtins.int
+    RESET_EPOCH_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    from_offset: _builtins.int
+    """Committed offset before."""
+    from_acked: _builtins.bytes
+    """Acked offsets before, as runs."""
+    to_offset: _builtins.int
+    """Committed offset after."""
+    replayed_count: _builtins.int
+    """Offsets that are delivered again."""
+    skipped_count: _builtins.int
+    """Offsets that count as handled now."""
+    reset_epoch: _builtins.int
+    """Reset epoch after."""
+    token: _builtins.int
+    """Token after."""
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+        from_offset: _builtins.int = ...,
+        from_acked: _builtins.bytes = ...,
+        to_offset: _builtins.int = ...,
+        replayed_count: _builtins.int = ...,
+        skipped_count: _builtins.int = ...,
+        reset_epoch: _builtins.int = ...,
+        token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_acked", b"from_acked", "from_offset", b"from_offset", "queue", b"queue", "replayed_count", b"replayed_count", "reset_epoch", b"reset_epoch", "skipped_count", b"skipped_count", "to_offset", b"to_offset", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredResetStep: _TypeAlias = StoredResetStep  # noqa: Y015

@@ -192,7 +192,9 @@ class FindByKeyResponse(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     more: _builtins.bool
-    """True if there may be more."""
+    """True if there may be more: in this answer is no room, or 2,000 messages were looked at, whose
+    keys may only have had the same hash. Ask again for the time before.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredMessage]:
         """Messages by position, newest first."""

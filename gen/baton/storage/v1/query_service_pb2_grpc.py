@@ -65,7 +65,8 @@ class QueryServiceServicer:
         """First offset of a queue whose message was stored at or after a time.
 
         Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-        INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+        INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
+        at is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,7 +76,7 @@ class QueryServiceServicer:
         """Messages of a queue from an offset on.
 
         Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
-        FAILED_PRECONDITION (NOT_READABLE); DATA_LOSS (a stored checksum does not match).
+        FAILED_PRECONDITION (NOT_READABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +85,7 @@ class QueryServiceServicer:
     def FindByKey(self, request, context):
         """Messages of a topic that carry a key, newest first.
 
-        Statuses: as SearchOffset; DATA_LOSS.
+        Statuses: as SearchOffset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,7 +95,7 @@ class QueryServiceServicer:
         """The message with an id.
 
         Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
-        DATA_LOSS, UNAVAILABLE (NOT_SERVING).
+        DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

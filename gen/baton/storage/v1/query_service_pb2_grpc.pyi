@@ -37,24 +37,25 @@ class QueryServiceStub:
     """First offset of a queue whose message was stored at or after a time.
 
     Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-    INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+    INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
+    at is damaged).
     """
     Read: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.ReadRequest, _query_service_pb2.ReadResponse]
     """Messages of a queue from an offset on.
 
     Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
-    FAILED_PRECONDITION (NOT_READABLE); DATA_LOSS (a stored checksum does not match).
+    FAILED_PRECONDITION (NOT_READABLE).
     """
     FindByKey: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.FindByKeyRequest, _query_service_pb2.FindByKeyResponse]
     """Messages of a topic that carry a key, newest first.
 
-    Statuses: as SearchOffset; DATA_LOSS.
+    Statuses: as SearchOffset.
     """
     GetMessage: _grpc.UnaryUnaryMultiCallable[_query_service_pb2.GetMessageRequest, _query_service_pb2.GetMessageResponse]
     """The message with an id.
 
     Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
-    DATA_LOSS, UNAVAILABLE (NOT_SERVING).
+    DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
 
 @_typing.type_check_only
@@ -66,24 +67,25 @@ class QueryServiceAsyncStub(QueryServiceStub):
     """First offset of a queue whose message was stored at or after a time.
 
     Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-    INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+    INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
+    at is damaged).
     """
     Read: _aio.UnaryUnaryMultiCallable[_query_service_pb2.ReadRequest, _query_service_pb2.ReadResponse]  # type: ignore[assignment]
     """Messages of a queue from an offset on.
 
     Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
-    FAILED_PRECONDITION (NOT_READABLE); DATA_LOSS (a stored checksum does not match).
+    FAILED_PRECONDITION (NOT_READABLE).
     """
     FindByKey: _aio.UnaryUnaryMultiCallable[_query_service_pb2.FindByKeyRequest, _query_service_pb2.FindByKeyResponse]  # type: ignore[assignment]
     """Messages of a topic that carry a key, newest first.
 
-    Statuses: as SearchOffset; DATA_LOSS.
+    Statuses: as SearchOffset.
     """
     GetMessage: _aio.UnaryUnaryMultiCallable[_query_service_pb2.GetMessageRequest, _query_service_pb2.GetMessageResponse]  # type: ignore[assignment]
     """The message with an id.
 
     Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
-    DATA_LOSS, UNAVAILABLE (NOT_SERVING).
+    DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).
     """
 
 class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -98,7 +100,8 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         """First offset of a queue whose message was stored at or after a time.
 
         Statuses: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER),
-        INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+        INVALID_ARGUMENT, UNAVAILABLE (NO_QUORUM, NOT_SERVING), DATA_LOSS (a batch that had to be looked
+        at is damaged).
         """
 
     @_abc_1.abstractmethod
@@ -110,7 +113,7 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Messages of a queue from an offset on.
 
         Statuses: as SearchOffset; OUT_OF_RANGE (OFFSET_OUT_OF_RANGE) outside of [first, next];
-        FAILED_PRECONDITION (NOT_READABLE); DATA_LOSS (a stored checksum does not match).
+        FAILED_PRECONDITION (NOT_READABLE).
         """
 
     @_abc_1.abstractmethod
@@ -121,7 +124,7 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_query_service_pb2.FindByKeyResponse, _abc.Awaitable[_query_service_pb2.FindByKeyResponse]]:
         """Messages of a topic that carry a key, newest first.
 
-        Statuses: as SearchOffset; DATA_LOSS.
+        Statuses: as SearchOffset.
         """
 
     @_abc_1.abstractmethod
@@ -133,7 +136,7 @@ class QueryServiceServicer(metaclass=_abc_1.ABCMeta):
         """The message with an id.
 
         Statuses: NOT_FOUND (MESSAGE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT,
-        DATA_LOSS, UNAVAILABLE (NOT_SERVING).
+        DATA_LOSS, UNAVAILABLE (NO_QUORUM, NOT_SERVING).
         """
 
 def add_QueryServiceServicer_to_server(servicer: QueryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

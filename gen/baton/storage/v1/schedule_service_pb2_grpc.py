@@ -55,8 +55,9 @@ class ScheduleServiceServicer:
         """Stores batches that are delivered to their queues at a time of their own: never early, and
         exactly once also after a crash. A time that has passed means at once.
 
-        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead. Statuses:
-        INVALID_ARGUMENT if the request is empty or too large, UNAVAILABLE (NOT_SERVING).
+        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
+        was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
+        or too large, UNAVAILABLE (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,7 +67,8 @@ class ScheduleServiceServicer:
         """Takes a scheduled batch back.
 
         Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
-        FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+        FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
+        scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

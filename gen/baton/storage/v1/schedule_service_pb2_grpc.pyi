@@ -37,14 +37,16 @@ class ScheduleServiceStub:
     """Stores batches that are delivered to their queues at a time of their own: never early, and
     exactly once also after a crash. A time that has passed means at once.
 
-    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead. Statuses:
-    INVALID_ARGUMENT if the request is empty or too large, UNAVAILABLE (NOT_SERVING).
+    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
+    was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
+    or too large, UNAVAILABLE (NOT_SERVING).
     """
     CancelScheduled: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]
     """Takes a scheduled batch back.
 
     Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
-    FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+    FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
+    scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
     """
 
 @_typing.type_check_only
@@ -56,14 +58,16 @@ class ScheduleServiceAsyncStub(ScheduleServiceStub):
     """Stores batches that are delivered to their queues at a time of their own: never early, and
     exactly once also after a crash. A time that has passed means at once.
 
-    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead. Statuses:
-    INVALID_ARGUMENT if the request is empty or too large, UNAVAILABLE (NOT_SERVING).
+    Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
+    was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
+    or too large, UNAVAILABLE (NOT_SERVING).
     """
     CancelScheduled: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]  # type: ignore[assignment]
     """Takes a scheduled batch back.
 
     Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
-    FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+    FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
+    scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
     """
 
 class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -78,8 +82,9 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
         """Stores batches that are delivered to their queues at a time of their own: never early, and
         exactly once also after a crash. A time that has passed means at once.
 
-        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead. Statuses:
-        INVALID_ARGUMENT if the request is empty or too large, UNAVAILABLE (NOT_SERVING).
+        Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
+        was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
+        or too large, UNAVAILABLE (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -91,7 +96,8 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes a scheduled batch back.
 
         Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
-        FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, UNAVAILABLE (NOT_SERVING).
+        FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
+        scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
         """
 
 def add_ScheduleServiceServicer_to_server(servicer: ScheduleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,6 +5,7 @@ isort:skip_file
 
 from baton.common.v1 import error_pb2 as _error_pb2
 from baton.common.v1 import queue_pb2 as _queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as _offsets_service_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -224,10 +225,14 @@ class PullRequest(_message.Message):
     MESSAGES_MAX_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """First offset wanted, in messages, 0-based."""
     token: _builtins.int
-    """Token of the grant under which the caller owns the queue; positive. Required."""
+    """Token of the grant under which the caller owns the queue. 0 for groups whose queues nobody owns:
+    broadcasting ones, and those with ownership off; nothing is recorded for them.
+    """
     pull_id: _builtins.int
     """Chosen by the caller and returned, so that it can drop the answer of an abandoned pull."""
     expression: _builtins.str
@@ -242,9 +247,17 @@ class PullRequest(_message.Message):
     """Hold the call this long if there is nothing, 0 to 30,000 ms; 0 answers at once."""
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
+    subscription_generation: _builtins.int
+    """Generation of the group's subscription that `expression` belongs to."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
+
+    @_builtins.property
+    def progress(self) -> _offsets_service_pb2.Acks:
+        """Acks that ride along, as in a Commit of the same queue and token; unset for none. They are
+        taken with the delivery of this pull; if it finds nothing they are not taken.
+        """
 
     def __init__(
         self,
@@ -258,10 +271,12 @@ class PullRequest(_message.Message):
         messages_max: _builtins.int = ...,
         hold_ms: _builtins.int = ...,
         offsets_epoch: _builtins.int = ...,
+        subscription_generation: _builtins.int = ...,
+        progress: _offsets_service_pb2.Acks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "pull_id", b"pull_id", "queue", b"queue", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +297,7 @@ class PullResponse(_message.Message):
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     FILTERED_COUNT_FIELD_NUMBER: _builtins.int
     LOST_COUNT_FIELD_NUMBER: _builtins.int
+    PROGRESS_TAKEN_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """`pull_id` of the request."""
     next_offset: _builtins.int
@@ -296,6 +312,8 @@ class PullResponse(_message.Message):
     """Messages in [offset, next_offset) that the filter dropped."""
     lost_count: _builtins.int
     """Messages in [offset, next_offset) that retention had removed before the group had read them."""
+    progress_taken: _builtins.bool
+    """True if `progress` of the request was taken: durable, as after a Commit."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Stored batches that hold at least one message that passes the filter, whole and as they are
@@ -319,10 +337,11 @@ class PullResponse(_message.Message):
         offsets_epoch: _builtins.int = ...,
         filtered_count: _builtins.int = ...,
         lost_count: _builtins.int = ...,
+        progress_taken: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "progress_taken", b"progress_taken", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,19 +435,23 @@ class QueueOffsets(_message.Message):
 
     FIRST_OFFSET_FIELD_NUMBER: _builtins.int
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
     first_offset: _builtins.int
     """First offset still held, in messages."""
     next_offset: _builtins.int
     """Next offset to be assigned, counting only what is durable and visible to consumers."""
+    topic_id: _builtins.int
+    """Id of the topic; a later topic of the name has a greater one."""
     def __init__(
         self,
         *,
         first_offset: _builtins.int = ...,
         next_offset: _builtins.int = ...,
+        topic_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_offset", b"first_offset", "next_offset", b"next_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_offset", b"first_offset", "next_offset", b"next_offset", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,10 +38,12 @@ class StorageServiceStub:
     durability asked for. Every batch has its own outcome, in request order: an outcome of one
     batch says nothing about the others.
 
-    Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED), NOT_FOUND
+    Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
     (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL). Statuses: INVALID_ARGUMENT if the request is empty or too large,
-    UNAVAILABLE while starting or draining.
+    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
+    known whether the topic exists). Statuses: INVALID_ARGUMENT if the request is empty or too
+    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
+    it is not known what was stored.
     """
     Pull: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]
     """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
@@ -50,14 +52,21 @@ class StorageServiceStub:
     between was filtered, or is no longer kept: see `lost_count`.
 
     Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
-    QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG), FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP), UNAVAILABLE (DELIVERY_UNRECORDED, NOT_SERVING),
-    DATA_LOSS (a stored checksum does not match).
+    QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),
+    FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP, BEYOND_DELIVERED,
+    PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many calls are held), UNAVAILABLE
+    (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING), DATA_LOSS (a stored checksum does not match).
     """
     QueryOffsets: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.QueryOffsetsRequest, _storage_service_pb2.QueryOffsetsResponse]
     """First and next offset of queues.
 
-    Item errors: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND). Statuses: INVALID_ARGUMENT if the
-    request is empty.
+    The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of the topic that
+    the answer goes by; of several topics the lowest, and 0 if one is not known. Once a queue takes no
+    more messages by that revision, its next offset in the answer is final.
+
+    Item errors: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND,
+    QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    Statuses: INVALID_ARGUMENT if the request is empty or too large.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.DescribeRequest, _storage_service_pb2.DescribeResponse]
     """What this node is and holds; for `baton cluster status`.
@@ -75,10 +84,12 @@ class StorageServiceAsyncStub(StorageServiceStub):
     durability asked for. Every batch has its own outcome, in request order: an outcome of one
     batch says nothing about the others.
 
-    Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED), NOT_FOUND
+    Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
     (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL). Statuses: INVALID_ARGUMENT if the request is empty or too large,
-    UNAVAILABLE while starting or draining.
+    DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
+    known whether the topic exists). Statuses: INVALID_ARGUMENT if the request is empty or too
+    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
+    it is not known what was stored.
     """
     Pull: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]  # type: ignore[assignment]
     """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
@@ -87,14 +98,21 @@ class StorageServiceAsyncStub(StorageServiceStub):
     between was filtered, or is no longer kept: see `lost_count`.
 
     Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
-    QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG), FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP), UNAVAILABLE (DELIVERY_UNRECORDED, NOT_SERVING),
-    DATA_LOSS (a stored checksum does not match).
+    QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),
+    FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP, BEYOND_DELIVERED,
+    PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many calls are held), UNAVAILABLE
+    (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING), DATA_LOSS (a stored checksum does not match).
     """
     QueryOffsets: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.QueryOffsetsRequest, _storage_service_pb2.QueryOffsetsResponse]  # type: ignore[assignment]
     """First and next offset of queues.
 
-    Item errors: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND). Statuses: INVALID_ARGUMENT if the
-    request is empty.
+    The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of the topic that
+    the answer goes by; of several topics the lowest, and 0 if one is not known. Once a queue takes no
+    more messages by that revision, its next offset in the answer is final.
+
+    Item errors: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND,
+    QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+    Statuses: INVALID_ARGUMENT if the request is empty or too large.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.DescribeRequest, _storage_service_pb2.DescribeResponse]  # type: ignore[assignment]
     """What this node is and holds; for `baton cluster status`.
@@ -115,10 +133,12 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         durability asked for. Every batch has its own outcome, in request order: an outcome of one
         batch says nothing about the others.
 
-        Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED), NOT_FOUND
+        Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
         (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
-        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL). Statuses: INVALID_ARGUMENT if the request is empty or too large,
-        UNAVAILABLE while starting or draining.
+        DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
+        known whether the topic exists). Statuses: INVALID_ARGUMENT if the request is empty or too
+        large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
+        it is not known what was stored.
         """
 
     @_abc_1.abstractmethod
@@ -133,8 +153,10 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         between was filtered, or is no longer kept: see `lost_count`.
 
         Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
-        QUEUE_NOT_FOUND), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG), FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP), UNAVAILABLE (DELIVERY_UNRECORDED, NOT_SERVING),
-        DATA_LOSS (a stored checksum does not match).
+        QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),
+        FAILED_PRECONDITION (NOT_READABLE, FENCED, WRONG_BROKER, ACK_CAP, DELIVERY_GAP, BEYOND_DELIVERED,
+        PAUSED, MODE_CHANGED), RESOURCE_EXHAUSTED (OVERLOADED: too many calls are held), UNAVAILABLE
+        (DELIVERY_UNRECORDED, NO_QUORUM, NOT_SERVING), DATA_LOSS (a stored checksum does not match).
         """
 
     @_abc_1.abstractmethod
@@ -145,8 +167,13 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_storage_service_pb2.QueryOffsetsResponse, _abc.Awaitable[_storage_service_pb2.QueryOffsetsResponse]]:
         """First and next offset of queues.
 
-        Item errors: NOT_FOUND (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND). Statuses: INVALID_ARGUMENT if the
-        request is empty.
+        The trailing metadata `baton-topics-revision` is the etcd revision, decimal, of the topic that
+        the answer goes by; of several topics the lowest, and 0 if one is not known. Once a queue takes no
+        more messages by that revision, its next offset in the answer is final.
+
+        Item errors: INVALID_ARGUMENT (INVALID_NAME, LIMIT_EXCEEDED), NOT_FOUND (TOPIC_NOT_FOUND,
+        QUEUE_NOT_FOUND), FAILED_PRECONDITION (WRONG_BROKER), UNAVAILABLE (NO_QUORUM, NOT_SERVING).
+        Statuses: INVALID_ARGUMENT if the request is empty or too large.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,168 @@
+"""How a queue becomes ours: granted by lockmgr, or just read where nobody owns it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc.aio
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+
+from batonmq.common.aio import unless
+from batonmq.common.errors import (
+    BatonError,
+    Draining,
+    Fenced,
+    HandoverPending,
+    Held,
+    ModeChanged,
+    NotAssigned,
+    NotMember,
+    NotSubscribed,
+    OldRequest,
+    Retry,
+    SubscriptionDraining,
+    Unacked,
+    UnknownQueue,
+    Unreachable,
+)
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.consuming.joint import ACQUIRE_HOLD_MS
+from batonmq.consuming.session import CONSUME_FROM, ranges_from_pb, ranges_to_pb
+from batonmq.core.inflight import Start
+from batonmq.directory import CALL_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from batonmq.consuming.runner import QueueRunner
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+RESUME_RANGES_MAX = 4_096
+"""More are not claimed: what is left out comes again, flagged."""
+
+_HELD = (Held, Unacked, Draining, HandoverPending, SubscriptionDraining)
+_OLD_VIEW = (NotAssigned, NotMember, NotSubscribed, ModeChanged)
+
+
+async def acquire(runner: QueueRunner) -> Start | None:
+    """Ask until the queue is granted; None once it is not assigned any more."""
+    session, failures = runner.session, 0
+    while runner.assigned:
+        asked_ms = session.clock.monotonic_ms()
+        runner.freed.clear()
+        try:
+            return await unless(runner.unassigned, _ask(runner))
+        except BatonError as error:
+            log.debug("acquire refused queue=%s error=%s", runner.queue, error)
+            if isinstance(error, _OLD_VIEW):
+                session.heartbeat_soon.set()
+            held_ms = session.clock.monotonic_ms() - asked_ms
+            if isinstance(error, _HELD) and held_ms >= ACQUIRE_HOLD_MS // 2:
+                continue  # nothing has failed; a pause would miss the release
+            if error.retry is Retry.NEVER and not isinstance(error, OldRequest):
+                log.warning("queue not granted queue=%s error=%s", runner.queue, error)
+            await unless(runner.freed, session.directory.pause(error, failures))
+            failures += 1
+    return None
+
+
+async def look_up(runner: QueueRunner) -> Start | None:
+    """Read where the group is on a queue that nobody owns; None once it is not assigned any more.
+
+    A group without progress gets some: where it starts is decided once.
+    """
+    session, failures = runner.session, 0
+    while runner.assigned:
+        try:
+            return await unless(runner.unassigned, _progress(runner))
+        except BatonError as error:
+            log.debug("progress not read queue=%s error=%s", runner.queue, error)
+            if isinstance(error, _OLD_VIEW):
+                session.heartbeat_soon.set()
+            await unless(runner.unassigned, session.directory.pause(error, failures))
+            failures += 1
+    return None
+
+
+async def _ask(runner: QueueRunner) -> Start:
+    progress, extent = runner.progress, await runner.calls.extent(runner.queue)
+    item = lockmgr_pb.AcquireItem(
+        queue=runner.key,
+        resume=ranges_to_pb(progress.in_hand()[:RESUME_RANGES_MAX] if progress else ()),
+        reset_epoch=progress.reset_epoch if progress else 0,
+        initial_offset=_first_offset(runner, extent),
+        topic_id=extent.topic_id,
+    )
+    granted = await runner.calls.acquire(runner.queue, item)
+    grant = granted.grant
+    runner.granted(granted.sent_ms, grant.lease_ms, grant.subscription_generation)
+    return Start(
+        grant.token,
+        grant.reset_epoch,
+        grant.committed_offset,
+        ranges_from_pb(grant.acked),
+        ranges_from_pb(grant.maybe_seen),
+    )
+
+
+async def _progress(runner: QueueRunner) -> Start:
+    try:
+        return await _query(runner)
+    except UnknownQueue:
+        extent = await runner.calls.extent(runner.queue)
+        await _begin_progress(runner, _first_offset(runner, extent))
+        return await _query(runner)
+
+
+async def _query(runner: QueueRunner) -> Start:
+    session = runner.session
+    request = offsets_pb.QueryRequest(offsets_epoch=session.offsets_epoch, queues=[runner.key])
+    stub = await session.directory.offsets()
+    answer = await _answered(partial(stub.Query, request, timeout=CALL_TIMEOUT_S))
+    if not session.saw_epoch(answer.offsets_epoch):
+        raise Unreachable("an offsets node of an older epoch has answered")
+    outcome = answer.outcomes[0]
+    if outcome.HasField("error"):
+        raise error_from_pb(outcome.error)
+    progress = outcome.progress
+    acked = ranges_from_pb(progress.acked)
+    return Start(0, progress.reset_epoch, progress.committed_offset, acked)
+
+
+async def _begin_progress(runner: QueueRunner, offset: int) -> None:
+    """Commit where the group starts; an earlier topic of the name may have left a reset epoch."""
+    session, reset_epoch = runner.session, 0
+    stub = await session.directory.offsets()
+    for _ in range(2):
+        item = offsets_pb.CommitItem(
+            queue=runner.key, reset_epoch=reset_epoch, committed_offset=offset
+        )
+        request = offsets_pb.CommitRequest(offsets_epoch=session.offsets_epoch, items=[item])
+        answer = await _answered(partial(stub.Commit, request, timeout=CALL_TIMEOUT_S))
+        if not answer.outcomes[0].HasField("error"):
+            return
+        error = error_from_pb(answer.outcomes[0].error)
+        reset_epoch = int(error.facts.get("reset_epoch", 0))
+        if not isinstance(error, Fenced) or not reset_epoch:
+            raise error
+
+
+def _first_offset(runner: QueueRunner, extent: storage_pb.QueueOffsets) -> int:
+    """Where to start if the group has no progress on the queue."""
+    first = CONSUME_FROM[runner.session.settings.consume_from]
+    if first == nameserver_pb.CONSUME_FROM_FIRST:
+        return extent.first_offset
+    return extent.next_offset
+
+
+async def _answered(call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await call()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

@@ -1,0 +1,224 @@
+"""Calls that the queues of one consumer make together.
+
+When members come or go many queues change hands at once. What they ask of a service in the same
+moment rides in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc.aio
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+
+from batonmq.common.aio import unless
+from batonmq.common.batcher import Batcher
+from batonmq.common.errors import BatonError, Unreachable
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.consuming.session import Session, queue_of, queue_to_pb
+from batonmq.core.route import QueueId
+from batonmq.directory import CALL_TIMEOUT_S
+
+ACQUIRE_HOLD_MS = 15_000
+ITEMS_MAX = 1_024
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A grant, and when its request was sent."""
+
+    grant: lockmgr_pb.Grant
+    sent_ms: int
+
+
+@dataclass(eq=False, slots=True)
+class _Wish:
+    queue: QueueId
+    item: lockmgr_pb.AcquireItem
+    outcome: asyncio.Future[Granted | BatonError] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def settle(self, outcome: Granted | BatonError) -> None:
+        """Tell who asked, if anybody still waits."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class JointCalls:
+    """Joins what is asked in one moment, or while a call of the kind is under way.
+
+    All methods raise what the call, or its item, was refused with.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._extents: Batcher[QueueId, storage_pb.QueryOffsetsOutcome | BatonError] = Batcher(
+            self._ask_extents, items_max=ITEMS_MAX
+        )
+        self._closes: Batcher[offsets_pb.CloseItem, offsets_pb.CloseOutcome] = Batcher(
+            self._close, items_max=ITEMS_MAX
+        )
+        self._releases: Batcher[lockmgr_pb.Hold, None] = Batcher(self._release, items_max=ITEMS_MAX)
+        self._wishes: list[_Wish] = []
+        self._wished = asyncio.Event()
+        self._open: dict[int, Sequence[_Wish]] = {}
+
+    async def run(self) -> None:
+        """Carry calls for ever; to be run as one task."""
+        async with asyncio.TaskGroup() as tasks:
+            for loop in (self._extents.run, self._closes.run, self._releases.run):
+                tasks.create_task(loop())
+            while True:
+                await self._wished.wait()
+                await asyncio.sleep(0)  # who is woken by the same event asks in the same call
+                self._wished.clear()
+                wishes = [wish for wish in self._wishes if not wish.outcome.done()]
+                self._wishes = []
+                for begin in range(0, len(wishes), ITEMS_MAX):
+                    tasks.create_task(self._acquire(wishes[begin : begin + ITEMS_MAX]))
+
+    # ---- what a queue asks
+
+    async def extent(self, queue: QueueId) -> storage_pb.QueueOffsets:
+        """First and next offset of a queue."""
+        outcome = await self._extents.call(queue)
+        if isinstance(outcome, BatonError):
+            raise outcome
+        if outcome.HasField("error"):
+            raise error_from_pb(outcome.error)
+        return outcome.offsets
+
+    async def acquire(self, queue: QueueId, item: lockmgr_pb.AcquireItem) -> Granted:
+        """Ask for a queue, held at lockmgr while somebody else has it.
+
+        Whoever stops waiting does not get it: a grant that still comes is released.
+        """
+        wish = _Wish(queue, item)
+        self._wishes.append(wish)
+        self._wished.set()
+        outcome = await wish.outcome
+        if isinstance(outcome, BatonError):
+            raise outcome
+        return outcome
+
+    async def close(self, item: offsets_pb.CloseItem) -> offsets_pb.CloseOutcome:
+        """Close a token at offsets."""
+        return await self._closes.call(item)
+
+    async def release(self, hold: lockmgr_pb.Hold) -> None:
+        """Tell lockmgr that a token is closed."""
+        await self._releases.call(hold)
+
+    # ---- keep-alives
+
+    async def release_orphans(self, holds: Sequence[lockmgr_pb.Hold]) -> None:
+        """Give back grants whose answers were lost; nothing was delivered under them."""
+        await self._release(holds[:ITEMS_MAX])
+
+    @property
+    def seen_seq(self) -> int:
+        """Highest `acquire_seq` up to which all outcomes have been seen."""
+        return min(self._open) - 1 if self._open else self._session.acquire_seq
+
+    def asks_for(self, queue: QueueId) -> bool:
+        """Whether an Acquire of the queue is under way, or about to be."""
+        under_way = (wish for wishes in self._open.values() for wish in wishes)
+        return any(wish.queue == queue for wish in (*self._wishes, *under_way))
+
+    # ---- the calls
+
+    async def _acquire(self, wishes: Sequence[_Wish]) -> None:
+        """One stream for many queues; it ends as soon as nobody waits for it any more."""
+        seq = self._session.next_acquire_seq()
+        self._open[seq] = wishes
+        settled = asyncio.Event()
+
+        def look(_: object) -> None:
+            if all(wish.outcome.done() for wish in wishes):
+                settled.set()
+
+        for wish in wishes:
+            wish.outcome.add_done_callback(look)
+        error: BatonError = Unreachable("lockmgr ended an Acquire without an outcome")
+        try:
+            await unless(settled, self._read(seq, {wish.queue: wish for wish in wishes}))
+        except BatonError as refusal:
+            error = refusal
+        finally:
+            del self._open[seq]
+        for wish in wishes:
+            wish.settle(error)
+
+    async def _read(self, seq: int, wishes: Mapping[QueueId, _Wish]) -> None:
+        session = self._session
+        request = lockmgr_pb.AcquireRequest(
+            incarnation=session.incarnation,
+            acquire_seq=seq,
+            generation=session.view.generation,
+            items=[wish.item for wish in wishes.values()],
+            hold_ms=ACQUIRE_HOLD_MS,
+        )
+        stub = await session.directory.lockmgr()
+        sent_ms = session.clock.monotonic_ms()
+        stream = stub.Acquire(request, timeout=ACQUIRE_HOLD_MS / 1000 + CALL_TIMEOUT_S)
+        try:
+            async for answer in stream:
+                wish = wishes[queue_of(answer.queue)]
+                if answer.HasField("error"):
+                    wish.settle(error_from_pb(answer.error))
+                elif wish.outcome.done():
+                    hold = lockmgr_pb.Hold(queue=answer.queue, token=answer.grant.token)
+                    await self.release(hold)
+                else:
+                    session.saw_epoch(answer.grant.offsets_epoch)
+                    wish.settle(Granted(answer.grant, sent_ms))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def _ask_extents(
+        self, queues: Sequence[QueueId]
+    ) -> list[storage_pb.QueryOffsetsOutcome | BatonError]:
+        """One call per broker; one that is away concerns only its own queues."""
+        found: dict[QueueId, storage_pb.QueryOffsetsOutcome | BatonError] = {}
+
+        async def ask(broker: str) -> None:
+            asked = [queue for queue in queues if queue.broker == broker]
+            request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, asked))
+            try:
+                stub = await self._session.directory.storage(broker)
+                answer = await _answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
+                found.update(zip(asked, answer.outcomes, strict=True))
+            except BatonError as error:
+                found.update(dict.fromkeys(asked, error))
+
+        async with asyncio.TaskGroup() as tasks:
+            for broker in sorted({queue.broker for queue in queues}):
+                tasks.create_task(ask(broker))
+        return [found[queue] for queue in queues]
+
+    async def _close(
+        self, items: Sequence[offsets_pb.CloseItem]
+    ) -> Sequence[offsets_pb.CloseOutcome]:
+        request = offsets_pb.CloseRequest(offsets_epoch=self._session.offsets_epoch, items=items)
+        stub = await self._session.directory.offsets()
+        return (await _answered(stub.Close(request, timeout=CALL_TIMEOUT_S))).outcomes
+
+    async def _release(self, holds: Sequence[lockmgr_pb.Hold]) -> list[None]:
+        request = lockmgr_pb.ReleaseRequest(incarnation=self._session.incarnation, holds=holds)
+        stub = await self._session.directory.lockmgr()
+        await _answered(stub.Release(request, timeout=CALL_TIMEOUT_S))
+        return [None] * len(holds)
+
+
+async def _answered(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

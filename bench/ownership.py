@@ -1,0 +1,277 @@
+"""What ownership costs, and how fast queues change hands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import quantiles
+from time import perf_counter
+
+import grpc.aio
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.admin import Admin
+from batonmq.channels import connect
+from batonmq.core.records import Message
+from batonmq.demo.crew import Crew, Member, Part
+from batonmq.demo.journal import handovers_ms, read
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ClusterOptions
+from batonmq.producer import Producer
+from bench.figures import Figure, Goal, figure, interleaved
+from bench.pulls import fill
+from bench.setup import TOPIC, Setup
+from bench.site import BROKER, TIMEOUT_S, Site, group_queue, site
+
+QUEUES, MEMBERS = 64, 4
+SENT_PER_S, TICKS_PER_S = 1_000, 20
+LOCKS, LOCK_TOPICS = 10_000, 10
+KEEP_ALIVE_S = 5
+CHECKED_QUEUES = 8
+_groups = count()
+
+
+async def handovers(setup: Setup) -> list[Figure]:
+    """Members join and leave one by one while 1,000 messages a second flow through 64 queues."""
+    folder = setup.folder / "members"
+    folder.mkdir()
+    options = ClusterOptions(auto_restart=False, log_level="WARNING")
+    rounds = setup.sized(4, 1)
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        admin = await stack.enter_async_context(Admin(cluster.nameserver))
+        await admin.create_topic(TOPIC, QUEUES)
+        part = Part(
+            nameserver=cluster.nameserver,
+            group="bench",
+            topic=TOPIC,
+            expression="*",
+            folder=folder,
+        )
+        setup.say("starting members")
+        crew = await stack.enter_async_context(Crew(part, 1 + rounds * (MEMBERS - 1)))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        sending = tasks.create_task(_send_steadily(cluster.nameserver))
+        setup.say("hand-overs")
+        stable = await _come_and_go(admin, crew, rounds)
+        sending.cancel()
+        crew.members[0].leave()
+        await crew.ended(crew.members[:1])
+        _, events = read(crew.journals)
+    took = handovers_ms(events)
+    p50, p99 = quantiles(took, n=100)[49], quantiles(took, n=100)[98]
+    return [
+        figure("graceful hand-over, p50", p50, "ms", Goal(value_max=150)),
+        figure("graceful hand-over, p99", p99, "ms", Goal(value_max=150)),
+        figure(
+            f"stable after a join, {QUEUES} queues, worst",
+            max(stable),
+            "ms",
+            Goal(value_max=2_000),
+        ),
+    ]
+
+
+async def _come_and_go(admin: Admin, crew: Crew, rounds: int) -> list[float]:
+    """The first member stays; others join one by one, then leave together.
+
+    Returns:
+        Milliseconds from each join to the moment when every member owns its share.
+    """
+    stable = []
+    crew.members[0].join()
+    await _owned(admin, crew.members[:1])
+    for index in range(rounds):
+        first = 1 + index * (MEMBERS - 1)
+        others = crew.members[first : first + MEMBERS - 1]
+        for joined in range(1, len(others) + 1):
+            begin = perf_counter()
+            others[joined - 1].join()
+            await _owned(admin, [crew.members[0], *others[:joined]])
+            stable.append((perf_counter() - begin) * 1_000)
+        for member in others:
+            member.leave()
+        await crew.ended(others)
+        await _owned(admin, crew.members[:1])
+    return stable
+
+
+async def _owned(admin: Admin, members: Sequence[Member]) -> None:
+    """Until the members own all queues, in shares that differ by one at most."""
+    each = QUEUES // len(members)
+    async with asyncio.timeout(60):
+        while True:
+            owners = [lock.client_id for lock in await admin.list_locks("bench")]
+            shares = [owners.count(member.name) for member in members]
+            if sum(shares) == QUEUES and min(shares) >= each:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def _send_steadily(nameserver: str) -> None:
+    async with Producer(nameserver) as producer:
+        for number in count():
+            await producer.submit(
+                TOPIC, Message(b"x" * 100, keys=(str(number),)), ordering_key=str(number)
+            )
+            if number % (SENT_PER_S // TICKS_PER_S) == 0:
+                await asyncio.sleep(1 / TICKS_PER_S)
+
+
+async def checks(setup: Setup) -> list[Figure]:
+    """Pulls of a hot backlog by a group whose queues are owned, and by one without ownership."""
+    async with AsyncExitStack() as stack:
+        here = await stack.enter_async_context(site(setup.folder, queue_count=CHECKED_QUEUES))
+        nameserver = nameserver_grpc.NameserverServiceStub(
+            await stack.enter_async_context(connect(here.cluster.nameserver))
+        )
+        setup.say("filling")
+        await fill(here, CHECKED_QUEUES, setup.sized(64, 8), record_bytes=100)
+        await nameserver.UpdateGroup(
+            nameserver_pb.UpdateGroupRequest(group="free", ownership=nameserver_pb.OWNERSHIP_OFF),
+            timeout=TIMEOUT_S,
+        )
+        await _gate_seen(here)
+        setup.say("pulling")
+
+        async def owned() -> float:
+            group = f"owned-{next(_groups)}"
+            token = await here.own(group, CHECKED_QUEUES)
+            return await _pull_rate(partial(_pull_all, here, group, token))
+
+        async def free() -> float:
+            return await _pull_rate(partial(_pull_all, here, "free", 0))
+
+        await owned()
+        rates = await interleaved({"owned": owned, "free": free}, setup.sized(9, 1))
+    return [
+        figure(
+            "pulls with ownership checks, 100 B records",
+            rates["owned"],
+            "messages/s",
+            Goal(ratio_min=0.9),
+            reference=rates["free"],
+        )
+    ]
+
+
+async def _gate_seen(here: Site) -> None:
+    """Until storage knows that nobody owns the queues of `free`."""
+    while True:
+        try:
+            await _pull(here, "free", 0, 0, 0)
+        except grpc.aio.AioRpcError:
+            await asyncio.sleep(0.01)
+        else:
+            return
+
+
+async def _pull_rate(pull_queue: Callable[[int], Coroutine[None, None, int]]) -> float:
+    """Messages per second over all queues, one pull of each in flight."""
+    begin = perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        found = [tasks.create_task(pull_queue(queue_id)) for queue_id in range(CHECKED_QUEUES)]
+    return sum(task.result() for task in found) / (perf_counter() - begin)
+
+
+async def _pull_all(here: Site, group: str, token: int, queue_id: int) -> int:
+    offset = 0
+    while (next_offset := await _pull(here, group, token, queue_id, offset)) > offset:
+        offset = next_offset
+    return offset
+
+
+async def _pull(here: Site, group: str, token: int, queue_id: int, offset: int) -> int:
+    request = pb.PullRequest(queue=group_queue(group, queue_id), offset=offset, token=token)
+    return (await here.storage.Pull(request, timeout=TIMEOUT_S)).next_offset
+
+
+async def keep_alives(setup: Setup) -> list[Figure]:
+    """One owner of 10,000 queues: what its keep-alives cost the lock manager."""
+    locks = setup.sized(LOCKS, 1_000)
+    options = ClusterOptions(auto_restart=False, log_level="WARNING")
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        nameserver = nameserver_grpc.NameserverServiceStub(
+            await stack.enter_async_context(connect(cluster.nameserver))
+        )
+        lockmgr = lockmgr_grpc.LockmgrServiceStub(
+            await stack.enter_async_context(connect(cluster.addresses["lockmgr"]))
+        )
+        setup.say(f"acquiring {locks:,} locks")
+        me = queue_pb2.Incarnation(client_id="bench", incarnation_id=1)
+        holds = await _own_many(nameserver, lockmgr, me, locks)
+        request = lockmgr_pb.KeepAliveRequest(incarnation=me, acquire_seq=1 << 40, holds=holds)
+        pid = cluster.pid("lockmgr")
+        assert pid is not None
+        setup.say("keep-alives")
+        calls, before = setup.sized(50, 5), _cpu_s(pid)
+        for _ in range(calls):
+            answer = await lockmgr.KeepAlive(request, timeout=TIMEOUT_S)
+            assert {report.state for report in answer.reports} == {lockmgr_pb.HOLD_STATE_OK}
+        spent_s = (_cpu_s(pid) - before) / calls
+    return [
+        figure(
+            f"keep-alives of {locks:,} locks, CPU of lockmgr",
+            100 * spent_s / KEEP_ALIVE_S,
+            "% of a core",
+            Goal(value_max=5),
+        )
+    ]
+
+
+async def _own_many(
+    nameserver: nameserver_grpc.NameserverServiceAsyncStub,
+    lockmgr: lockmgr_grpc.LockmgrServiceAsyncStub,
+    me: queue_pb2.Incarnation,
+    locks: int,
+) -> list[lockmgr_pb.Hold]:
+    """Join a group of many topics and acquire every queue of them."""
+    each = locks // LOCK_TOPICS
+    names = [f"{TOPIC}-{index}" for index in range(LOCK_TOPICS)]
+    for name in names:
+        await nameserver.CreateTopic(
+            nameserver_pb.CreateTopicRequest(topic=name, queue_count=each), timeout=TIMEOUT_S
+        )
+    joined = await nameserver.Heartbeat(
+        nameserver_pb.HeartbeatRequest(
+            group="bench",
+            incarnation=me,
+            subscriptions=[nameserver_pb.Subscription(topic=name) for name in names],
+        ),
+        timeout=TIMEOUT_S,
+    )
+    holds = []
+    for seq, name in enumerate(names, start=1):
+        keys = [
+            queue_pb2.GroupQueue(
+                group="bench", queue=queue_pb2.Queue(topic=name, broker=BROKER, queue_id=queue_id)
+            )
+            for queue_id in range(each)
+        ]
+        request = lockmgr_pb.AcquireRequest(
+            incarnation=me,
+            acquire_seq=seq,
+            generation=joined.group.generation,
+            items=[lockmgr_pb.AcquireItem(queue=key) for key in keys],
+        )
+        async for answer in lockmgr.Acquire(request, timeout=TIMEOUT_S):
+            assert answer.HasField("grant"), answer
+            holds.append(lockmgr_pb.Hold(queue=answer.queue, token=answer.grant.token))
+    return holds
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time that a process has used."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")

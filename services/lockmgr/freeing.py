@@ -1,0 +1,267 @@
+"""Queues that go to nobody: released by their owner, forced by an operator, or cleared because the
+subscription of their group changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+
+from batonmq.common.errors import BatonError, HandoverPending, NoQuorum, UnknownQueue
+from services.lockmgr.changes import CHANGE_WAIT_S, MOVED, Changes, outcome_of
+from services.lockmgr.core.access import Condition, Free, Grant, decide_clear
+from services.lockmgr.core.locks import (
+    Entry,
+    Incarnation,
+    Observation,
+    Pending,
+    QueueKey,
+    Step,
+)
+from services.lockmgr.handover import Clear, Force, HandOvers, Refusal, Term
+from services.lockmgr.looking import Looks
+from services.lockmgr.membership import Membership
+from services.lockmgr.store import Change, Conflict
+from services.lockmgr.waiting import Waiting
+
+log = logging.getLogger(__name__)
+
+_FORCE_TRIES = 4
+_CLEAR_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What an operator's release did."""
+
+    previous: Incarnation | None
+    token: int
+    maybe_seen_count: int
+
+
+class Freeing:
+    """Frees queues of one term."""
+
+    def __init__(
+        self,
+        term: Term,
+        members: Membership,
+        looks: Looks,
+        waiting: Waiting,
+        changes: Changes,
+        hand_overs: HandOvers,
+    ) -> None:
+        self._term, self._table, self._members = term, term.table, members
+        self._looks, self._waiting, self._changes = looks, waiting, changes
+        self._hand_overs = hand_overs
+        self._forced: dict[QueueKey, tuple[str, Forced]] = {}
+
+    # Released by the owner
+
+    async def release(self, incarnation: Incarnation, holds: Sequence[tuple[QueueKey, int]]) -> int:
+        """Free what matches; how many entries were freed.
+
+        Raises:
+            NoQuorum: not known yet; the change goes on.
+            NotLeader: the term ended meanwhile.
+        """
+        tasks = [
+            self._changes.tasks.create_task(self._release(key, incarnation, token))
+            for key, token in holds
+            if self._table.owns(key, incarnation, token)
+        ]
+        if not tasks:
+            return 0
+        _, open_tasks = await asyncio.wait(tasks, timeout=CHANGE_WAIT_S)
+        if open_tasks:
+            raise NoQuorum(
+                f"{len(open_tasks)} of {len(tasks)} releases are not known to be written",
+                retry_after_ms=500,
+            )
+        freed = [None if task.cancelled() else task.result() for task in tasks]
+        if None in freed:
+            raise MOVED
+        return sum(filter(None, freed))
+
+    async def release_all(self, incarnation: Incarnation, group: str) -> tuple[int, list[QueueKey]]:
+        """Free what the incarnation has closed at offsets, in one group or in all.
+
+        Returns:
+            How many entries were freed, and those that stay.
+
+        Raises:
+            OffsetsUnreachable: it is not known which ones are closed.
+            NoQuorum, NotLeader: see `release`.
+        """
+        keys = [key for key in self._table.owned_by(incarnation) if group in ("", key.group)]
+        looks = await self._changes.finish(self._looks.all_of(keys))
+        holds = []
+        for key, seen in zip(keys, looks, strict=True):
+            if isinstance(seen, BatonError):
+                raise seen
+            entry = self._table.get(key)
+            if entry is not None and seen.closed and seen.token >= entry.lock.token:
+                holds.append((key, entry.lock.token))
+        freed_count = await self.release(incarnation, holds)
+        owned = set(self._table.owned_by(incarnation))
+        return freed_count, [key for key in keys if key in owned]
+
+    async def _release(self, key: QueueKey, owner: Incarnation, token: int) -> bool | None:
+        """Free one entry, once no other change of it is under way.
+
+        Returns:
+            Whether it was freed; None if the term is over.
+        """
+        await self._changes.over(key)
+        entry = self._table.get(key)
+        if entry is None or not self._table.owns(key, owner, token):
+            return False
+        if entry.pending is not None:
+            return None
+        self._table.begin(key, Step.RELEASE)
+        freed = await self._changes.start(key, self._write(entry))
+        self._waiting.settled(key)
+        if freed:
+            log.info("queue released key=%s owner=%s token=%d", key, owner.client_id, token)
+            self._term.recorder.released(key, owner, token)
+        return freed
+
+    async def _write(self, entry: Entry) -> bool | None:
+        """Write that nobody owns the entry, which is marked; see `_release` for the answer."""
+        key, lock = entry.key, entry.lock.freed()
+        outcome = await self._term.store.persist(Change(key, lock, entry.revision))
+        if isinstance(outcome, Conflict) and outcome.deposed:
+            return None
+        if isinstance(outcome, Conflict):
+            log.error("lock changed behind the leader's back key=%s", key)
+            self._table.reloaded(key, outcome.lock, outcome.revision, fenced=False)
+        else:
+            self._table.freed(key, lock, outcome)
+        return not isinstance(outcome, Conflict)
+
+    # Forced by an operator
+
+    async def force(self, force: Force) -> Forced:
+        """Take a queue from its owner, whatever it is doing; once per operation id.
+
+        Raises:
+            UnknownQueue: nobody has ever owned it.
+            HandoverPending: another change of it is under way, or this one goes on.
+            OffsetsUnreachable, NotLeader: nothing was changed, or that is not known.
+        """
+        return await self._changes.finish(self._force_out(force))
+
+    async def _force_out(self, force: Force) -> Forced:
+        for _ in range(_FORCE_TRIES):
+            done = self._forced_before(force)
+            if done is not None:
+                return done
+            seen = await self._looks.look(force.key)
+            entry = self._table.get(force.key)
+            if entry is None or entry.pending is not None:
+                raise _pending(force.key)
+            pending = self._table.begin(force.key, Step.FENCE)
+            work = self._force(force, pending, seen.token)
+            outcome = await outcome_of(self._changes.start(force.key, work))
+            if isinstance(outcome, Forced):
+                return outcome
+            if outcome is not None and not outcome.again:
+                raise outcome.error
+        raise _pending(force.key)
+
+    def _forced_before(self, force: Force) -> Forced | None:
+        """The answer of this operation, if it was carried out.
+
+        Raises:
+            UnknownQueue: nobody has ever owned the queue.
+            HandoverPending: it is changing hands.
+        """
+        entry = self._table.get(force.key)
+        if entry is None or not (entry.revision or entry.pending):
+            raise UnknownQueue(
+                f"nobody has ever owned {force.key}", facts={"queue": str(force.key)}
+            )
+        if entry.pending is not None:
+            raise _pending(force.key)
+        if entry.lock.forced_op_id != force.op_id:
+            return None
+        op_id, forced = self._forced.get(force.key, ("", None))
+        return forced if op_id == force.op_id else Forced(None, entry.lock.token, 0)
+
+    async def _force(self, force: Force, pending: Pending, expected_token: int) -> Forced | Refusal:
+        entry = self._table.get(force.key)
+        assert entry is not None
+        before = entry.lock.owner
+        grant = Grant((Condition.FORCED,), expected_token)
+        answer = await self._hand_overs.free(force, grant, pending)
+        if isinstance(answer, Refusal):
+            return answer
+        count = sum(part.next_offset - part.first_offset for part in answer.maybe_seen)
+        forced = Forced(before, answer.token, count)
+        self._forced[force.key] = force.op_id, forced
+        log.warning(
+            "queue forced key=%s previous=%s token=%d op_id=%s by=%s reason=%s",
+            force.key,
+            before.client_id if before else "",
+            answer.token,
+            force.op_id,
+            force.by,
+            force.reason,
+        )
+        event = metrics_pb.LockForced(
+            previous_client_id=before.client_id if before else "",
+            token=answer.token,
+            by=force.by,
+            reason=force.reason,
+        )
+        self._term.recorder.forced(force.key, event)
+        self._waiting.settled(force.key)
+        return forced
+
+    # Cleared because the subscription changes
+
+    async def clear_draining(self) -> None:
+        """Free what the owners of draining groups can't free by themselves, for ever."""
+        while True:
+            await asyncio.sleep(_CLEAR_INTERVAL_S)
+            keys = [
+                key
+                for group in self._table.owning_groups()
+                if self._members.is_draining(group)
+                for key in self._table.owned_in(group)
+            ]
+            for key, seen in zip(keys, await self._looks.all_of(keys), strict=True):
+                if isinstance(seen, BatonError):
+                    log.info("queue not observed key=%s error=%s", key, seen)
+                else:
+                    self._clear(key, seen)
+
+    def _clear(self, key: QueueKey, seen: Observation) -> None:
+        entry = self._table.get(key)
+        if entry is None or entry.lock.owner is None or entry.pending is not None:
+            return
+        now_ms = self._term.clock.monotonic_ms()
+        decision = decide_clear(entry, seen, now_ms, self._term.policy)
+        if isinstance(decision, Free):
+            self._table.begin(key, Step.RELEASE)
+            self._changes.start(key, self._cleared(entry, self._write(entry)))
+        elif decision is not None:
+            pending = self._table.begin(key, Step.FENCE)
+            taking = self._hand_overs.free(Clear(key), decision, pending)
+            self._changes.start(key, self._cleared(entry, taking))
+
+    async def _cleared(self, entry: Entry, change: Awaitable[object]) -> None:
+        owner = entry.lock.owner
+        outcome = await change
+        if entry.lock.owner is None:
+            name = owner.client_id if owner else ""
+            log.info("queue cleared key=%s owner=%s outcome=%s", entry.key, name, outcome)
+            self._term.recorder.cleared()
+            self._waiting.settled(entry.key)
+
+
+def _pending(key: QueueKey) -> HandoverPending:
+    return HandoverPending(f"{key} is changing hands", retry_after_ms=100)

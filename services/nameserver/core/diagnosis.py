@@ -1,0 +1,444 @@
+"""Why a queue is not moving: one reason from all that is known of it, and what to do about it.
+
+Several things may be wrong at once; the reason that is told is the one to be mended first. What
+is not known here is told as it is: a service that does not answer is a reason too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.nameserver.core.evidence import Evidence
+
+LATELY_MS = 5_000
+"""A queue that was seen to move since, or whose oldest message has waited no longer, moves."""
+SILENT_MS = 12_000
+"""An owner that lives renews its lease, and has its parked pull renewed, every 5 s."""
+
+
+class Reason(StrEnum):
+    """Names of `StuckReason` without the prefix; the contract says what each means."""
+
+    MOVING = "MOVING"
+    IDLE = "IDLE"
+    NO_MEMBER = "NO_MEMBER"
+    NOT_ASSIGNED = "NOT_ASSIGNED"
+    REFUSED_SUBSCRIPTION = "REFUSED_SUBSCRIPTION"
+    SUBSCRIPTION_DRAINING = "SUBSCRIPTION_DRAINING"
+    HELD = "HELD"
+    OWNER_SILENT = "OWNER_SILENT"
+    HANDOVER_PENDING = "HANDOVER_PENDING"
+    PHANTOM_TOKEN = "PHANTOM_TOKEN"
+    HEAD_OF_LINE = "HEAD_OF_LINE"
+    ACK_CAP = "ACK_CAP"
+    NOT_PULLING = "NOT_PULLING"
+    FILTERED = "FILTERED"
+    PAUSED = "PAUSED"
+    NOT_READABLE = "NOT_READABLE"
+    OFFSET_AHEAD_OF_LOG = "OFFSET_AHEAD_OF_LOG"
+    STORAGE_UNREACHABLE = "STORAGE_UNREACHABLE"
+    OFFSETS_UNREACHABLE = "OFFSETS_UNREACHABLE"
+    LOCKMGR_UNREACHABLE = "LOCKMGR_UNREACHABLE"
+    NOT_ACQUIRED = "NOT_ACQUIRED"
+    DATA_LOSS = "DATA_LOSS"
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something has to be mended."""
+        return self not in (Reason.MOVING, Reason.IDLE, Reason.FILTERED)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why the queue does not move, or that it does.
+
+    Attributes:
+        message: In a sentence, with the values.
+        remedy: What to do; empty where nothing has to be done.
+        values: Behind it, by name, as the contract lists them for the reason.
+    """
+
+    reason: Reason
+    message: str
+    remedy: str = ""
+    values: Mapping[str, object] = field(default_factory=dict)
+
+
+def diagnose(evidence: Evidence) -> Finding:
+    """The reason that is to be mended first."""
+    found = (rule(evidence) for rule in _RULES)
+    return next((finding for finding in found if finding is not None), _not_pulling(evidence))
+
+
+def span(ms: int) -> str:
+    """A length of time for people."""
+    if ms < 10_000:
+        return f"{ms / 1000:.1f} s"
+    seconds = ms // 1000
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def _offsets_unreachable(e: Evidence) -> Finding | None:
+    if not e.progress_error:
+        return None
+    return Finding(
+        Reason.OFFSETS_UNREACHABLE,
+        f"offsets does not answer, so nothing is delivered: {e.progress_error}",
+        "Bring offsets back: see its log and `baton cluster status`.",
+        {"error": e.progress_error},
+    )
+
+
+def _storage_unreachable(e: Evidence) -> Finding | None:
+    if not e.log_error:
+        return None
+    return Finding(
+        Reason.STORAGE_UNREACHABLE,
+        f"broker {e.broker} does not answer for {e.name}: {e.log_error}",
+        f"Bring {e.broker} back: see its log and `baton cluster status`.",
+        {"broker": e.broker, "error": e.log_error},
+    )
+
+
+def _offset_ahead_of_log(e: Evidence) -> Finding | None:
+    if e.log is None or e.committed_offset <= e.log.next_offset:
+        return None
+    return Finding(
+        Reason.OFFSET_AHEAD_OF_LOG,
+        f"the group has committed offset {e.committed_offset} of {e.name}, which ends at "
+        f"{e.log.next_offset}: the broker has lost messages that were handled",
+        "Find out what the broker lost; then `baton group reset` to an offset that the queue has.",
+        {"committed_offset": e.committed_offset, "next_offset": e.log.next_offset},
+    )
+
+
+def _idle(e: Evidence) -> Finding | None:
+    if e.log is None or e.lag_count != 0:
+        return None
+    return Finding(
+        Reason.IDLE,
+        f"everything up to offset {e.log.next_offset} is handled",
+        values={"next_offset": e.log.next_offset},
+    )
+
+
+def _not_readable(e: Evidence) -> Finding | None:
+    if "READ" in e.permission:
+        return None
+    return Finding(
+        Reason.NOT_READABLE,
+        f"topic {e.topic} gives no messages: its permission is {e.permission}",
+        "Give the topic the permission to be read.",
+        {"permission": e.permission},
+    )
+
+
+def _paused(e: Evidence) -> Finding | None:
+    pause = e.group.paused
+    if pause is None:
+        return None
+    return Finding(
+        Reason.PAUSED,
+        f"{pause.by} paused the group {span(pause.since_ms)} ago"
+        + (f": {pause.reason}" if pause.reason else ""),
+        f"`baton group resume {e.group.name}` lets deliveries go on.",
+        {"by": pause.by, "reason": pause.reason, "since_ms": pause.since_ms},
+    )
+
+
+def _subscription_draining(e: Evidence) -> Finding | None:
+    change = e.group.change
+    if change is None:
+        return None
+    return Finding(
+        Reason.SUBSCRIPTION_DRAINING,
+        f"the subscription of the group is being changed, first asked for {span(change.since_ms)} "
+        f"ago; queues that have yet to be given back: {change.open_grants}",
+        "Wait; if it lasts, see which owners do not give back what they have (`baton lock list`).",
+        {"since_ms": change.since_ms, "open_grants": change.open_grants},
+    )
+
+
+def _refused_subscription(e: Evidence) -> Finding | None:
+    if e.assigned or (e.group.broadcasting and e.group.member_count):
+        return None
+    about = [r for r in e.group.refused if any(u.topic == e.topic for u in r.unlike)]
+    others = e.group.refused if e.expression is not None else ()
+    refused = next(iter((*about, *others)), None)
+    if refused is None:
+        return None
+    values: dict[str, object] = {
+        "client_id": refused.client_id,
+        "member_client_id": refused.member_client_id,
+    }
+    for number, unlike in enumerate(refused.unlike, 1):
+        suffix = f"_{number}" if number > 1 else ""
+        values |= {
+            f"topic{suffix}": unlike.topic,
+            f"wants{suffix}": unlike.wants,
+            f"has{suffix}": unlike.has,
+        }
+    points = "; ".join(
+        f"{u.topic}: it wants {u.wants or 'nothing'}, the group has {u.has or 'nothing'}"
+        for u in refused.unlike
+    )
+    verb = "waits for its subscription" if refused.waits else "is refused for its subscription"
+    return Finding(
+        Reason.REFUSED_SUBSCRIPTION,
+        f"{e.name} is dealt to nobody, and {refused.client_id} {verb}"
+        + (f": {points}" if points else ""),
+        f"Give {refused.client_id} the subscription of {refused.member_client_id or 'the group'}, "
+        "or a group of its own.",
+        values,
+    )
+
+
+def _no_member(e: Evidence) -> Finding | None:
+    if e.group.member_count:
+        return None
+    return Finding(
+        Reason.NO_MEMBER,
+        f"group {e.group.name} has no member (generation {e.group.generation})",
+        "Start a consumer.",
+        {"generation": e.group.generation},
+    )
+
+
+def _not_assigned(e: Evidence) -> Finding | None:
+    if e.group.broadcasting or e.assigned:
+        return None
+    values = {"generation": e.group.generation, "members": e.group.member_count}
+    if e.expression is None:
+        return Finding(
+            Reason.NOT_ASSIGNED,
+            f"group {e.group.name} does not subscribe to {e.topic}",
+            f"Have its members subscribe to {e.topic}, if it should read it.",
+            values,
+        )
+    return Finding(
+        Reason.NOT_ASSIGNED,
+        f"{e.name} is dealt to none of the {e.group.member_count} members of the group "
+        f"(generation {e.group.generation})",
+        "Wait a second: queues that are new are dealt at once. If it lasts, see the nameserver's "
+        "log.",
+        values,
+    )
+
+
+def _data_loss(e: Evidence) -> Finding | None:
+    if e.damage is None:
+        return None
+    return Finding(
+        Reason.DATA_LOSS,
+        f"the next message of {e.name} can't be read: {e.damage.error}",
+        f"Run `baton fsck` on {e.broker}; then `baton group reset` to an offset past what is lost.",
+        {"position": e.damage.position, "error": e.damage.error},
+    )
+
+
+def _moving(e: Evidence) -> Finding | None:
+    if e.group.broadcasting:
+        return Finding(
+            Reason.MOVING,
+            f"group {e.group.name} is broadcasting: each member keeps its progress itself, and "
+            "nothing here keeps it from reading",
+        )
+    if e.moved and 0 <= e.unmoved_ms <= LATELY_MS:
+        return Finding(
+            Reason.MOVING,
+            f"committed offset {e.committed_offset} was reached within {span(e.unmoved_ms)}; "
+            f"{_messages(e.lag_count)} waiting",
+        )
+    if 0 <= e.lag_ms < LATELY_MS:
+        return Finding(
+            Reason.MOVING,
+            f"the oldest of {_messages(e.lag_count)} that wait is only {span(e.lag_ms)} old",
+        )
+    return None
+
+
+def _lockmgr_unreachable(e: Evidence) -> Finding | None:
+    if not e.group.owned or not e.lock_error:
+        return None
+    return Finding(
+        Reason.LOCKMGR_UNREACHABLE,
+        f"the lock manager does not answer, so no queue can change hands: {e.lock_error}",
+        "Bring the lock manager back: see its log and `baton cluster status`.",
+        {"error": e.lock_error},
+    )
+
+
+def _handover_pending(e: Evidence) -> Finding | None:
+    if e.lock is None or not e.lock.step:
+        return None
+    return Finding(
+        Reason.HANDOVER_PENDING,
+        f"{e.name} is changing hands; step: {e.lock.step}",
+        "Wait a second. If it lasts, the lock manager can't reach offsets or etcd: see its log.",
+        {"step": e.lock.step, "attempt": e.lock.attempt},
+    )
+
+
+def _not_acquired(e: Evidence) -> Finding | None:
+    if not e.group.owned or e.owner:
+        return None
+    why = f"; the last refusal: {e.lock.refusal}" if e.lock and e.lock.refusal else ""
+    return Finding(
+        Reason.NOT_ACQUIRED,
+        f"{e.assigned} should have {e.name} and has not acquired it{why}",
+        f"See the log of {e.assigned}; if it does not run, it is removed when its session ends.",
+        {"assigned": e.assigned},
+    )
+
+
+def _owner_silent(e: Evidence) -> Finding | None:
+    if e.lock is None or e.lock.lease_age_ms < SILENT_MS:
+        return None
+    if e.progress is not None and e.progress.idle_ms < SILENT_MS:
+        return None  # it pulls or commits: only the lock manager does not hear it
+    left = e.lock.lease_left_ms
+    end = f"its lease ends in {span(left)}" if left > 0 else "its lease is over"
+    return Finding(
+        Reason.OWNER_SILENT,
+        f"{e.owner}, which owns {e.name}, was last heard of {span(e.lock.lease_age_ms)} ago; {end}"
+        + (f"; waiting: {', '.join(e.lock.waiters)}" if e.lock.waiters else ""),
+        f"See whether {e.owner} lives. When its lease is over, another member takes the queue.",
+        {"owner": e.owner, "lease_left_ms": max(0, left)},
+    )
+
+
+def _phantom_token(e: Evidence) -> Finding | None:
+    if e.lock is None or e.progress is None or e.lock.token >= e.progress.token:
+        return None
+    return Finding(
+        Reason.PHANTOM_TOKEN,
+        f"offsets has token {e.progress.token} for {e.name} and the lock manager "
+        f"{e.lock.token}: {e.owner} has to acquire it again",
+        f"Wait: {e.owner} does so by itself, and if it is dead its lease ends. If it lasts, "
+        "`baton lock force-release` takes the queue away.",
+        {"lock_token": e.lock.token, "offsets_token": e.progress.token},
+    )
+
+
+def _held(e: Evidence) -> Finding | None:
+    if e.lock is None or e.owner == e.assigned:
+        return None
+    waiters = ", ".join(e.lock.waiters)
+    unacked = e.progress.unacked_count if e.progress else 0
+    return Finding(
+        Reason.HELD,
+        f"{e.owner} has owned {e.name} for {span(e.lock.held_ms)} and has not given it back, with "
+        f"{_messages(unacked)} in hand; it is dealt to {e.assigned}",
+        f"Wait until {e.owner} has finished what it has in hand, or stop it. `baton lock "
+        "force-release` takes the queue away, and what is in hand comes again, flagged.",
+        {
+            "owner": e.owner,
+            "held_ms": e.lock.held_ms,
+            "token": e.lock.token,
+            "waiters": waiters,
+        },
+    )
+
+
+def _ack_cap(e: Evidence) -> Finding | None:
+    if e.progress is None or not e.progress.capped:
+        return None
+    return Finding(
+        Reason.ACK_CAP,
+        f"{e.progress.acked_range_count} ranges are acked after offset {e.head_offset}, which is "
+        f"not: nothing more is delivered until {e.owner} finishes {_head(e)}",
+        f"Finish or skip that message: see the log of {e.owner}.",
+        _in_hand(e) | {"ranges": e.progress.acked_range_count},
+    )
+
+
+def _head_of_line(e: Evidence) -> Finding | None:
+    progress = e.progress
+    if progress is None:
+        return None
+    if not progress.unacked_count and (e.group.owned or not progress.acked_count):
+        return None
+    return Finding(
+        Reason.HEAD_OF_LINE,
+        f"{e.owner} has {_messages(progress.unacked_count)} in hand and does not finish "
+        f"{_head(e)}; {progress.acked_count} after it are done",
+        f"See what the handler of {e.owner} does with that message.",
+        _in_hand(e),
+    )
+
+
+def _filtered(e: Evidence) -> Finding | None:
+    if e.filtered is None or (e.progress is not None and e.progress.idle_ms >= SILENT_MS):
+        return None
+    return Finding(
+        Reason.FILTERED,
+        f"{_messages(e.filtered.scanned_count)} waiting, and none passes the filter "
+        f"{e.expression!r}; {e.owner} skips them with its next pull",
+        values={"expression": e.expression, "scanned": e.filtered.scanned_count},
+    )
+
+
+def _not_pulling(e: Evidence) -> Finding:
+    idle_ms = e.progress.idle_ms if e.progress else -1
+    since = f" for {span(idle_ms)}" if idle_ms >= 0 else ""
+    return Finding(
+        Reason.NOT_PULLING,
+        f"{e.owner} has nothing in hand and has not pulled {e.name}{since}; "
+        f"{_messages(e.lag_count)} waiting",
+        f"See the log of {e.owner}: it may be busy with other queues, stopped, or cut off from "
+        f"{e.broker}.",
+        {"owner": e.owner, "idle_ms": idle_ms},
+    )
+
+
+def _messages(count: int) -> str:
+    return "1 message" if count == 1 else f"{count} messages"
+
+
+def _head(e: Evidence) -> str:
+    if e.head is None:
+        return f"offset {e.head_offset}"
+    return f"offset {e.head.offset} (message {e.head.message_id}, {span(e.head.age_ms)} old)"
+
+
+def _in_hand(e: Evidence) -> dict[str, object]:
+    values: dict[str, object] = {
+        "owner": e.owner,
+        "unacked": e.progress.unacked_count if e.progress else 0,
+        "offset": e.head_offset,
+    }
+    if e.head is not None:
+        values |= {"message_id": e.head.message_id, "age_ms": e.head.age_ms}
+    return values
+
+
+_RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    _offsets_unreachable,
+    _storage_unreachable,
+    _offset_ahead_of_log,
+    _idle,
+    _not_readable,
+    _paused,
+    _subscription_draining,
+    _refused_subscription,
+    _no_member,
+    _not_assigned,
+    _data_loss,
+    _moving,
+    _lockmgr_unreachable,
+    _handover_pending,
+    _not_acquired,
+    _owner_silent,
+    _phantom_token,
+    _held,
+    _ack_cap,
+    _head_of_line,
+    _filtered,
+    _not_pulling,
+)
+"""What has to be mended first comes first."""

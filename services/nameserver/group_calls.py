@@ -1,0 +1,207 @@
+"""The calls about groups: check, ask catalog and store, answer. No rules live here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError, ClientIdInUse, SubscriptionConflict
+from batonmq.core.names import check_group
+from services.nameserver.catalog import Catalog
+from services.nameserver.config import NameserverSettings
+from services.nameserver.convert_groups import (
+    group_to_pb,
+    heartbeat_from_pb,
+    incarnation_from_pb,
+    settings_from_pb,
+    verdict_to_pb,
+)
+from services.nameserver.core.groups import Group, Heartbeat, hash_of
+from services.nameserver.core.ledger import ACCEPTED, Verdict
+from services.nameserver.group_store import GroupStore, group_not_found
+from services.nameserver.progress import Progress
+from services.nameserver.refusals import Refusals
+from services.nameserver.sessions import SessionKey, Sessions
+from services.nameserver.telemetry import Telemetry
+from services.nameserver.topic_calls import TopicCalls
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCalls:
+    """Each method is the call of that name; see the proto."""
+
+    settings: NameserverSettings
+    clock: Clock
+    catalog: Catalog
+    store: GroupStore
+    topics: TopicCalls
+    sessions: Sessions
+    refusals: Refusals
+    progress: Progress
+    telemetry: Telemetry
+
+    async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """See the proto."""
+        try:
+            heartbeat = heartbeat_from_pb(request)
+            self.catalog.check_ready()
+            verdict = await self._stay(heartbeat)
+            if verdict is None:
+                verdict = await self._join(heartbeat)
+        except BatonError as error:
+            self.telemetry.refused(error)
+            raise
+        self.sessions.heard(_session(heartbeat))
+        self.telemetry.accepted()
+        kind, differences = verdict_to_pb(verdict)
+        return pb.HeartbeatResponse(
+            group=self.catalog.message(heartbeat.group),
+            interval_ms=self.settings.heartbeat_interval_ms,
+            verdict=kind,
+            differences=differences,
+        )
+
+    async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
+        """See the proto."""
+        group = check_group(request.group)
+        client_id, incarnation_id = incarnation_from_pb(request.incarnation)
+        self.catalog.check_ready()
+        outcome = await self.store.leave(group, client_id, incarnation_id)
+        if outcome.left:
+            await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
+        return pb.LeaveResponse(left=outcome.left)
+
+    async def watch(self, request: pb.WatchGroupRequest) -> AsyncGenerator[pb.WatchGroupResponse]:
+        """See the proto."""
+        session = None
+        if request.HasField("incarnation"):
+            session = SessionKey(
+                check_group(request.group), *incarnation_from_pb(request.incarnation)
+            )
+        name = (await self.group(request.group)).name
+        generation = 0
+        with ExitStack() as stack:
+            changed = stack.enter_context(self.catalog.watching_group(name))
+            if session is not None:
+                stack.enter_context(self.sessions.open(session))
+            while True:
+                changed.clear()
+                present = self.catalog.push(name)
+                if present is None:
+                    raise group_not_found(name)
+                if present.group.generation > generation:
+                    generation = present.group.generation
+                    yield present
+                await changed.wait()
+
+    async def list(self, request: pb.ListGroupsRequest) -> pb.ListGroupsResponse:
+        """See the proto."""
+        self.catalog.check_ready()
+        names = sorted(self.catalog.groups)
+        return pb.ListGroupsResponse(groups=filter(None, map(self.catalog.message, names)))
+
+    async def describe(self, request: pb.DescribeGroupRequest) -> pb.DescribeGroupResponse:
+        """See the proto."""
+        group = await self.group(request.group)
+        return pb.DescribeGroupResponse(
+            group=self.catalog.message(group.name), refused=self.refusals.of(group.name)
+        )
+
+    async def update(self, request: pb.UpdateGroupRequest) -> pb.UpdateGroupResponse:
+        """See the proto."""
+        name = check_group(request.group)
+        settings = settings_from_pb(request, self.clock.unix_ms())
+        self.catalog.check_ready()
+        outcome = await self.store.update(name, settings)
+        await self.catalog.caught_up(groups=outcome.group_revision)
+        assert outcome.group is not None
+        if outcome.change is not None:
+            log.info(
+                "group settings group=%s policy=%s owned=%s strategy=%s paused=%s by=%r reason=%r",
+                name,
+                outcome.group.policy.value,
+                outcome.group.owned,
+                outcome.group.strategy.value,
+                outcome.group.pause is not None,
+                request.by,
+                request.reason,
+            )
+        return pb.UpdateGroupResponse(group=group_to_pb(outcome.group))
+
+    async def delete(self, request: pb.DeleteGroupRequest) -> pb.DeleteGroupResponse:
+        """See the proto. Progress first: what is left after a crash is a group without it."""
+        name = check_group(request.group)
+        self.catalog.check_ready()
+        revision, queue_count = await self.store.delete(name, self.progress.forget_group)
+        await self.catalog.caught_up(groups=revision)
+        log.info("group deleted group=%s queues=%d", name, queue_count)
+        return pb.DeleteGroupResponse(queue_count=queue_count)
+
+    async def group(self, asked: str) -> Group:
+        """The group, from etcd if the catalog does not have it.
+
+        Raises:
+            InvalidName, NotServing, GroupNotFound: as the proto says.
+        """
+        name = check_group(asked)
+        self.catalog.check_ready()
+        if (group := self.catalog.groups.get(name)) is not None:
+            return group
+        found = await self.store.read(name)
+        if found is None:
+            raise group_not_found(name)
+        await self.catalog.caught_up(groups=found[1])
+        return found[0]
+
+    async def _stay(self, heartbeat: Heartbeat) -> Verdict | None:
+        """The verdict, if the sender is a member on the group's terms and its lease was renewed.
+
+        Nothing is written, so this is all that most heartbeats cost.
+        """
+        group = self.catalog.groups.get(heartbeat.group)
+        live = self.catalog.live.values.get(f"{heartbeat.group}/{heartbeat.client_id}")
+        member = group.member(heartbeat.client_id) if group is not None else None
+        if group is None or live is None or member is None or group.draining or member.differs:
+            return None
+        shown = (member.incarnation_id, member.host, member.room, member.subscription_hash)
+        asked = hash_of(heartbeat.terms.subscriptions)
+        if shown != (heartbeat.incarnation_id, heartbeat.host, heartbeat.room, asked):
+            return None
+        if not heartbeat.terms.settings_agree(group.terms):
+            return None
+        return ACCEPTED if await self.store.refresh(live) else None
+
+    async def _join(self, heartbeat: Heartbeat) -> Verdict:
+        await self._check_topics_exist(heartbeat)
+        try:
+            outcome = await self.store.join(heartbeat)
+        except (SubscriptionConflict, ClientIdInUse) as error:
+            if isinstance(error, SubscriptionConflict):
+                self.telemetry.conflict(heartbeat, error)
+            log.warning("member refused group=%s error=%s", heartbeat.group, error)
+            await self.refusals.note(heartbeat, error)
+            raise
+        await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
+        assert outcome.verdict is not None
+        return outcome.verdict
+
+    async def _check_topics_exist(self, heartbeat: Heartbeat) -> None:
+        """Of members topics are not looked at: one that is deleted takes no other with it."""
+        group = self.catalog.groups.get(heartbeat.group)
+        member = group.member(heartbeat.client_id) if group is not None else None
+        asked = heartbeat.terms.subscriptions
+        if member is not None and member.subscription_hash == hash_of(asked):
+            return
+        for subscription in asked:
+            await self.topics.topic(subscription.topic)
+
+
+def _session(heartbeat: Heartbeat) -> SessionKey:
+    return SessionKey(heartbeat.group, heartbeat.client_id, heartbeat.incarnation_id)

@@ -1,0 +1,325 @@
+"""Finds out of many queues at a time why they are not moving, with few questions.
+
+One question to the lock manager, one per group to offsets, then one per broker for the ends of
+all its queues; single queues are asked about only where they lag. Progress is read before the
+ends, so no queue ends below its progress for being asked about later.
+
+Remembers of each queue when its committed offset was seen to move, and what its oldest message
+is: a message that is stuck is read once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import DataLoss
+from batonmq.core.route import QueueId
+from services.nameserver.catalog import Catalog
+from services.nameserver.convert_diagnoses import refused_from_pb
+from services.nameserver.core.dealing import Queue
+from services.nameserver.core.diagnosis import SILENT_MS, Finding, diagnose
+from services.nameserver.core.evidence import (
+    Change,
+    Damage,
+    Evidence,
+    GroupState,
+    Head,
+    Lock,
+    Log,
+    Pause,
+    Progress,
+    Refused,
+    Unlike,
+)
+from services.nameserver.core.groups import Group, owners_of
+from services.nameserver.questions import Answer, Key, Questions, Stamp
+
+LOOK_AGAIN_MS = 1_000
+"""Time between two looks at queues that were never looked at: do they move?"""
+FORGET_MS = 600_000
+"""A queue that nobody has asked about for so long is forgotten."""
+DETAILS_MAX = 2_000
+"""Queues that are asked about one by one in one look; those that lag most come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Queues of one group."""
+
+    group: Group
+    queues: tuple[QueueId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is known of a queue, and what follows."""
+
+    evidence: Evidence
+    finding: Finding
+
+    @property
+    def key(self) -> Key:
+        """The queue as the group sees it."""
+        return _key(self.evidence)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One queue at earlier looks.
+
+    Attributes:
+        since_ms: When the committed offset was first seen as it is.
+        looked_ms: The last look.
+        moved: Whether the committed offset was another one before.
+        head: Its oldest message at some look.
+    """
+
+    topic_id: int
+    committed_offset: int
+    since_ms: int
+    looked_ms: int
+    moved: bool = False
+    head: Stamp | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What a few questions tell of all queues."""
+
+    locks: Answer[dict[Key, Lock]]
+    progress: Mapping[str, Answer[dict[QueueId, Progress]]]
+    logs: Mapping[QueueId, Answer[Log]]
+
+
+class Inspector:
+    """Looks at queues.
+
+    Args:
+        refused: Clients that a group refuses at this time.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        refused: Callable[[str], Iterable[pb.RefusedClient]],
+        questions: Questions,
+        clock: Clock,
+    ) -> None:
+        self._catalog, self._refused = catalog, refused
+        self._questions, self._clock = questions, clock
+        self._seen: dict[Key, _Seen] = {}
+
+    def queues_of(self, group: Group) -> tuple[QueueId, ...]:
+        """All queues of the topics that the group subscribes to, ascending."""
+        return tuple(
+            queue for s in group.terms.subscriptions for queue in self.queues_of_topic(s.topic)
+        )
+
+    def queues_of_topic(self, name: str) -> Iterator[QueueId]:
+        """The queues of a topic, ascending; none if it does not exist."""
+        topic = self._catalog.topics.get(name)
+        for part in topic.spread if topic else ():
+            for queue_id in range(part.queue_count):
+                yield QueueId(name, part.broker, queue_id)
+
+    async def inspect(self, targets: Sequence[Target], *, patient: bool) -> list[Diagnosis]:
+        """Why each queue does not move, in the order of the targets.
+
+        Args:
+            patient: Look twice if a queue that lags was never looked at.
+        """
+        if not any(target.queues for target in targets):
+            return []
+        self._forget()
+        known = set(self._seen)
+        found = await self._look(targets)
+        if patient and any(e.lag_count > 0 and e.owner and _key(e) not in known for e in found):
+            await asyncio.sleep(LOOK_AGAIN_MS / 1000)
+            found = await self._look(targets)
+        detailed = await self._details(found)
+        return [Diagnosis(evidence, diagnose(evidence)) for evidence in detailed]
+
+    async def _look(self, targets: Sequence[Target]) -> list[Evidence]:
+        """What a few questions tell of all queues."""
+        one = targets[0].group.name if len(targets) == 1 else ""
+        counted = [t.group.name for t in targets if not t.group.terms.broadcasting]
+        async with asyncio.TaskGroup() as tasks:
+            listing = tasks.create_task(self._questions.locks(one))
+            counting = {name: tasks.create_task(self._questions.progress(name)) for name in counted}
+        survey = _Survey(
+            listing.result(),
+            {name: task.result() for name, task in counting.items()},
+            await self._logs({queue for target in targets for queue in target.queues}),
+        )
+        found: list[Evidence] = []
+        for target in targets:
+            found += self._evidence(target, survey)
+            await asyncio.sleep(0)  # heartbeats do not wait for all groups
+        return found
+
+    async def _logs(self, queues: Iterable[QueueId]) -> dict[QueueId, Answer[Log]]:
+        by_broker: dict[str, list[QueueId]] = defaultdict(list)
+        for queue in sorted(queues):
+            by_broker[queue.broker].append(queue)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._questions.logs(broker, part))
+                for broker, part in by_broker.items()
+            ]
+        return {queue: answer for task in asked for queue, answer in task.result().items()}
+
+    def _evidence(self, target: Target, survey: _Survey) -> Iterator[Evidence]:
+        """The evidence of one group's queues, but for what has to be asked one by one."""
+        group, owned = target.group, is_owned(target.group)
+        state = state_of(
+            group,
+            refused_from_pb(self._refused(group.name)),
+            len(self._catalog.owned.get(group.name, ())),
+            self._clock.unix_ms(),
+        )
+        dealt = owners_of(group)
+        filters = {s.topic: s.expression for s in group.terms.subscriptions}
+        locks = survey.locks.value or {}
+        counted = survey.progress.get(group.name, Answer({}))
+        for queue in target.queues:
+            topic = self._catalog.topics.get(queue.topic)
+            progress = (counted.value or {}).get(queue)
+            topic_id = topic.topic_id if topic else 0
+            seen = self._saw((group.name, queue), topic_id, progress) if progress else None
+            yield Evidence(
+                group=state,
+                topic=queue.topic,
+                broker=queue.broker,
+                queue_id=queue.queue_id,
+                permission=topic.permission if topic else "READ_WRITE",
+                expression=filters.get(queue.topic),
+                assigned=dealt.get(Queue(queue.topic, queue.broker, queue.queue_id), ""),
+                lock=locks.get((group.name, queue)) if owned else None,
+                lock_error=survey.locks.error if owned else "",
+                progress=progress,
+                progress_error=counted.error,
+                log=survey.logs[queue].value,
+                log_error=survey.logs[queue].error,
+                unmoved_ms=seen.looked_ms - seen.since_ms if seen else -1,
+                moved=seen.moved if seen else False,
+            )
+
+    def _saw(self, key: Key, topic_id: int, progress: Progress) -> _Seen:
+        """Remember the progress of a queue, and say how it went on."""
+        now_ms, committed_offset = self._clock.monotonic_ms(), progress.committed_offset
+        seen = self._seen.get(key)
+        if seen is None or seen.topic_id != topic_id:
+            seen = self._seen[key] = _Seen(topic_id, committed_offset, now_ms, now_ms)
+        if seen.committed_offset != committed_offset:
+            seen.committed_offset, seen.since_ms, seen.moved = committed_offset, now_ms, True
+        seen.looked_ms = now_ms
+        return seen
+
+    def _forget(self) -> None:
+        oldest_ms = self._clock.monotonic_ms() - FORGET_MS
+        self._seen = {key: s for key, s in self._seen.items() if s.looked_ms >= oldest_ms}
+
+    async def _details(self, found: list[Evidence]) -> list[Evidence]:
+        """`found` with what has to be asked queue by queue."""
+        lagging = [i for i, e in enumerate(found) if e.lag_count > 0 and "READ" in e.permission]
+        lagging.sort(key=lambda i: -found[i].lag_count)
+        async with asyncio.TaskGroup() as tasks:
+            asked = {i: tasks.create_task(self._detailed(found[i])) for i in lagging[:DETAILS_MAX]}
+        return [asked[i].result() if i in asked else e for i, e in enumerate(found)]
+
+    async def _detailed(self, e: Evidence) -> Evidence:
+        queue = _key(e)[1]
+        e = await self._with_head(e, queue)
+        if _lock_matters(e):
+            described = await self._questions.lock(e.group.name, queue)
+            e = replace(e, lock=described.value or e.lock, lock_error=described.error)
+        filters = e.expression not in (None, "", "*")
+        if filters and e.owner and e.progress and not e.progress.unacked_count:
+            scan = await self._questions.unwanted(queue, e.head_offset, e.expression or "")
+            e = replace(e, filtered=scan)
+        return e
+
+    async def _with_head(self, e: Evidence, queue: QueueId) -> Evidence:
+        """With the oldest message that is not handled."""
+        seen = self._seen.get(_key(e))
+        stamp = seen.head if seen is not None else None
+        if stamp is None or stamp.offset != e.head_offset:
+            answer = await self._questions.message_at(queue, e.head_offset)
+            if isinstance(answer.failure, DataLoss):
+                position = str(answer.failure.facts.get("position", "unknown"))
+                return replace(e, damage=Damage(position, answer.error))
+            stamp = answer.value
+            if seen is not None:
+                seen.head = stamp
+        if stamp is None:
+            return e
+        age_ms = max(0, self._clock.unix_ms() - stamp.store_unix_ms)
+        return replace(e, head=Head(stamp.offset, stamp.message_id, age_ms))
+
+
+def is_owned(group: Group) -> bool:
+    """Whether one member at a time owns a queue of the group."""
+    return group.owned and not group.terms.broadcasting
+
+
+def state_of(
+    group: Group, refused: Iterable[Refused], open_grants: int, now_unix_ms: int
+) -> GroupState:
+    """What a diagnosis has to know of a group.
+
+    Args:
+        refused: Clients that are refused for their subscription at this time.
+        open_grants: Queues that have an owner.
+    """
+    pause, staged = group.pause, group.staged
+    return GroupState(
+        name=group.name,
+        generation=group.generation,
+        member_count=len(group.members),
+        from_first=group.terms.consume_from == "FIRST",
+        owned=is_owned(group),
+        broadcasting=group.terms.broadcasting,
+        paused=Pause(pause.by, pause.reason, max(0, now_unix_ms - pause.since_unix_ms))
+        if pause
+        else None,
+        change=Change(max(0, now_unix_ms - staged.since_unix_ms), open_grants)
+        if staged and staged.draining
+        else None,
+        refused=(*refused, *_waiting(group)),
+    )
+
+
+def _waiting(group: Group) -> Iterator[Refused]:
+    """Members that ask for another subscription than the group has."""
+    wants = {s.topic: s.expression for s in group.staged.subscriptions} if group.staged else {}
+    has = {s.topic: s.expression for s in group.terms.subscriptions}
+    unlike = tuple(
+        Unlike(topic, wants.get(topic, ""), has.get(topic, ""))
+        for topic in sorted(wants.keys() | has.keys())
+        if wants and wants.get(topic) != has.get(topic)
+    )
+    agreeing = (member.client_id for member in group.members if not member.differs)
+    agrees = next(agreeing, "")
+    for member in group.members:
+        if member.differs:
+            yield Refused(member.client_id, agrees, unlike, waits=True)
+
+
+def _lock_matters(e: Evidence) -> bool:
+    """Whether more has to be known of the lock."""
+    if not e.group.owned or e.lock_error or not e.assigned:
+        return False
+    if e.lock is None or not e.lock.owner or e.lock.step:
+        return True
+    phantom = e.progress is not None and e.lock.token < e.progress.token
+    return phantom or e.lock.lease_age_ms >= SILENT_MS
+
+
+def _key(e: Evidence) -> Key:
+    return e.group.name, QueueId(e.topic, e.broker, e.queue_id)

@@ -1,0 +1,178 @@
+"""Looks at all groups at intervals: lag and stuck queues as metrics, changes as events.
+
+One replica does it: of the nameservers that are registered, the one whose node id comes first.
+While a replica goes or comes it may be two or none for a moment, which does no harm: they look at
+the same thing, and what is stuck is still so at the next look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from baton.common.v1 import queue_pb2
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as CounterMetric
+
+from services.nameserver.catalog import Catalog
+from services.nameserver.inspector import Diagnosis, Inspector, Target
+from services.nameserver.questions import Key
+from services.runtime.events import EventHub
+
+log = logging.getLogger(__name__)
+
+Labels = tuple[str, ...]
+
+
+class StuckMetrics:
+    """Lag by group and topic, and a series per stuck queue; what is gone has no series any more.
+
+    Broadcasting groups have no lag that anybody here could know.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        by_topic = ("group", "topic")
+        self._lag_messages = Gauge(
+            "baton_group_lag_messages",
+            "Messages that the group has not handled, filtered ones included; of all its queues "
+            "of the topic.",
+            by_topic,
+            registry=registry,
+        )
+        self._lag_seconds = Gauge(
+            "baton_group_lag_seconds",
+            "Age of the oldest message of the topic that the group has not handled.",
+            by_topic,
+            registry=registry,
+        )
+        self._stuck = Gauge(
+            "baton_queue_stuck",
+            "1 for each queue that does not move although messages wait, by reason.",
+            (*by_topic, "broker", "queue_id", "reason"),
+            registry=registry,
+        )
+        self._inspections = CounterMetric(
+            "baton_nameserver_inspections",
+            "Looks at all groups; only one replica does it.",
+            registry=registry,
+        )
+        self._shown: dict[Gauge, set[Labels]] = defaultdict(set)
+
+    def show(self, diagnoses: Iterable[Diagnosis]) -> None:
+        """Show what one look has found, and nothing else."""
+        lag_messages: dict[Labels, float] = defaultdict(float)
+        lag_seconds: dict[Labels, float] = {}
+        stuck: dict[Labels, float] = {}
+        for diagnosis in diagnoses:
+            e = diagnosis.evidence
+            topic = (e.group.name, e.topic)
+            if e.lag_count >= 0:
+                lag_messages[topic] += e.lag_count
+            if e.lag_ms >= 0:
+                lag_seconds[topic] = max(lag_seconds.get(topic, 0), e.lag_ms / 1000)
+            if diagnosis.finding.reason.stuck:
+                stuck[(*topic, e.broker, str(e.queue_id), diagnosis.finding.reason)] = 1
+        self._set(self._lag_messages, lag_messages)
+        self._set(self._lag_seconds, lag_seconds)
+        self._set(self._stuck, stuck)
+
+    def looked(self) -> None:
+        """Count a look."""
+        self._inspections.inc()
+
+    def _set(self, gauge: Gauge, values: dict[Labels, float]) -> None:
+        for labels, value in values.items():
+            gauge.labels(*labels).set(value)
+        for labels in self._shown[gauge] - values.keys():
+            gauge.remove(*labels)
+        self._shown[gauge] = set(values)
+
+
+class Lookout:
+    """Does the looking.
+
+    Args:
+        node_id: Of this replica.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        inspector: Inspector,
+        metrics: StuckMetrics,
+        hub: EventHub,
+        *,
+        node_id: str,
+        interval_ms: int,
+    ) -> None:
+        self._catalog, self._inspector, self._metrics = catalog, inspector, metrics
+        self._hub, self._node_id, self._interval_ms = hub, node_id, interval_ms
+        self._told: dict[Key, Diagnosis] = {}
+
+    async def run(self) -> None:
+        """Look for ever; to be run as one task."""
+        await self._catalog.ready()
+        while True:
+            await self.look()
+            await asyncio.sleep(self._interval_ms / 1000)
+
+    async def look(self) -> None:
+        """Look once, if it is this replica's turn; else show nothing."""
+        if not self._on_duty():
+            self._metrics.show(())
+            self._told = {}
+            return
+        groups = self._catalog.groups
+        targets = [
+            Target(group, self._inspector.queues_of(group))
+            for _, group in sorted(groups.items())
+            if not group.terms.broadcasting
+        ]
+        found = await self._inspector.inspect(targets, patient=True)
+        self._metrics.show(found)
+        self._metrics.looked()
+        self._tell(found)
+
+    def _on_duty(self) -> bool:
+        nameservers = [
+            node.node_id
+            for node in self._catalog.nodes()[0]
+            if node.service == pb.SERVICE_KIND_NAMESERVER
+        ]
+        return min(nameservers, default="") == self._node_id
+
+    def _tell(self, found: list[Diagnosis]) -> None:
+        """Publish what has changed since the last look."""
+        stuck = {d.key: d for d in found if d.finding.reason.stuck}
+        changed = [
+            d
+            for d in found
+            if (d.key in stuck or d.key in self._told) and self._was(d.key) != d.finding.reason
+        ]
+        self._told = stuck
+        for diagnosis in changed:
+            self._hub.publish(_event(diagnosis))
+        counts = Counter((d.evidence.group.name, d.finding.reason) for d in changed)
+        for (group, reason), count in counts.items():
+            level = logging.WARNING if reason.stuck else logging.INFO
+            log.log(level, "queues changed group=%s reason=%s queues=%d", group, reason, count)
+
+    def _was(self, key: Key) -> str:
+        before = self._told.get(key)
+        return before.finding.reason if before else ""
+
+
+def _event(diagnosis: Diagnosis) -> metrics_pb.MetricEvent:
+    group, queue = diagnosis.key
+    finding = diagnosis.finding
+    return metrics_pb.MetricEvent(
+        queue=queue_pb2.GroupQueue(
+            group=group,
+            queue=queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
+        ),
+        stuck_changed=metrics_pb.StuckChanged(reason=finding.reason, message=finding.message),
+    )

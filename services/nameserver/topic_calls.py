@@ -1,0 +1,172 @@
+"""The calls about topics and routes: check, ask catalog and store, answer. No rules live here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.common.errors import LimitExceeded, TopicExists, TopicNotFound
+from batonmq.core.names import check_topic, check_user_topic
+from services.nameserver.catalog import Catalog
+from services.nameserver.config import NameserverSettings
+from services.nameserver.convert_topics import permission_from_pb, route_to_pb, topic_to_pb
+from services.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX, Route, Topic, housed
+from services.nameserver.progress import Progress
+from services.nameserver.spread import resized
+from services.nameserver.topic_store import CreatedTopic, TopicStore, topic_not_found
+
+log = logging.getLogger(__name__)
+
+
+class TopicCalls:
+    """Each method is the call of that name; see the proto."""
+
+    def __init__(
+        self,
+        settings: NameserverSettings,
+        catalog: Catalog,
+        store: TopicStore,
+        progress: Progress,
+    ) -> None:
+        self._settings, self._catalog = settings, catalog
+        self._store, self._progress = store, progress
+
+    async def create(self, request: pb.CreateTopicRequest) -> pb.CreateTopicResponse:
+        """See the proto."""
+        name = check_user_topic(request.topic)
+        _check_queue_count(request.queue_count)
+        self._catalog.check_ready()
+        done = await self._create(name, request.queue_count or QUEUES_DEFAULT, "READ_WRITE")
+        return pb.CreateTopicResponse(topic=topic_to_pb(done.topic), created=done.created)
+
+    async def update(self, request: pb.UpdateTopicRequest) -> pb.UpdateTopicResponse:
+        """See the proto."""
+        name = check_user_topic(request.topic)
+        _check_queue_count(request.queue_count)
+        permission = permission_from_pb(request)
+        self._catalog.check_ready()
+
+        def change(topic: Topic) -> Topic:
+            spread = topic.spread
+            if request.queue_count:
+                spread = resized(topic, request.queue_count, self._catalog.rooms)
+            spread = housed(spread, self._catalog.rooms)
+            return replace(
+                topic,
+                spread=spread,
+                permission=permission or topic.permission,
+                inherited=request.inherited if request.HasField("inherited") else topic.inherited,
+            )
+
+        topic, revision = await self._store.update(name, change)
+        await self._catalog.caught_up(topics=revision)
+        log.info(
+            "topic updated topic=%s queues=%d permission=%s",
+            name,
+            topic.queue_count,
+            topic.permission,
+        )
+        return pb.UpdateTopicResponse(topic=topic_to_pb(topic))
+
+    async def list(self, request: pb.ListTopicsRequest) -> pb.ListTopicsResponse:
+        """See the proto."""
+        self._catalog.check_ready()
+        topics = self._catalog.topics
+        return pb.ListTopicsResponse(topics=[topic_to_pb(topics[name]) for name in sorted(topics)])
+
+    async def describe(self, request: pb.DescribeTopicRequest) -> pb.DescribeTopicResponse:
+        """See the proto."""
+        return pb.DescribeTopicResponse(topic=topic_to_pb(await self.topic(request.topic)))
+
+    async def delete(self, request: pb.DeleteTopicRequest) -> pb.DeleteTopicResponse:
+        """See the proto."""
+        name = check_user_topic(request.topic)
+        self._catalog.check_ready()
+        revision = await self._store.delete(name)
+        await self._catalog.caught_up(topics=revision)
+        log.info("topic deleted topic=%s", name)
+        return pb.DeleteTopicResponse()
+
+    async def query_route(self, request: pb.QueryRouteRequest) -> pb.QueryRouteResponse:
+        """See the proto."""
+        try:
+            topic = await self.topic(request.topic)
+        except TopicNotFound:
+            if not self._settings.auto_create_topics:
+                raise
+            topic = await self._auto_create(request.topic)
+        return pb.QueryRouteResponse(route=route_to_pb(self._catalog.route(topic)))
+
+    async def watch_route(
+        self, request: pb.WatchRouteRequest
+    ) -> AsyncGenerator[pb.WatchRouteResponse]:
+        """See the proto."""
+        topic = await self.topic(request.topic)
+        sent: Route | None = None
+        with self._catalog.watching_topic(topic.name) as changed:
+            while True:
+                changed.clear()
+                present = self._catalog.topics.get(topic.name)
+                if present is None or present.topic_id != topic.topic_id:
+                    raise topic_not_found(topic.name)
+                route = self._catalog.route(present)
+                if not route.same_way(sent):
+                    sent = route
+                    yield pb.WatchRouteResponse(route=route_to_pb(route))
+                await changed.wait()
+
+    async def _create(self, name: str, queue_count: int, permission: str) -> CreatedTopic:
+        done = await self._store.create(
+            name,
+            queue_count,
+            self._catalog.rooms,
+            self._progress.forget,
+            permission=permission,
+        )
+        await self._catalog.caught_up(topics=done.revision)
+        if done.created:
+            log.info("topic created topic=%s topic_id=%d", name, done.topic.topic_id)
+        return done
+
+    async def _auto_create(self, asked: str) -> Topic:
+        """The topic, created because a producer wants to send to it.
+
+        Source: RocketMQ's inherit bit of its default topic, TBW102.
+        """
+        name, settings = check_user_topic(asked), self._settings
+        template = self._catalog.topics.get(settings.auto_create_template)
+        queue_count, permission = settings.auto_create_queue_count, "READ_WRITE"
+        if template is not None and template.inherited:
+            queue_count, permission = template.queue_count, template.permission
+        try:
+            return (await self._create(name, queue_count, permission)).topic
+        except TopicExists:  # with another number of queues, by somebody who was faster
+            return await self.topic(name)
+
+    async def topic(self, asked: str) -> Topic:
+        """The topic, from etcd if the catalog does not have it.
+
+        Raises:
+            InvalidName, NotServing, TopicNotFound: as the proto says.
+        """
+        name = check_topic(asked)
+        self._catalog.check_ready()
+        if (topic := self._catalog.topics.get(name)) is not None:
+            return topic
+        found = await self._store.read(name)
+        if found is None:
+            raise topic_not_found(name)
+        await self._catalog.caught_up(topics=found[1])
+        return found[0]
+
+
+def _check_queue_count(queue_count: int) -> None:
+    if queue_count > QUEUES_MAX:
+        raise LimitExceeded(
+            f"{queue_count} queues; the limit is {QUEUES_MAX}",
+            remedy=f"Use 1 to {QUEUES_MAX} queues.",
+            facts={"field": "queue_count", "limit": QUEUES_MAX, "actual": queue_count},
+        )

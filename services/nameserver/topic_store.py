@@ -1,0 +1,157 @@
+"""Topics in etcd: read, decide, write if nothing changed meanwhile.
+
+topics/<name>        nameserver.v1.Topic
+counters/topic_id    the last topic id given away, decimal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from batonmq.common.errors import TopicExists, TopicNotFound
+from services.nameserver.convert_topics import topic_from_bytes, topic_to_pb
+from services.nameserver.core.topics import Topic, housed, spread_queues
+from services.nameserver.turns import Turns, as_read
+from services.runtime.etcd import Compare, EtcdSession, Put
+
+_TOPIC_ID = "counters/topic_id"
+Forget = Callable[[str, int], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedTopic:
+    """A topic, the revision at which it was written, and whether that was now."""
+
+    topic: Topic
+    revision: int
+    created: bool
+
+
+class TopicStore:
+    """Reads and compare-and-swap writes; a lost race is tried again, a bounded number of times.
+
+    All methods raise `NoQuorum` if etcd does not answer, and `Overloaded` if every try lost.
+    """
+
+    def __init__(self, etcd: EtcdSession, turns: Turns) -> None:
+        self._etcd, self._turns = etcd, turns
+
+    async def read(self, name: str) -> tuple[Topic, int] | None:
+        """The topic as etcd has it now, and its revision."""
+        stored = await self._etcd.get(self._etcd.key("topics", name))
+        return (topic_from_bytes(stored.value), stored.mod_revision) if stored else None
+
+    async def create(
+        self,
+        name: str,
+        queue_count: int,
+        brokers: Mapping[str, str],
+        forget: Forget,
+        *,
+        permission: str = "READ_WRITE",
+    ) -> CreatedTopic:
+        """Create the topic, or find it as it should be.
+
+        Args:
+            brokers: Machine room, perhaps empty, of each one that may take queues.
+            forget: Called with the new topic's name and id before anything is written, to end
+                what is left of earlier topics of the name; if it raises, nothing is written.
+
+        Raises:
+            TopicExists: it has another number of queues.
+            NoBroker: `brokers` is empty.
+        """
+
+        async def attempt() -> CreatedTopic | None:
+            # The counter first: a topic of this name that is created from here on has an id that
+            # is not smaller than ours, so that what we have forgotten can't be its progress.
+            counter = await self._etcd.get(_TOPIC_ID)
+            if found := await self.read(name):
+                return _found(*found, queue_count)
+            topic_id = int(counter.value) + 1 if counter else 1
+            topic = Topic(
+                name=name,
+                topic_id=topic_id,
+                spread=housed(spread_queues(queue_count, brokers, first=topic_id), brokers),
+                create_unix_ms=self._etcd.clock.unix_ms(),
+                permission=permission,
+            )
+            await forget(name, topic_id)
+            key = self._etcd.key("topics", name)
+            revision = await self._etcd.txn(
+                compare=[Compare(key, mod_revision=0), as_read(_TOPIC_ID, counter)],
+                put=[
+                    Put(_TOPIC_ID, str(topic_id).encode()),
+                    Put(key, topic_to_pb(topic).SerializeToString()),
+                ],
+            )
+            return CreatedTopic(topic, revision, created=True) if revision else None
+
+        return await self._turns.retried(_TOPIC_ID, attempt)
+
+    async def update(self, name: str, change: Callable[[Topic], Topic]) -> tuple[Topic, int]:
+        """Change the topic; it and its revision. Nothing is written if it stays the same.
+
+        Args:
+            change: Called again, with the newest topic, after each lost race; may raise.
+
+        Raises:
+            TopicNotFound: there is none.
+        """
+        key = self._etcd.key("topics", name)
+
+        async def attempt() -> tuple[Topic, int] | None:
+            stored = await self._etcd.get(key)
+            if stored is None:
+                raise topic_not_found(name)
+            before = topic_from_bytes(stored.value)
+            after = change(before)
+            if after == before:
+                return before, stored.mod_revision
+            revision = await self._etcd.txn(
+                compare=[as_read(key, stored)],
+                put=[Put(key, topic_to_pb(after).SerializeToString())],
+            )
+            return (after, revision) if revision else None
+
+        return await self._turns.retried(key, attempt)
+
+    async def replace(self, topic: Topic, revision: int) -> bool:
+        """Write `topic` if it has not changed since `revision`; False if it has."""
+        key = self._etcd.key("topics", topic.name)
+        written = await self._etcd.txn(
+            compare=[Compare(key, mod_revision=revision)],
+            put=[Put(key, topic_to_pb(topic).SerializeToString())],
+        )
+        return written is not None
+
+    async def delete(self, name: str) -> int:
+        """Delete the topic; the revision of the deletion.
+
+        Raises:
+            TopicNotFound: there is none.
+        """
+        key = self._etcd.key("topics", name)
+
+        async def attempt() -> int | None:
+            stored = await self._etcd.get(key)
+            if stored is None:
+                raise topic_not_found(name)
+            return await self._etcd.txn(compare=[as_read(key, stored)], delete=[key])
+
+        return await self._turns.retried(key, attempt)
+
+
+def topic_not_found(name: str) -> TopicNotFound:
+    """The error for a topic that does not exist."""
+    return TopicNotFound(f"topic {name} does not exist", facts={"topic": name})
+
+
+def _found(topic: Topic, revision: int, queue_count: int) -> CreatedTopic:
+    if topic.queue_count != queue_count:
+        raise TopicExists(
+            f"topic {topic.name} exists with {topic.queue_count} queues, not {queue_count}",
+            facts={"topic": topic.name},
+        )
+    return CreatedTopic(topic, revision, created=False)

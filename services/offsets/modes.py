@@ -1,0 +1,38 @@
+"""Which calls a group allows: those under a token, or those without (protocol 15)."""
+
+from __future__ import annotations
+
+from batonmq.common.errors import ModeChanged, NotServing
+from services.runtime.gates import Gates
+from services.runtime.mirror import Mirror
+
+
+class Modes:
+    """Checks calls against the gates of the groups.
+
+    Args:
+        gates: Mirror of the gates in etcd, run by somebody else.
+    """
+
+    def __init__(self, gates: Mirror) -> None:
+        self._mirror, self._gates = gates, Gates(gates)
+
+    def check(self, group: str, token: int) -> None:
+        """Refuse acks and deliveries in the other mode than the group's. `token` 0 is none.
+
+        Raises:
+            ModeChanged: the queues of the group are owned, or not owned, contrary to the call; or
+                it is broadcasting, so that its members keep their progress.
+            GroupNotFound: the group is not known, and there is no token.
+            NotServing: groups are not known yet, and there is no token.
+        """
+        if token:
+            self._gates.check_owned(group)
+            return
+        if not self._mirror.revision:
+            raise NotServing("the groups are not known yet", retry_after_ms=500)
+        if self._gates.check_unowned(group).broadcasting:
+            raise ModeChanged(
+                f"group {group} is broadcasting: its members keep their progress",
+                facts={"group": group, "model": "broadcasting", "ownership": "off"},
+            )

@@ -1,0 +1,93 @@
+"""What offsets lets the world know: metrics, live events, log lines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from baton.metrics.v1 import metrics_service_pb2 as pb
+
+from batonmq.common.errors import BatonError, Fenced
+from services.offsets.answers import queue_pb
+from services.offsets.core.calls import Committed, Condition, Fence, Grant, QueueKey
+from services.offsets.core.resets import Order, Outcome
+from services.offsets.metrics import OffsetsMetrics
+from services.runtime.events import EventHub
+
+log = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """Called with what has happened; of acks and moves once they are durable."""
+
+    def __init__(self, metrics: OffsetsMetrics, hub: EventHub) -> None:
+        self._metrics, self._hub = metrics, hub
+
+    def fenced(self, op: str, error: Fenced) -> None:
+        """An item was refused, because its token is not in force."""
+        self._metrics.fenced(op, error)
+
+    def fence(self, key: QueueKey, wish: Fence, result: Grant | BatonError) -> None:
+        """A queue was passed on, or was not."""
+        self._metrics.fence(wish.condition, result)
+        if isinstance(result, BatonError) or not result.changed:
+            return
+        holder = wish.holder.client_id if wish.holder else "nobody"
+        if wish.condition is Condition.FORCED:
+            log.warning(
+                "queue taken by force queue=%s token=%d holder=%s by=%s reason=%s",
+                key,
+                result.token,
+                holder,
+                wish.forced_by,
+                wish.forced_reason,
+            )
+        else:
+            log.debug(
+                "queue fenced queue=%s token=%d holder=%s condition=%s",
+                key,
+                result.token,
+                holder,
+                wish.condition.value,
+            )
+
+    def commits(
+        self,
+        op: str,
+        items: Sequence[tuple[QueueKey, int]],
+        results: Sequence[Committed | BatonError],
+    ) -> None:
+        """Acks of queues, under tokens, were taken or refused."""
+        self._metrics.committed(op, results)
+        if not self._hub.watched:
+            return
+        for (key, token), result in zip(items, results, strict=True):
+            if isinstance(result, Committed) and result.changed:
+                committed = pb.CommittedRange(
+                    committed_offset=result.committed_offset, token=token, closed=op == "close"
+                )
+                self._hub.publish(pb.MetricEvent(queue=queue_pb(key), committed=committed))
+
+    def moved(self, group: str, order: Order, outcome: Outcome) -> None:
+        """A reset or a clone was carried out, or repeated."""
+        self._metrics.moved(order, outcome)
+        if not outcome.fresh:
+            return
+        log.warning(
+            "progress moved group=%s op_id=%s kind=%s queues=%d by=%s reason=%s",
+            group,
+            order.op_id,
+            order.kind.name,
+            len(outcome.fresh),
+            order.by,
+            order.reason,
+        )
+        for step in outcome.fresh:
+            reset = pb.ProgressReset(
+                op_id=order.op_id,
+                from_offset=step.moved.before.committed_offset,
+                to_offset=step.to_offset,
+                by=order.by,
+                reason=order.reason,
+            )
+            self._hub.publish(pb.MetricEvent(queue=queue_pb(step.key), progress_reset=reset))

@@ -1,0 +1,119 @@
+"""Goal: what can't be taken back is done when a person agrees, or a program has said so before.
+
+Method: the question in a child that has a terminal of its own; the sums it tells as functions.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from batonmq.cli.changes import operation, who
+from batonmq.cli.resets import Wanted, question
+from batonmq.core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq.resets import Done, Step
+
+NOW = 1_000_000_000
+COMMAND = [sys.executable, "-m", "batonmq.cli", "--nameserver", "127.0.0.1:1", "topic", "delete"]
+
+
+@contextmanager
+def _asking() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command that has asked its question, and the terminal to answer at."""
+    ours, theirs = pty.openpty()
+    try:
+        with subprocess.Popen(
+            [*COMMAND, "t"],
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process:
+            assert process.stderr is not None
+            asked = b""
+            while not asked.endswith(b"[y/N] "):
+                asked += os.read(process.stderr.fileno(), 1_000)
+            assert asked == b"Delete topic t with all its messages? [y/N] "
+            yield process, ours
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def _answered(keys: bytes) -> tuple[int, str]:
+    """Exit status and standard error of a command whose question is answered with `keys`."""
+    with _asking() as (process, terminal):
+        os.write(terminal, keys)
+        out, err = process.communicate(timeout=25)
+    assert out == b""
+    return process.returncode, err.decode()
+
+
+def test_no_leaves_everything_as_it_is() -> None:
+    status, told = _answered(b"n\n")
+    assert status == 1
+    assert "NOT_CONFIRMED: nothing was changed" in told
+
+
+def test_end_of_input_is_no_agreement() -> None:
+    status, told = _answered(b"\x04")
+    assert status == 1
+    assert "NOT_CONFIRMED" in told
+
+
+def test_ctrl_c_at_the_question_is_130() -> None:
+    with _asking() as (process, _):
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=25) == (b"", b"")
+    assert process.returncode == 130
+
+
+def test_yes_goes_on() -> None:
+    status, told = _answered(b"y\n")
+    assert status == 1
+    assert "UNREACHABLE" in told
+
+
+def test_question_tells_what_comes_again_and_what_is_skipped() -> None:
+    step = Step("g", "t", "b", 0, 10, 4, 6, 0, 1, 2)
+    other = replace(step, queue_id=1, replayed_count=0, skipped_count=3)
+    assert question(Done((step, other))) == (
+        "Move group g on 2 queues? To be delivered again: 6; to be skipped: 3."
+    )
+
+
+def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
+    first, second = operation("", "r", ""), operation("", "r", "")
+    assert first.op_id != second.op_id
+    assert (first.by, first.reason) == (who(), "r")
+    assert operation("me", "r", "id") == operation("me", "r", "id")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "target"),
+    [
+        (Wanted(to_offset=0), ToOffset(0)),
+        (Wanted(shift=0), ShiftBy(0)),
+        (Wanted(shift=-3), ShiftBy(-3)),
+        (Wanted(to_time="5"), ToTime(5)),
+        (Wanted(by_duration="10s"), ToTime(NOW - 10_000)),
+        (Wanted(to_earliest=True), ToEarliest()),
+        (Wanted(to_latest=True), ToLatest()),
+    ],
+)
+def test_what_is_typed_is_one_target(wanted: Wanted, target: Target) -> None:
+    assert wanted.count == 1
+    assert wanted.target(NOW) == target
+
+
+def test_nothing_typed_counts_as_nothing() -> None:
+    assert Wanted().count == 0
+    assert Wanted(to_offset=0, to_latest=True).count == 2

@@ -1,0 +1,114 @@
+"""Goal: people read of a group what is unusual about it, in words.
+
+Method: reports made by hand, and the lines about them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from batonmq.cli import lock, stuck
+from batonmq.cli.group import about, state
+from batonmq.common.errors import Difference, Held, SubscriptionConflict
+from batonmq.group_reports import (
+    Diagnosis,
+    Group,
+    GroupProgress,
+    Member,
+    Pause,
+    RefusedClient,
+    Staged,
+    Subscription,
+)
+from batonmq.locks import Denial, LockDetail
+from batonmq.reports import Lock
+
+GROUP = Group(
+    name="g",
+    generation=7,
+    members=(),
+    subscriptions=(Subscription("s", "*"), Subscription("t", "A||B")),
+    subscription_generation=2,
+    model="clustering",
+    consume_from="last",
+    orderly=False,
+    policy="staged",
+    ownership="on",
+    strategy="sticky",
+    assignments=(),
+    staged=None,
+    pause=None,
+)
+MEMBER = Member("c1", 1, "h1", 0)
+PAUSE = Pause("me@h", "a flood", 0)
+STAGED = Staged((Subscription("t", "A"),), draining=False, since_unix_ms=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({}, "Empty"),
+        ({"members": (MEMBER,)}, "Stable"),
+        ({"members": (MEMBER,), "staged": STAGED}, "Staged"),
+        ({"members": (MEMBER,), "staged": replace(STAGED, draining=True)}, "Draining"),
+        ({"members": (MEMBER,), "staged": STAGED, "pause": PAUSE}, "Paused"),
+    ],
+)
+def test_state_is_the_first_that_is_true(changes: dict[str, object], word: str) -> None:
+    assert state(asdict(replace(GROUP, **changes))) == word  # type: ignore[arg-type]
+
+
+def test_quiet_group_is_told_in_two_lines() -> None:
+    assert list(about(GroupProgress(GROUP, (), (), ()))) == [
+        "clustering, from last; policy staged, ownership on, strategy sticky",
+        "generation 7; subscription 2: s *, t A||B",
+    ]
+
+
+def test_what_is_unusual_is_told_with_who_and_when() -> None:
+    difference = Difference("t", "expression", "c9", "C", "c1", "A||B")
+    error = SubscriptionConflict("no", differences=(difference,))
+    group = replace(
+        GROUP, members=(replace(MEMBER, differs=True),), pause=PAUSE, staged=STAGED, orderly=True
+    )
+    refused = RefusedClient("c9", 9, "h9", 0, error)
+    lines = list(about(GroupProgress(group, (), (refused,), ())))
+    since = "1970-01-01T00:00:00.000Z"
+    assert lines[0].startswith("clustering, orderly, from last;")
+    assert lines[2:] == [
+        f"paused by me@h since {since}: a flood",
+        f"since {since} waits: subscription t A",
+        "c1 on h1 asks for another subscription",
+        f"refused since {since}: c9 on h9: SUBSCRIPTION_CONFLICT: no",
+        "  t expression: c9 has 'C', c1 has 'A||B'",
+    ]
+
+
+DIAGNOSIS = Diagnosis("g", "t", "b", 0, "MOVING", "m", "", {}, 3, 1_500, 5, 8, "c1", 0)
+
+
+def test_lag_in_all_is_of_the_queues_where_it_is_known() -> None:
+    away = replace(DIAGNOSIS, queue_id=1, lag=None, lag_ms=None)
+    late = replace(DIAGNOSIS, queue_id=2, lag=4, lag_ms=90_001)
+    assert stuck.total([DIAGNOSIS, away, late]) == {"lag": 7, "lag_ms": 90_001, "unknown_count": 1}
+    assert stuck.total([]) == {"lag": 0, "lag_ms": 0, "unknown_count": 0}
+
+
+def test_lag_in_seconds_is_exact_to_the_millisecond() -> None:
+    assert [stuck.seconds(ms) for ms in (0, 1, 90_001, None)] == ["0.000", "0.001", "90.001", None]
+
+
+def test_lock_tells_what_its_row_does_not_show() -> None:
+    held = Lock("g", "t", "b", 0, "pending", "c1", 1, 5, 0, 0, (), 1, 1)
+    denial = Denial("c2", Held("held by c1"), 3_000)
+    detail = LockDetail(held, 9, 12_000, "persist", "a1", 6, owner_evicted=True, denials=(denial,))
+    assert list(lock.about(detail)) == [
+        "lease of c1 ends in 12s",
+        "c1 is no member of the group any more",
+        "hand-over is at persist, attempt a1",
+        "the token at offsets is 6",
+        "the lock manager's term is 9",
+        "refused 3s ago: c2: HELD: held by c1",
+    ]

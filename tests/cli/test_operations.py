@@ -1,0 +1,254 @@
+"""Goal: an operator can see why a group is stuck, move it, pause it and take queues from owners.
+
+Method: `baton up` is a process; what one command did is looked at through another, and through
+what members print.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.running import Up
+from tests.support.waiting import until_now
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+JSON = ("--format", "json")
+
+
+@pytest.fixture
+def read(cluster: Up, lines: Path, request: pytest.FixtureRequest) -> str:
+    """A topic and a group of the same name, which has read its 3 messages from the one queue."""
+    name = request.node.name.removeprefix("test_")[:60].rstrip("_")
+    assert cluster("topic", "create", name, "--queues", "1").code == 0
+    assert cluster("produce", name, "--file", str(lines)).code == 0
+    assert len(cluster("consume", name, "--group", name).out.splitlines()) == 3
+    return str(name)
+
+
+@contextmanager
+def member(cluster: Up, name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A member that owns the queue, and leaves in good order."""
+    with cluster.started("consume", name, "--group", name, "--follow", *arguments) as process:
+
+        def owns() -> bool:
+            assert process.poll() is None, process.communicate()
+            return bool(_lock(cluster, name)["state"] == "held")
+
+        until_now(owns, timeout_s=30)
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def _lock(cluster: Up, name: str) -> dict[str, Any]:
+    locks = cluster("lock", "list", "--group", name, *JSON).json
+    found: dict[str, Any] = locks[0] if locks else {"state": "none"}
+    return found
+
+
+def _queue(cluster: Up, name: str) -> dict[str, Any]:
+    (queue,) = cluster("group", "describe", name, *JSON).json["queues"]
+    found: dict[str, Any] = queue
+    return found
+
+
+def _reason(err: str) -> str:
+    return err.split()[1].rstrip(":")
+
+
+def test_reset_tells_moves_records_and_is_undone(cluster: Up, read: str) -> None:
+    why = ("--reason", "a bug", "--by", "tester")
+    told = cluster("group", "reset", read, "--to-earliest", "--dry-run")
+    assert told.code == 0
+    (row,) = told.rows
+    assert (row["FROM"], row["TO"], row["REPLAYED"], row["SKIPPED"]) == ("3", "0", "3", "0")
+    assert "nothing was changed" in told.out
+    assert _queue(cluster, read)["committed_offset"] == 3
+    asked = cluster("group", "reset", read, "--shift", "-2", *why)
+    assert (asked.code, asked.out) == (2, "")
+    moved = cluster("group", "reset", read, "--shift", "-2", *why, "--yes", *JSON).json
+    assert [(s["from_offset"], s["to_offset"]) for s in moved["steps"]] == [(3, 1)]
+    again = cluster("consume", read, "--group", read, *JSON).json_lines
+    assert [(m["body"], m["redelivered"]) for m in again] == [("2", True), ("3", True)]
+    (recorded,) = cluster("group", "resets", read, *JSON).json
+    assert (recorded["op_id"], recorded["by"]) == (moved["op_id"], "tester")
+    assert recorded["reason"] == "a bug"
+    undone = cluster("group", "reset", read, "--undo", moved["op_id"], "--yes")
+    assert (undone.code, undone.rows[0]["TO"]) == (0, "3")
+    rows = cluster("group", "resets", read, *JSON).json
+    assert [row["undone_op_id"] for row in rows] == [moved["op_id"], None]
+    assert rows[0]["reason"] == f"undo of {moved['op_id']}"
+
+
+def test_reset_beyond_the_queue_ends_at_its_end_with_a_note(cluster: Up, read: str) -> None:
+    moved = cluster("group", "reset", read, "--to-offset", "9", "--reason", "r", "--yes")
+    assert moved.code == 0
+    assert moved.rows[0]["TO"] == "3"
+    assert f"{read}/broker-0/0: offset 9 is past the end; 3 is the end" in moved.out
+
+
+def test_reset_goes_to_times(cluster: Up, read: str) -> None:
+    far = cluster("group", "reset", read, "--by-duration", "1h", "--dry-run", *JSON).json
+    near = cluster("group", "reset", read, "--to-time", "2999-01-01", "--dry-run", *JSON).json
+    assert [done["steps"][0]["to_offset"] for done in (far, near)] == [0, 3]
+
+
+def test_reset_of_what_does_not_exist_is_1(cluster: Up, read: str) -> None:
+    for arguments, reason in (
+        (("nobody", "--to-latest"), "GROUP_NOT_FOUND"),
+        ((read, "--to-latest", "--topic", "nothing"), "TOPIC_NOT_FOUND"),
+        ((read, "--to-latest", "--topic", read, "--queue", "broker-0/7"), "QUEUE_NOT_FOUND"),
+        ((read, "--undo", "nothing"), "OPERATION_NOT_FOUND"),
+    ):
+        refused = cluster("group", "reset", *arguments, "--reason", "r", "--yes")
+        assert (refused.code, refused.out, _reason(refused.err)) == (1, "", reason)
+
+
+def test_clone_starts_another_group_where_this_one_is(cluster: Up, read: str) -> None:
+    other = f"{read}-2"
+    done = cluster("group", "clone", read, other, "--reason", "r", "--yes", *JSON).json
+    assert [(s["group"], s["to_offset"]) for s in done["steps"]] == [(other, 3)]
+    assert cluster("consume", read, "--group", other).out == ""
+    assert cluster("group", "resets", other, *JSON).json[0]["kind"] == "clone"
+
+
+def test_paused_group_says_who_and_why_and_goes_on_when_resumed(
+    cluster: Up, lines: Path, read: str
+) -> None:
+    paused = cluster("group", "pause", read, "--reason", "flood", "--by", "me", *JSON).json
+    assert (paused["pause"]["by"], paused["pause"]["reason"]) == ("me", "flood")
+    with member(cluster, read) as reading:
+        cluster("produce", read, "--file", str(lines))
+        (found,) = cluster("group", "why-stuck", read, *JSON).json
+        assert (found["reason"], found["lag"], found["stuck"]) == ("PAUSED", 3, True)
+        assert (found["evidence"]["by"], found["evidence"]["reason"]) == ("me", "flood")
+        assert found["remedy"]
+        assert cluster("group", "why-stuck", read, "--check").code == 1
+        described = cluster("group", "describe", read)
+        assert "paused by me since " in described.out
+        assert [r["STATE"] for r in cluster("group", "list").rows if r["GROUP"] == read] == [
+            "Paused"
+        ]
+        assert cluster("group", "resume", read, *JSON).json["pause"] is None
+        assert reading.stdout is not None
+        assert [reading.stdout.readline().split()[-1] for _ in "123"] == [b"1", b"2", b"3"]
+    for verb in ("pause", "resume"):
+        refused = cluster("group", verb, "nobody", "--reason", "r")
+        assert (refused.code, _reason(refused.err)) == (1, "GROUP_NOT_FOUND")
+
+
+def test_group_without_members_tells_its_lag_in_messages_and_seconds(
+    cluster: Up, lines: Path, read: str
+) -> None:
+    (idle,) = cluster("group", "why-stuck", read, *JSON).json
+    assert (idle["reason"], idle["lag"], idle["lag_ms"]) == ("IDLE", 0, 0)
+    assert cluster("group", "why-stuck", read, "--check").code == 0
+    cluster("produce", read, "--file", str(lines))
+    behind = cluster("group", "lag", read, *JSON).json
+    assert (behind["group"], behind["lag"], behind["unknown_count"]) == (read, 3, 0)
+    assert behind["lag_ms"] == behind["queues"][0]["lag_ms"] > 0
+    (row,) = cluster("group", "lag", read).rows
+    assert (row["CURRENT-OFFSET"], row["LOG-END-OFFSET"], row["LAG"]) == ("3", "6", "3")
+    assert float(row["LAG-SECONDS"]) > 0
+    until_now(
+        lambda: cluster("group", "why-stuck", read, *JSON).json[0]["reason"] == "NO_MEMBER",
+        timeout_s=30,
+    )
+
+
+def test_settings_change_and_ownership_only_without_members(cluster: Up, read: str) -> None:
+    changed = cluster(
+        "group", "update", read, "--policy", "staged-latest", "--strategy", "average-by-circle",
+        *JSON,
+    ).json  # fmt: skip
+    assert (changed["policy"], changed["strategy"]) == ("staged_latest", "average_by_circle")
+    assert changed["ownership"] == "on"
+    with member(cluster, read):
+        refused = cluster("group", "update", read, "--ownership", "off")
+        assert (refused.code, _reason(refused.err)) == (1, "GROUP_IN_USE")
+    assert cluster("group", "update", read, "--ownership", "off", *JSON).json["ownership"] == "off"
+    new = cluster("group", "update", f"{read}-new", "--policy", "warn")
+    assert new.code == 0
+    assert f"group {read}-new is new" in new.out
+
+
+def test_refused_client_is_shown_with_what_it_wants(cluster: Up, read: str) -> None:
+    with member(cluster, read):
+        assert cluster("consume", read, "--group", read, "--filter", "A").code == 1
+        (refused,) = cluster("group", "describe", read, *JSON).json["refused"]
+        (difference,) = refused["error"]["differences"]
+        assert (difference["newcomer_value"], difference["member_value"]) == ("A", "*")
+        described = cluster("group", "describe", read).out
+        assert f"{read} expression: {refused['client_id']} has 'A'" in described
+
+
+def test_assignments_name_the_member(cluster: Up, read: str) -> None:
+    with member(cluster, read):
+        described = cluster("group", "describe", read, *JSON).json
+        (joined,) = described["members"]
+        (dealt,) = described["assignments"]
+        assert dealt["client_id"] == joined["client_id"]
+        assert described["queues"][0]["assigned"] == joined["client_id"]
+
+
+def test_group_with_members_is_not_deleted_and_one_without_is(cluster: Up, read: str) -> None:
+    with member(cluster, read):
+        refused = cluster("group", "delete", read, "--yes")
+        assert (refused.code, _reason(refused.err)) == (1, "GROUP_IN_USE")
+    deleted = cluster("group", "delete", read, "--yes", *JSON).json
+    assert deleted == {"name": read, "deleted": True, "queue_count": 1}
+    gone = cluster("group", "describe", read)
+    assert (gone.code, _reason(gone.err)) == (1, "GROUP_NOT_FOUND")
+    assert len(cluster("consume", read, "--group", read).out.splitlines()) == 3
+
+
+def test_queue_taken_by_force_has_an_owner_again(cluster: Up, lines: Path, read: str) -> None:
+    queue = (read, read, "broker-0", "0")
+    with member(cluster, read) as reading:
+        before = _lock(cluster, read)
+        described = cluster("lock", "describe", *queue, *JSON).json
+        assert described["client_id"] == before["client_id"]
+        assert 0 < described["lease_left_ms"] <= 30_000
+        assert described["subscription_generation"] > 0
+        force = ("lock", "force-release", *queue, "--reason", "r", "--yes", *JSON)
+        taken = cluster(*force).json
+        assert taken["client_id"] == before["client_id"]
+        assert taken["token"] > before["token"]
+        until_now(lambda: _lock(cluster, read)["state"] == "held", timeout_s=60)
+        cluster("produce", read, "--file", str(lines))
+        assert reading.stdout is not None
+        assert [reading.stdout.readline().split()[-1] for _ in "123"] == [b"1", b"2", b"3"]
+        kept = cluster("lock", "release-all", before["client_id"], *JSON).json
+        assert (kept["released_count"], len(kept["kept"])) == (0, 1)
+        told = cluster("lock", "release-all", before["client_id"])
+        assert "given back: 0 queues; kept: 1" in told.out
+    nobody = cluster("lock", "release-all", "nobody")
+    assert (nobody.code, nobody.out.splitlines()[-1]) == (0, "nobody owns nothing")
+    never = cluster("lock", "force-release", "g", read, "broker-0", "0", "--reason", "r", "--yes")
+    assert (never.code, _reason(never.err)) == (1, "UNKNOWN_QUEUE")
+
+
+def test_group_is_explained_while_a_service_is_away(cluster: Up, read: str) -> None:
+    children = Path(f"/proc/{cluster.process.pid}/task/{cluster.process.pid}/children")
+    (pid,) = (
+        int(p)
+        for p in children.read_text().split()
+        if "services.offsets\0" in Path(f"/proc/{p}/cmdline").read_text()
+    )
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stuck = cluster("group", "why-stuck", read, "--check", *JSON)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert stuck.code == 1
+    (found,) = json.loads(stuck.out)
+    assert (found["reason"], found["lag"]) == ("OFFSETS_UNREACHABLE", None)

@@ -1,0 +1,93 @@
+"""What a member reads from its group's record.
+
+Goal: a queue is taken by whom the record deals it to and by nobody else; everything else that
+a member obeys (filters, mode, pause) is taken from there too.
+Method: records by hand, and Hypothesis: every deal comes back from the members' views.
+"""
+
+from __future__ import annotations
+
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.consuming.group import GroupView, assigned
+from batonmq.core.route import QueueId
+from batonmq.core.subscription import TagFilter
+
+TOPICS = ("flights", "orders")
+BROKERS = ("broker-a", "broker-b")
+QUEUES = [QueueId(t, b, q) for t in TOPICS for b in BROKERS for q in range(3)]
+
+
+def incarnation(client_id: str, number: int = 1) -> queue_pb2.Incarnation:
+    return queue_pb2.Incarnation(client_id=client_id, incarnation_id=number)
+
+
+def record(members: list[str], owners: dict[QueueId, str]) -> pb.Group:
+    """A group that deals as `owners` says; who is no member deals nothing."""
+    places = {client_id: place for place, client_id in enumerate(members, 1)}
+
+    def dealt(topic: str, broker: str) -> pb.BrokerAssignment:
+        mine = [q for q in QUEUES if (q.topic, q.broker) == (topic, broker)]
+        return pb.BrokerAssignment(
+            broker=broker, owners=[places.get(owners.get(queue, ""), 0) for queue in mine]
+        )
+
+    return pb.Group(
+        name="g",
+        generation=7,
+        members=[pb.Member(incarnation=incarnation(client_id)) for client_id in members],
+        subscriptions=[pb.Subscription(topic=topic, expression="*") for topic in TOPICS],
+        subscription_generation=3,
+        assignments=[
+            pb.TopicAssignment(topic=t, brokers=[dealt(t, b) for b in BROKERS]) for t in TOPICS
+        ],
+    )
+
+
+@given(st.dictionaries(st.sampled_from(QUEUES), st.sampled_from(["a", "b", "c"])))
+def test_every_member_finds_exactly_what_is_dealt_to_it(owners: dict[QueueId, str]) -> None:
+    group = record(["a", "b", "c"], owners)
+    for me in ("a", "b", "c"):
+        mine = {queue for queue, owner in owners.items() if owner == me}
+        assert set(assigned(group, incarnation(me))) == mine
+        assert GroupView.of(group, incarnation(me)).assigned == mine
+
+
+def test_queues_dealt_to_nobody_are_nobodys() -> None:
+    group = record(["a"], {})
+    assert list(assigned(group, incarnation("a"))) == []
+    assert list(assigned(group, incarnation("stranger"))) == []
+
+
+def test_another_incarnation_of_the_client_id_is_somebody_else() -> None:
+    group = record(["a"], dict.fromkeys(QUEUES, "a"))
+    other = GroupView.of(group, incarnation("a", 2))
+    assert not other.member
+    assert other.assigned == frozenset()
+    assert GroupView.of(group, incarnation("a")).member
+
+
+def test_queue_of_a_topic_that_the_group_does_not_subscribe_to_is_left_alone() -> None:
+    group = record(["a"], dict.fromkeys(QUEUES, "a"))
+    del group.subscriptions[1]
+    found = GroupView.of(group, incarnation("a"))
+    assert {queue.topic for queue in found.assigned} == {"flights"}
+
+
+def test_filters_mode_and_pause_are_those_of_the_record() -> None:
+    group = record(["a"], {})
+    group.subscriptions[0].expression = "paid||sent"
+    seen = GroupView.of(group, incarnation("a"))
+    assert (seen.generation, seen.subscription_generation) == (7, 3)
+    assert seen.filters == {
+        "flights": TagFilter(frozenset({"paid", "sent"})),
+        "orders": TagFilter(None),
+    }
+    assert (seen.owned, seen.paused) == (True, ())
+    group.ownership = pb.OWNERSHIP_OFF
+    group.pause.by, group.pause.reason = "ann", "deploy"
+    seen = GroupView.of(group, incarnation("a"))
+    assert (seen.owned, seen.paused) == (False, ("ann", "deploy"))

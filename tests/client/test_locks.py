@@ -1,0 +1,102 @@
+"""Goal: a lock tells everything, and a queue that is taken by force is owned again.
+
+Method: a real cluster whose members read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.errors import UnknownQueue
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.core.route import QueueId
+from batonmq.locks import Locks
+from batonmq.operation import Operation
+from tests.client.group import noting, scene
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+OPERATION = Operation("tester", "a test")
+
+
+async def test_lock_of_an_owner_tells_its_lease_and_token(nameserver: str) -> None:
+    async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
+        queue = QueueId(at.topic, "broker-0", 0)
+        never = await Locks(admin).describe(at.group, queue)
+        assert (never.lock.state, never.lock.token, never.lock.client_id) == ("free", 0, None)
+        async with noting(at, "c1"):
+
+            async def owned() -> bool:
+                return (await Locks(admin).describe(at.group, queue)).lock.client_id == "c1"
+
+            await until(owned)
+            found = await Locks(admin).describe(at.group, queue)
+            assert found.lock.state == "held"
+            assert found.lock.token > 0
+            assert found.lock.subscription_generation > 0
+            assert 0 < found.lease_left_ms <= 30_000
+            assert (found.pending_step, found.owner_evicted) == ("", False)
+            assert found.lock.queue_id == 0
+        after = await Locks(admin).describe(at.group, queue)
+        assert (after.lock.state, after.lease_left_ms) == ("free", 0)
+
+
+async def test_live_owner_gets_a_queue_back_that_was_taken_by_force(nameserver: str) -> None:
+    async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
+        queue, let_go = QueueId(at.topic, "broker-0", 0), asyncio.Event()
+        await at.send(["x"])
+        async with at.consumer("c1") as consumer, asyncio.TaskGroup() as tasks:
+
+            async def handle(message: ReceivedMessage) -> None:
+                at.note(consumer, message)
+                if len(at.handled) == 1:
+                    await let_go.wait()
+
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: len(at.handled) == 1)
+            before = await Locks(admin).describe(at.group, queue)
+            taken = await Locks(admin).force_release(at.group, queue, OPERATION)
+            assert (taken.client_id, taken.maybe_seen_count) == ("c1", 1)
+            assert taken.token > before.lock.token
+
+            async def owned_again() -> bool:
+                lock = (await Locks(admin).describe(at.group, queue)).lock
+                return lock.client_id == "c1" and lock.token > taken.token
+
+            await until(owned_again)
+            let_go.set()
+
+            async def caught_up() -> bool:
+                return await at.lag() == 0
+
+            await until(caught_up)
+            assert at.bodies["x"] == 1
+            consumer.stop()
+
+
+async def test_force_on_a_queue_that_nobody_ever_owned_is_refused(nameserver: str) -> None:
+    async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
+        with pytest.raises(UnknownQueue):
+            await Locks(admin).force_release(at.group, QueueId(at.topic, "broker-0", 0), OPERATION)
+
+
+async def test_release_all_takes_nothing_from_a_client_at_work(nameserver: str) -> None:
+    async with scene(nameserver, 2) as at, Admin(nameserver) as admin, noting(at, "c1-release"):
+
+        async def owned() -> bool:
+            locks = await admin.list_locks(at.group)
+            return [lock.client_id for lock in locks] == ["c1-release"] * 2
+
+        await until(owned)
+        released = await Locks(admin).release_all("c1-release", at.group)
+        assert released.released_count == 0
+        assert released.kept == tuple(
+            (at.group, QueueId(at.topic, "broker-0", queue_id)) for queue_id in range(2)
+        )
+        await at.send(["x"])
+        await until(lambda: at.bodies["x"] == 1)
+        nobody = await Locks(admin).release_all("nobody")
+        assert (nobody.incarnation_ids, nobody.released_count, nobody.kept) == ((), 0, ())

@@ -1,0 +1,211 @@
+"""Goal: reports say what the services know, by name, and None for what nobody knows.
+
+Method: messages of the contracts made by hand, and the values made from them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+
+from batonmq.common.errors import Difference, SubscriptionConflict
+from batonmq.common.rpc import error_to_pb
+from batonmq.core.route import QueueId
+from batonmq.group_reports import (
+    Assignment,
+    Group,
+    Member,
+    Pause,
+    QueueProgress,
+    Staged,
+    Subscription,
+    diagnosis_from_pb,
+    group_from_pb,
+    join_progress,
+    refused_from_pb,
+)
+from batonmq.reports import lock_from_pb
+from services.nameserver.core.diagnosis import Reason
+
+GROUP = Group(
+    name="g",
+    generation=2,
+    members=(Member("c1", 1, "host-1", 5),),
+    subscriptions=(Subscription("t", "*"),),
+    subscription_generation=1,
+    model="clustering",
+    consume_from="last",
+    orderly=False,
+    policy="reject",
+    ownership="on",
+    strategy="sticky",
+    assignments=(Assignment("t", "a", 0, "c1"), Assignment("t", "a", 1, None)),
+    staged=None,
+    pause=None,
+)
+
+
+def pb_queue(queue_id: int) -> queue_pb2.GroupQueue:
+    queue = queue_pb2.Queue(topic="t", broker="a", queue_id=queue_id)
+    return queue_pb2.GroupQueue(group="g", queue=queue)
+
+
+def row(queue_id: int, **values: object) -> QueueProgress:
+    nothing = dict.fromkeys(
+        (
+            "committed_offset",
+            "log_end_offset",
+            "lag",
+            "unacked_count",
+            "client_id",
+            "host",
+            "token",
+            "assigned",
+        )
+    )
+    return QueueProgress("g", "t", "a", queue_id, **(nothing | values))
+
+
+def test_progress_joins_what_each_service_knows() -> None:
+    queues = [QueueId("t", "a", queue_id) for queue_id in (3, 2, 1, 0)]
+    progress = [
+        offsets_pb.Progress(queue=pb_queue(0), token=7, committed_offset=10, unacked_count=2),
+        offsets_pb.Progress(queue=pb_queue(1), token=3, committed_offset=5),
+        offsets_pb.Progress(queue=pb_queue(2), token=4, committed_offset=6),
+    ]
+    owner = queue_pb2.Incarnation(client_id="c1", incarnation_id=1)
+    gone = queue_pb2.Incarnation(client_id="gone", incarnation_id=9)
+    held, free = lockmgr_pb.LOCK_STATE_HELD, lockmgr_pb.LOCK_STATE_FREE
+    locks = [
+        lockmgr_pb.LockEntry(queue=pb_queue(0), state=held, owner=owner, token=7),
+        lockmgr_pb.LockEntry(queue=pb_queue(1), state=free, token=3),
+        lockmgr_pb.LockEntry(queue=pb_queue(2), state=held, owner=gone, token=4),
+    ]
+    ends = {QueueId("t", "a", 0): 15, QueueId("t", "a", 1): 5, QueueId("t", "a", 3): 9}
+    rows = join_progress(GROUP, queues, progress, map(lock_from_pb, locks), ends)
+    assert rows == (
+        row(
+            0,
+            committed_offset=10,
+            log_end_offset=15,
+            lag=5,
+            unacked_count=2,
+            client_id="c1",
+            host="host-1",
+            token=7,
+            assigned="c1",
+        ),
+        row(1, committed_offset=5, log_end_offset=5, lag=0, unacked_count=0, token=3),
+        row(2, committed_offset=6, unacked_count=0, client_id="gone", token=4),
+        row(3, log_end_offset=9),
+    )
+
+
+def test_lock_tells_its_state_by_name() -> None:
+    entry = lockmgr_pb.LockEntry(queue=pb_queue(0), state=lockmgr_pb.LOCK_STATE_FREE, token=3)
+    entry.waiters.append("c2")
+    lock = lock_from_pb(entry)
+    assert (lock.state, lock.client_id, lock.token, lock.waiters) == ("free", None, 3, ("c2",))
+    entry.state = 99  # type: ignore[assignment]
+    assert lock_from_pb(entry).state == "99"
+
+
+def pb_group() -> pb.Group:
+    return pb.Group(
+        name="g",
+        generation=2,
+        members=[
+            pb.Member(incarnation=queue_pb2.Incarnation(client_id="c1", incarnation_id=1)),
+            pb.Member(
+                incarnation=queue_pb2.Incarnation(client_id="c2", incarnation_id=2),
+                differs=True,
+                room="r",
+            ),
+        ],
+    )
+
+
+def test_settings_that_are_not_set_are_told_as_what_they_mean() -> None:
+    group = group_from_pb(pb.Group(name="g"))
+    assert (group.model, group.consume_from) == ("clustering", "last")
+    assert (group.policy, group.ownership, group.strategy) == ("reject", "on", "sticky")
+    assert (group.assignments, group.staged, group.pause) == ((), None, None)
+
+
+def test_group_tells_its_settings_by_name() -> None:
+    given = pb_group()
+    given.policy = pb.SUBSCRIPTION_POLICY_STAGED_LATEST
+    given.ownership = pb.OWNERSHIP_OFF
+    given.strategy = pb.STRATEGY_AVERAGE_BY_CIRCLE
+    group = group_from_pb(given)
+    assert (group.policy, group.ownership) == ("staged_latest", "off")
+    assert group.strategy == "average_by_circle"
+    assert [(m.client_id, m.differs, m.room) for m in group.members] == [
+        ("c1", False, ""),
+        ("c2", True, "r"),
+    ]
+
+
+def test_places_of_members_become_their_names() -> None:
+    given = pb_group()
+    brokers = [
+        pb.BrokerAssignment(broker="a", owners=[2, 0]),
+        pb.BrokerAssignment(broker="b", owners=[1]),
+    ]
+    given.assignments.append(pb.TopicAssignment(topic="t", brokers=brokers))
+    assert group_from_pb(given).assignments == (
+        Assignment("t", "a", 0, "c2"),
+        Assignment("t", "a", 1, None),
+        Assignment("t", "b", 0, "c1"),
+    )
+
+
+def test_group_tells_what_waits_and_who_paused_it() -> None:
+    given = pb_group()
+    given.staged.subscriptions.append(pb.Subscription(topic="t", expression="A"))
+    given.staged.draining, given.staged.since_unix_ms = True, 7
+    given.pause.by, given.pause.reason, given.pause.since_unix_ms = "me", "why", 8
+    group = group_from_pb(given)
+    assert group.staged == Staged((Subscription("t", "A"),), draining=True, since_unix_ms=7)
+    assert group.pause == Pause("me", "why", 8)
+
+
+def test_refused_client_tells_every_difference() -> None:
+    difference = Difference("t", "expression", "c9", "B", "c1", "A")
+    error = SubscriptionConflict("no", differences=(difference,))
+    owner = queue_pb2.Incarnation(client_id="c9", incarnation_id=9)
+    refused = refused_from_pb(
+        pb.RefusedClient(incarnation=owner, host="h", error=error_to_pb(error), since_unix_ms=5)
+    )
+    assert (refused.client_id, refused.host, refused.since_unix_ms) == ("c9", "h", 5)
+    assert isinstance(refused.error, SubscriptionConflict)
+    assert refused.error.differences == (difference,)
+
+
+def test_diagnosis_has_none_for_what_is_not_known() -> None:
+    found = pb.Diagnosis(
+        queue=pb_queue(0),
+        reason=pb.STUCK_REASON_NO_MEMBER,
+        lag_count=-1,
+        lag_ms=-1,
+        committed_offset=-1,
+        next_offset=0,
+        unmoved_ms=-1,
+    )
+    known = diagnosis_from_pb(found)
+    assert (known.topic, known.broker, known.queue_id) == ("t", "a", 0)
+    assert (known.lag, known.lag_ms, known.committed_offset, known.unmoved_ms) == (None,) * 4
+    assert (known.log_end_offset, known.client_id) == (0, None)
+    assert (known.reason, known.stuck) == ("NO_MEMBER", True)
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_what_is_stuck_is_what_the_nameserver_counts_as_stuck(reason: Reason) -> None:
+    found = pb.Diagnosis(
+        queue=pb_queue(0), reason=pb.StuckReason.Value(f"STUCK_REASON_{reason.value}")
+    )
+    diagnosis = diagnosis_from_pb(found)
+    assert (diagnosis.reason, diagnosis.stuck) == (reason.value, reason.stuck)

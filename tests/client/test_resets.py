@@ -1,0 +1,255 @@
+"""Goal: a reset moves the queues it names, back or forth, while members work, and can be undone.
+
+Method: the choice of queues as a pure function; many queues against offsets in this process; the
+rest against a real cluster whose members read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.common.errors import (
+    GroupNotFound,
+    InvalidArgument,
+    OperationExists,
+    OperationNotFound,
+    QueueNotFound,
+    TopicNotFound,
+)
+from batonmq.core.route import QueueId
+from batonmq.core.targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq.group_reports import Group, group_from_pb
+from batonmq.operation import Operation
+from batonmq.query import Queries
+from batonmq.reports import Topic
+from batonmq.resets import QUEUES_PER_CALL, Plan, Resets, Scope, queues_in
+from services.runtime.etcd import EtcdSession
+from tests.client.group import Scene, noting, scene
+from tests.nameserver.replica import offsets_service, replica
+from tests.support.waiting import until
+
+OPERATION = Operation("tester", "a test")
+
+
+def topic(name: str, queue_count: int = 2) -> Topic:
+    return Topic(name, 1, 0, {"a": queue_count}, "read_write", {"a": queue_count})
+
+
+def group(*topics: str) -> Group:
+    subscriptions = [pb.Subscription(topic=name, expression="*") for name in topics]
+    return group_from_pb(pb.Group(name="g", subscriptions=subscriptions))
+
+
+TOPICS = [topic("s"), topic("t"), topic("u", 1)]
+
+
+def test_all_that_a_group_subscribes_to_or_has_progress_on_is_meant() -> None:
+    progress = [QueueId("u", "a", 0), QueueId("gone", "a", 0)]
+    assert queues_in(Scope(), group("t"), progress, TOPICS) == (
+        QueueId("t", "a", 0),
+        QueueId("t", "a", 1),
+        QueueId("u", "a", 0),
+    )
+
+
+def test_named_topic_or_queue_is_meant_alone() -> None:
+    assert queues_in(Scope("s"), group("t"), [], TOPICS) == topic("s").queues
+    chosen = queues_in(Scope("t", ("a", 1)), group("t"), [], TOPICS)
+    assert chosen == (QueueId("t", "a", 1),)
+
+
+def test_what_does_not_exist_can_not_be_meant() -> None:
+    with pytest.raises(TopicNotFound):
+        queues_in(Scope("gone"), group("t"), [], TOPICS)
+    for place in (("a", 2), ("b", 0)):
+        with pytest.raises(QueueNotFound):
+            queues_in(Scope("t", place), group("t"), [], TOPICS)
+    with pytest.raises(InvalidArgument, match="no progress"):
+        queues_in(Scope(), group(), [], TOPICS)
+
+
+async def test_operation_on_many_queues_is_one_operation(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    cluster = f"test-{secrets.token_hex(8)}"
+    async with (
+        EtcdSession(etcd_endpoint, cluster, Clock()) as etcd,
+        offsets_service(etcd, tmp_path),
+        replica(etcd_endpoint, cluster) as running,
+        Admin(running.address) as admin,
+    ):
+        queues = topic("t", QUEUES_PER_CALL + 100).queues
+        plan = Plan("g", tuple((queue, queue.queue_id) for queue in queues), ())
+        resets = Resets(admin)
+        done = await resets.reset(plan, OPERATION)
+        assert [step.to_offset for step in done.steps] == list(range(len(queues)))
+        (recorded,) = await resets.history("g")
+        assert recorded.steps == done.steps
+        assert await resets.reset(plan, OPERATION) == done
+        undone = await resets.undo("g", OPERATION.op_id, Operation("tester", "back"))
+        assert len(undone.steps) == len(queues)
+
+
+# ---- with a cluster
+
+
+@asynccontextmanager
+async def handled(nameserver: str, count: int = 6) -> AsyncIterator[tuple[Scene, Resets]]:
+    """A group that has handled `count` messages of two queues and has left."""
+    async with scene(nameserver, 2) as at, Admin(nameserver) as admin:
+        await at.send([str(number) for number in range(count)])
+        async with noting(at, "first"):
+            await until(lambda: sum(at.bodies.values()) == count)
+        assert await at.lag() == 0
+        yield at, Resets(admin)
+
+
+async def committed(at: Scene) -> dict[QueueId, int | None]:
+    async with Admin(at.nameserver) as admin:
+        rows = (await admin.group_progress(at.group)).queues
+    return {QueueId(r.topic, r.broker, r.queue_id): r.committed_offset for r in rows}
+
+
+@pytest.mark.e2e
+async def test_dry_run_counts_and_changes_nothing(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets):
+        before = await committed(at)
+        plan = await resets.plan(at.group, ToEarliest())
+        told = await resets.reset(plan, OPERATION, dry_run=True)
+        assert told.problems == ()
+        assert sum(step.replayed_count for step in told.steps) == 6
+        assert [(s.from_offset, s.to_offset) for s in told.steps] == [
+            (before[queue], 0) for queue in sorted(before)
+        ]
+        assert await committed(at) == before
+        assert await resets.history(at.group) == ()
+
+
+@pytest.mark.e2e
+async def test_reset_back_delivers_again_to_a_member_at_work(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets), noting(at, "second"):
+        await at.send(["new"])
+
+        async def handled_and_committed() -> bool:
+            return at.bodies["new"] == 1 and await at.lag() == 0
+
+        await until(handled_and_committed)
+        done = await resets.reset(await resets.plan(at.group, ToEarliest()), OPERATION)
+        assert sum(step.replayed_count for step in done.steps) == 7
+        await until(lambda: sum(at.bodies.values()) == 14)
+        again = at.handled[7:]
+        assert Counter(one.body for one in again) == {str(n): 1 for n in range(6)} | {"new": 1}
+        assert all(one.redelivered for one in again)
+
+        async def caught_up() -> bool:
+            return await at.lag() == 0
+
+        await until(caught_up)
+
+
+@pytest.mark.e2e
+async def test_skipped_messages_are_not_delivered(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets):
+        await at.send(["skipped"] * 5)
+        done = await resets.reset(await resets.plan(at.group, ToLatest()), OPERATION)
+        assert sum(step.skipped_count for step in done.steps) == 5
+        async with noting(at, "second"):
+            await at.send(["later"])
+            await until(lambda: at.bodies["later"] == 1)
+        assert at.bodies["skipped"] == 0
+
+
+@pytest.mark.e2e
+async def test_undo_brings_back_what_was_and_is_recorded(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets):
+        before = await committed(at)
+        there = Operation("tester", "there")
+        await resets.reset(await resets.plan(at.group, ToEarliest()), there)
+        assert set((await committed(at)).values()) == {0}
+        back = Operation("tester", "back")
+        told = await resets.undo(at.group, there.op_id, back, dry_run=True)
+        done = await resets.undo(at.group, there.op_id, back)
+        assert [s.to_offset for s in told.steps] == [s.to_offset for s in done.steps]
+        assert await committed(at) == before
+        newest, oldest = await resets.history(at.group)
+        assert (oldest.op_id, oldest.reason, oldest.kind) == (there.op_id, "there", "reset")
+        assert (newest.op_id, newest.undone_op_id) == (back.op_id, there.op_id)
+        assert newest.steps == done.steps
+        with pytest.raises(OperationNotFound):
+            await resets.undo(at.group, "no-such", OPERATION)
+
+
+@pytest.mark.e2e
+async def test_repeated_operation_changes_nothing_more(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets):
+        plan = await resets.plan(at.group, ToOffset(1))
+        once = await resets.reset(plan, OPERATION)
+        assert await resets.reset(plan, OPERATION) == once
+        (recorded,) = await resets.history(at.group)
+        assert recorded.steps == once.steps
+        shift = await resets.plan(at.group, ShiftBy(-1), op_id=OPERATION.op_id)
+        assert await resets.reset(shift, OPERATION) == once
+        other = await resets.reset(await resets.plan(at.group, ToOffset(0)), OPERATION)
+        assert other.steps == ()
+        assert all("OPERATION_EXISTS" in problem for problem in other.problems)
+        assert len(other.problems) == 2
+
+
+@pytest.mark.e2e
+async def test_targets_are_looked_up_in_the_log(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets), Admin(nameserver) as admin:
+        queue = QueueId(at.topic, "broker-0", 0)
+        await at.send(["a", "b"], queue_id=0)
+        end = (await committed(at))[queue]
+        assert end is not None
+        scope = Scope(at.topic, ("broker-0", 0))
+        second = await Queries(admin).at_offset(queue, end + 1)
+        for target, offset in (
+            (ToTime(second.store_unix_ms + 60_000), end + 2),
+            (ToTime(0), 0),
+            (ShiftBy(-1), end - 1),
+            (ShiftBy(2), end + 2),
+        ):
+            plan = await resets.plan(at.group, target, scope)
+            assert plan.offsets == ((queue, offset),)
+            assert plan.notes == ()
+        beyond = await resets.plan(at.group, ShiftBy(-100), scope)
+        assert beyond.offsets == ((queue, 0),)
+        assert "is not kept" in beyond.notes[0]
+
+
+@pytest.mark.e2e
+async def test_clone_starts_where_the_other_group_is(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets):
+        twin = Scene(nameserver, at.topic)
+        told = await resets.clone(at.group, twin.group, OPERATION, dry_run=True)
+        assert await resets.history(twin.group) == ()
+        done = await resets.clone(at.group, twin.group, OPERATION)
+        assert sum(step.to_offset for step in done.steps) == 6
+        assert [s.to_offset for s in told.steps] == [s.to_offset for s in done.steps]
+        await at.send(["later"])
+        async with noting(twin, "twin"):
+            await until(lambda: twin.bodies["later"] == 1)
+        assert twin.bodies.total() == 1
+        with pytest.raises(OperationExists):
+            await resets.clone(at.group, twin.group, Operation("x", "y", OPERATION.op_id))
+        with pytest.raises(GroupNotFound):
+            await resets.clone("no-such-group", twin.group, OPERATION)
+
+
+@pytest.mark.e2e
+async def test_reset_of_a_group_or_topic_that_does_not_exist_is_refused(nameserver: str) -> None:
+    async with handled(nameserver) as (at, resets):
+        with pytest.raises(GroupNotFound):
+            await resets.plan("no-such-group", ToEarliest())
+        with pytest.raises(TopicNotFound):
+            await resets.plan(at.group, ToEarliest(), Scope("no-such-topic"))

@@ -1,0 +1,33 @@
+"""Goal: a failed call is the error that its caller can act upon.
+
+Method: errors as gRPC makes them.
+"""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import pytest
+
+from batonmq.common.errors import Retry
+from batonmq.common.rpc import from_rpc_error
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "UNREACHABLE"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "UNREACHABLE"),
+        (grpc.StatusCode.CANCELLED, "UNREACHABLE"),
+        (grpc.StatusCode.INTERNAL, "INTERNAL"),
+        (grpc.StatusCode.UNKNOWN, "INTERNAL"),
+    ],
+)
+def test_a_status_without_details_says_whether_to_try_again(
+    code: grpc.StatusCode, reason: str
+) -> None:
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="gone")
+    found = from_rpc_error(error)
+    assert found.reason == reason
+    assert (found.retry is Retry.SAME_CALL) == (reason == "UNREACHABLE")
+    assert found.message == f"{code.name}: gone"

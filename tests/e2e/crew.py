@@ -1,0 +1,212 @@
+"""Members of a group as processes, and what they have written down together."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from batonmq.core.records import Message
+from batonmq.producer import Producer, Receipt
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """A handler that was started.
+
+    Attributes:
+        done_us: None if it did not end.
+    """
+
+    client_id: str
+    queue_id: int
+    offset: int
+    token: int
+    redelivered: bool
+    number: int
+    start_us: int
+    done_us: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Owning:
+    """A queue that came or went; the kinds of `OwnershipEvent`, and `joined`."""
+
+    client_id: str
+    kind: str
+    queue_id: int
+    token: int
+    at_us: int
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process."""
+
+    client_id: str
+    journal: Path
+    process: Process
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """What it has written; a line that is being written is left out."""
+        if not self.journal.exists():
+            return []
+        whole, _, _ = self.journal.read_text().rpartition("\n")
+        return [line.split() for line in whole.splitlines()]
+
+    def handlings(self) -> list[Handling]:
+        """Its handlers, as they were started."""
+        done: dict[tuple[str, ...], int] = {}
+        started = []
+        for kind, *words in self.lines:
+            if kind == "start":
+                started.append(words)
+            elif kind == "done":
+                done[tuple(words[:5])] = int(words[5])
+        return [
+            Handling(
+                self.client_id, int(queue), int(offset), int(token), redelivered == "1",
+                int(number), int(start_us), done.get((queue, offset, token, redelivered, number)),
+            )
+            for queue, offset, token, redelivered, number, start_us in started
+        ]  # fmt: skip
+
+    def ownerships(self) -> list[Owning]:
+        """What it has owned."""
+        return [
+            Owning(self.client_id, words[1], int(words[2]), int(words[3]), int(words[4]))
+            for words in self.lines
+            if words[0] == "own"
+        ]
+
+    @property
+    def owned(self) -> set[int]:
+        """Queues it owns by now."""
+        owned = set()
+        for event in self.ownerships():
+            if event.kind == "granted":
+                owned.add(event.queue_id)
+            elif event.kind in ("released", "fenced"):
+                owned.discard(event.queue_id)
+        return owned
+
+    @property
+    def failure(self) -> str:
+        """Why it ended by itself; empty if it did not."""
+        return next((words[1] for words in self.lines if words[0] == "fail"), "")
+
+    def kill(self) -> None:
+        """As `kill -9`."""
+        self.process.kill()
+
+    def freeze(self) -> None:
+        """As `kill -STOP`."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """As `kill -CONT`."""
+        self.process.send_signal(signal.SIGCONT)
+
+    async def leave(self) -> int:
+        """Leave gracefully; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return await self.process.wait()
+
+
+@dataclass(slots=True)
+class Crew:
+    """Members of one group."""
+
+    nameserver: str
+    topic: str
+    folder: Path
+    group: str = "workers"
+    workers: list[Worker] = field(default_factory=list)
+
+    async def join(
+        self, client_id: str, *, expression: str = "*", life: str = "", **options: int
+    ) -> Worker:
+        """Start a member.
+
+        Args:
+            life: Makes the journal another one, for a process with the client id of one before.
+            options: Of `tests.e2e.member`.
+        """
+        journal = self.folder / f"{client_id}{life}.lines"
+        named = {
+            "nameserver": self.nameserver,
+            "group": self.group,
+            "topic": self.topic,
+            "expression": expression,
+            "client-id": client_id,
+            "journal": str(journal),
+        } | {name.replace("_", "-"): str(value) for name, value in options.items()}
+        with (self.folder / f"{client_id}{life}.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tests.e2e.member",
+                *(text for name, value in named.items() for text in (f"--{name}", value)),
+                cwd=REPO,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        worker = Worker(client_id, journal, process)
+        self.workers.append(worker)
+        return worker
+
+    def handlings(self) -> list[Handling]:
+        """All handlers, as they were started."""
+        return sorted((h for w in self.workers for h in w.handlings()), key=lambda h: h.start_us)
+
+    def done(self) -> set[int]:
+        """Numbers whose handler has ended."""
+        return {h.number for h in self.handlings() if h.done_us is not None}
+
+
+@asynccontextmanager
+async def crew_of(nameserver: str, topic: str, folder: Path) -> AsyncIterator[Crew]:
+    """A crew whose processes are gone when the block ends."""
+    crew = Crew(nameserver, topic, folder)
+    try:
+        yield crew
+    finally:
+        for worker in crew.workers:
+            if worker.process.returncode is None:
+                worker.kill()
+                await worker.process.wait()
+
+
+async def send(
+    nameserver: str, topic: str, numbers: Iterable[int], *tags: str
+) -> dict[int, Receipt]:
+    """Send numbers, each confirmed, spread over the queues; tags are taken in turn."""
+    async with Producer(nameserver) as producer:
+        pending = {
+            number: await producer.submit(
+                topic,
+                Message(str(number).encode(), tag=tags[number % len(tags)] if tags else ""),
+                ordering_key=str(number),
+            )
+            for number in numbers
+        }
+        return {number: await receipt for number, receipt in pending.items()}
+
+
+def started_again(handlings: Iterable[Handling]) -> list[tuple[Handling, Handling]]:
+    """Pairs of handlers that were started for one message, one after the other."""
+    by_message: dict[tuple[int, int], list[Handling]] = defaultdict(list)
+    for handling in handlings:
+        by_message[handling.queue_id, handling.offset].append(handling)
+    return [pair for group in by_message.values() for pair in pairwise(group)]

@@ -1,0 +1,305 @@
+"""Goal: whatever keeps a queue from moving, the cluster says what it is, with the right values.
+
+Method: a real cluster. Consumers are stopped where it matters: in a handler, between membership and
+ownership, before they pull; services are killed. Then `why_stuck` is asked until it answers as it
+must, and its values are compared with what the test knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.common.errors import SubscriptionConflict
+from batonmq.common.rpc import from_rpc_error
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.group_reports import Diagnosis
+from batonmq.local.cluster import LocalCluster
+from batonmq.producer import Producer, Receipt
+from services.nameserver.core.diagnosis import LATELY_MS
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+TOPIC, GROUP = "flights", "planners"
+SLACK_MS = 2_000
+"""Between an answer and the comparison of its times."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A cluster with one topic of one queue."""
+
+    cluster: LocalCluster
+    admin: Admin
+
+    async def why(self, topic: str = "", group: str = GROUP) -> Diagnosis:
+        """Why the one queue does not move."""
+        (found,) = await self.admin.why_stuck(group, topic)
+        return found
+
+    async def until(self, reason: str, topic: str = "", group: str = GROUP) -> Diagnosis:
+        """The diagnosis, once it has this reason."""
+        found: list[Diagnosis] = []
+
+        async def is_told() -> bool:
+            found.append(await self.why(topic, group))
+            return found[-1].reason == reason
+
+        try:
+            await until(is_told, timeout_s=30)
+        except TimeoutError:
+            raise AssertionError(f"not {reason} but {found[-1] if found else None}") from None
+        return found[-1]
+
+    async def send(self, count: int, *, tag: str = "", topic: str = TOPIC) -> list[Receipt]:
+        """Store so many messages."""
+        async with Producer(self.cluster.nameserver) as producer:
+            return [
+                await producer.send(topic, str(number).encode(), tag=tag) for number in range(count)
+            ]
+
+    @asynccontextmanager
+    async def consuming(
+        self,
+        client_id: str,
+        handle: Callable[[ReceivedMessage], object],
+        *,
+        group: str = GROUP,
+        queue_concurrency: int = 8,
+    ) -> AsyncIterator[Consumer]:
+        """A member that reads from the first message on, until the block ends."""
+        settings = ConsumerSettings(
+            consume_from="first",
+            commit_interval_ms=100,
+            queue_concurrency=queue_concurrency,
+            drain_timeout_ms=500,
+        )
+        nameserver = self.cluster.nameserver
+        async with (
+            Consumer(nameserver, group, {TOPIC: "*"}, settings, client_id=client_id) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            running = tasks.create_task(consumer.run(handle))
+            yield consumer
+            consumer.stop()
+            await running
+
+    async def heartbeat(self, client_id: str, subscriptions: dict[str, str]) -> None:
+        """What a member sends; nobody acquires or pulls for it."""
+        request = pb.HeartbeatRequest(
+            group=GROUP,
+            incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
+            subscriptions=[
+                pb.Subscription(topic=topic, expression=expression)
+                for topic, expression in subscriptions.items()
+            ],
+            consume_from=pb.CONSUME_FROM_FIRST,
+        )
+        await self.admin.directory.nameserver().Heartbeat(request, timeout=5)
+
+    async def acquire(self, client_id: str) -> None:
+        """Own the queue, and do nothing with it."""
+        group = await self.admin.describe_group(GROUP)
+        queue = queue_pb2.Queue(topic=TOPIC, broker="broker-0", queue_id=0)
+        request = lockmgr_pb.AcquireRequest(
+            incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
+            acquire_seq=1,
+            generation=group.generation,
+            items=[lockmgr_pb.AcquireItem(queue=queue_pb2.GroupQueue(group=GROUP, queue=queue))],
+            hold_ms=5_000,
+        )
+        stub = await self.admin.directory.lockmgr()
+        async for answer in stub.Acquire(request, timeout=10):
+            assert answer.HasField("grant"), answer
+
+    async def leave(self, client_id: str) -> None:
+        """Be no member any more, and give nothing back."""
+        request = pb.LeaveRequest(
+            group=GROUP,
+            incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
+        )
+        await self.admin.directory.nameserver().Leave(request, timeout=5)
+
+
+@asynccontextmanager
+async def scene(folder: Path, *, auto_restart: bool = True) -> AsyncIterator[Scene]:
+    """A cluster whose nameserver looks at the groups twice a second, and lets members be silent."""
+    nameserver = {"inspect_interval_ms": 500, "member_lease_ms": 120_000}
+    async with (
+        local_cluster(folder, auto_restart=auto_restart, nameserver=nameserver) as cluster,
+        Admin(cluster.nameserver) as admin,
+    ):
+        await admin.create_topic(TOPIC, 1)
+        yield Scene(cluster, admin)
+
+
+async def series(at: Scene, name: str) -> set[str]:
+    """Series of a metric of the nameserver, without values."""
+    (node,) = (n for n in (await at.admin.cluster()).nodes if n.service == "nameserver")
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{node.metrics_address}/metrics") as answer:
+            return str(answer.read(), "utf-8")
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    return {line.rpartition(" ")[0] for line in lines if line.startswith(f"{name}{{")}
+
+
+async def test_a_stuck_message_is_told_with_its_id_and_its_exact_age(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        let_go, clock = asyncio.Event(), Clock()
+
+        async def handle(message: ReceivedMessage) -> None:
+            if message.offset == 3:
+                await let_go.wait()
+
+        async with at.consuming("c1", handle):
+            receipts = await at.send(20)
+            found = await at.until("HEAD_OF_LINE")
+            age_ms = clock.unix_ms() - receipts[3].store_unix_ms
+            assert found.evidence["message_id"] == receipts[3].message_id
+            assert found.evidence["offset"] == "3"
+            assert found.evidence["owner"] == found.client_id == "c1"
+            assert found.evidence["unacked"] == "1"
+            assert found.lag == 17
+            assert found.lag_ms is not None
+            assert age_ms - SLACK_MS < found.lag_ms <= age_ms
+            assert found.evidence["age_ms"] == str(found.lag_ms)
+            assert "16 after it are done" in found.message
+
+            stuck = {
+                f'baton_queue_stuck{{broker="broker-0",group="{GROUP}",queue_id="0",'
+                f'reason="HEAD_OF_LINE",topic="{TOPIC}"}}'
+            }
+            await until(partial(_shows, at, stuck))
+            let_go.set()
+            idle = await at.until("IDLE")
+            assert (idle.lag, idle.lag_ms, idle.committed_offset) == (0, 0, 20)
+            await until(partial(_shows, at, set()))
+
+
+async def test_a_queue_that_moves_is_not_stuck(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+
+        async def handle(_: ReceivedMessage) -> None:
+            await asyncio.sleep(0.08)
+
+        async with at.consuming("c1", handle, queue_concurrency=1):
+            await at.send(160)
+
+            async def is_late() -> bool:
+                return ((await at.why()).lag_ms or 0) > LATELY_MS
+
+            await until(is_late)
+            found = await at.why()
+            assert (found.reason, found.stuck) == ("MOVING", False)
+            assert found.lag is not None
+            assert 0 < found.lag < 160
+            await at.until("IDLE")
+
+
+async def test_a_group_without_members_and_a_paused_one_are_told(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        async with at.consuming("c1", lambda _: None):
+            await at.send(10)
+            await at.until("IDLE")
+        await at.send(5)
+        found = await at.until("NO_MEMBER")
+        assert (found.lag, found.committed_offset, found.log_end_offset) == (5, 10, 15)
+        assert found.client_id is None
+        await at.admin.pause_group(GROUP, "ops", "a deploy")
+        async with at.consuming("c2", lambda _: None):
+            found = await at.until("PAUSED")
+            assert (found.evidence["by"], found.evidence["reason"]) == ("ops", "a deploy")
+            assert 0 <= int(found.evidence["since_ms"]) < 30_000
+            await at.admin.resume_group(GROUP, "ops")
+            await at.until("IDLE")
+
+
+async def test_messages_that_nobody_wants_and_an_owner_that_lets_nothing_go_are_told(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as at:
+        await at.send(10, tag="EWR")
+        await at.heartbeat("c1", {TOPIC: "JFK"})
+        found = await at.until("NOT_ACQUIRED")
+        assert found.evidence == {"assigned": "c1"}
+        await at.acquire("c1")
+        found = await at.until("FILTERED")
+        assert found.evidence == {"expression": "JFK", "scanned": "10"}
+        assert not found.stuck
+        await at.leave("c1")
+        await at.heartbeat("c2", {TOPIC: "JFK"})
+        found = await at.until("HELD")
+        assert (found.evidence["owner"], found.client_id) == ("c1", "c1")
+        assert "dealt to c2" in found.message
+        assert 0 < int(found.evidence["held_ms"]) < 60_000
+        found = await at.until("OWNER_SILENT")
+        assert found.evidence["owner"] == "c1"
+        assert 0 < int(found.evidence["lease_left_ms"]) <= 18_000
+
+
+async def test_a_refused_client_is_told_with_what_it_wants(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        await at.admin.create_topic("orders", 1)
+        await at.send(3, topic="orders")
+        await at.heartbeat("c1", {TOPIC: "*"})
+        with pytest.raises(SubscriptionConflict):
+            await _refused(at.heartbeat("c2", {TOPIC: "*", "orders": "paid"}))
+        found = await at.until("REFUSED_SUBSCRIPTION", topic="orders")
+        assert found.evidence == {
+            "client_id": "c2",
+            "member_client_id": "c1",
+            "topic": "orders",
+            "wants": "paid",
+            "has": "",
+        }
+
+
+async def test_each_service_that_is_away_is_told(tmp_path: Path) -> None:
+    async with scene(tmp_path, auto_restart=False) as at:
+        await at.heartbeat("c1", {TOPIC: "*"})
+        await at.send(5)
+        await at.until("NOT_ACQUIRED")
+        for service in ("storage", "offsets", "lockmgr"):
+            reason = f"{service.upper()}_UNREACHABLE"
+            await at.cluster.kill(service)
+            found = await at.until(reason)
+            assert found.evidence["error"].startswith("UNREACHABLE")
+            await until(partial(_has, at, f'reason="{reason}"'))
+            await at.cluster.start(service)
+            await at.cluster.serving(service)
+            await at.until("NOT_ACQUIRED")
+
+
+async def _refused(call: Awaitable[None]) -> None:
+    """Raise what a call was refused with."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def _shows(at: Scene, stuck: set[str]) -> bool:
+    return await series(at, "baton_queue_stuck") == stuck
+
+
+async def _has(at: Scene, part: str) -> bool:
+    return any(part in line for line in await series(at, "baton_queue_stuck"))

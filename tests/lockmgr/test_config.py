@@ -1,0 +1,39 @@
+"""Goal: settings under which no owner could work are refused before anything starts.
+
+Method: settings loaded from an environment of the test's own.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq.common.config import ConfigError, load
+from batonmq.consuming.runner import DEADLINE_MARGIN_MS
+from services.lockmgr.config import CLIENT_MARGIN_MS, LockmgrSettings
+from services.lockmgr.core.locks import Policy, Profile
+
+
+def settings(**values: str) -> LockmgrSettings:
+    env = {f"BATON_LOCKMGR_{name.upper()}": value for name, value in values.items()}
+    return load(LockmgrSettings, "BATON_LOCKMGR", env)
+
+
+def test_defaults_are_the_protocols_times() -> None:
+    assert settings().policy() == Policy()
+
+
+@pytest.mark.parametrize("lease_ms", ["-1", "0", "1000", "3000"])
+def test_lease_that_ends_before_its_owner_may_start_anything_is_refused(lease_ms: str) -> None:
+    with pytest.raises(ConfigError, match=r"LOCK_LEASE_MS.*leaves an owner no time"):
+        settings(lock_lease_ms=lease_ms)
+    assert settings(lock_lease_ms="3001").policy().lease_ms == 3_001
+
+
+def test_margin_is_the_consumers() -> None:
+    assert CLIENT_MARGIN_MS == DEADLINE_MARGIN_MS
+
+
+def test_profile_is_chosen_by_name_and_others_are_refused() -> None:
+    assert settings(profile="defibus").policy().profile is Profile.DEFIBUS
+    with pytest.raises(ConfigError, match="BATON_LOCKMGR_PROFILE"):
+        settings(profile="rocketmq")

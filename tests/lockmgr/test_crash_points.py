@@ -1,0 +1,353 @@
+"""Goal: whatever dies between two steps leaves a state from which the queue goes on, and nothing is
+lost or repeated unflagged: every row of the protocol's table of crash points (section 16).
+
+Method: a lock manager with real etcd and offsets; the test plays owner, newcomer and storage, and
+lets calls, answers and leaders die exactly between the two steps the row names. One row is tested
+where the process lives that dies: offsets (tests/offsets/test_rules.py, `test_s12_restart_...`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+
+from batonmq.common.errors import BatonError, Fenced, SubscriptionDraining, Unacked, Unreachable
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, scene
+from tests.support.waiting import until
+
+LEASE_MS = 30_000
+SHORT = {"leader_lease_ms": 2_000, "slot_ms": 20}
+
+
+class Between:
+    """A rule that stops one call, before or after it is carried out."""
+
+    def __init__(self, s: Scene, method: str, *, after: bool) -> None:
+        self._after = after
+        self.request: Any = None
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+        s.rules.rules[method] = self._stop
+        self._rules, self._method = s.rules.rules, method
+
+    async def _stop(self, request: Any, proceed: Any) -> Any:
+        self._rules.pop(self._method, None)
+        self.request = request
+        answer = await proceed() if self._after else None
+        self.reached.set()
+        await self.go_on.wait()
+        return answer or await proceed()
+
+
+def lose(s: Scene, method: str, *, answer: bool) -> None:
+    """Lose the next call of a method, or only its answer."""
+
+    async def rule(request: Any, proceed: Any) -> Any:
+        del s.rules.rules[method]
+        if answer:
+            await proceed()
+        raise Unreachable("lost")
+
+    s.rules.rules[method] = rule
+
+
+async def held_by_a(s: Scene) -> tuple[Node, Member, Member, int]:
+    """A leader, the owner with token 1, a newcomer, and the generation it asks by."""
+    node, a, b = await s.leader(**SHORT), Member("a"), Member("b")
+    await a.acquire(node, await s.set_group(a))
+    return node, a, b, await s.set_group(a, b)
+
+
+def over(s: Scene, node: Node) -> None:
+    """The lease of every owner is over, here and at offsets."""
+    node.clock.ahead_ms += LEASE_MS + 1_000
+    s.offsets_clock.ahead_ms += LEASE_MS + 1_000
+
+
+async def outcome_of(
+    member: Member, node: Node, generation: int, **options: Any
+) -> pb.Grant | BatonError:
+    """What becomes of an Acquire, also if the whole call fails."""
+    try:
+        return (await member.ask(node, generation, **options))[0]
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+
+
+def flagged(grant: pb.Grant) -> Sequence[tuple[int, int]]:
+    """Ranges that come again."""
+    return [(part.first_offset, part.next_offset) for part in grant.maybe_seen]
+
+
+# The lock manager dies
+
+
+async def test_between_acquire_sent_and_fence_sent_nothing_has_changed(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a = await s.leader(**SHORT), Member("a")
+        generation = await s.set_group(a)
+        stopped = Between(s, "Query", after=False)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(outcome_of(a, old, generation))
+            await stopped.reached.wait()
+            old.session.cut = True
+        assert isinstance(asking.result(), BatonError)
+        assert (await s.stored_count(), s.rules.fences()) == (0, [])
+        new = await s.leader(**SHORT)
+        assert (await a.acquire(new, generation, seq=1)).token == 1
+
+
+async def test_between_fence_sent_and_applied_the_announcement_kills_the_late_fence(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        over(s, old)
+        stopped = Between(s, "Fence", after=False)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(outcome_of(b, old, generation))
+            await stopped.reached.wait()
+            old.session.cut = True
+        assert isinstance(asking.result(), BatonError)
+        new = await s.leader(**SHORT)
+        late = (await s.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
+        assert error_from_pb(late).reason == "OLD_EPOCH"
+        assert (await s.progress()).token == 1
+        assert await a.state(new, 1) == "OK"
+
+
+async def test_between_fence_applied_and_persisted_nobody_has_the_token_and_the_owner_asks_again(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        over(s, old)
+        stopped = Between(s, "Fence", after=True)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(outcome_of(b, old, generation))
+            await stopped.reached.wait()
+            old.session.cut = True
+            stopped.go_on.set()
+        assert isinstance(asking.result(), BatonError)
+        new = await s.leader(**SHORT)
+        with pytest.raises(Fenced):
+            await s.commit(1, 5)
+        assert await a.state(new, 1) == "NOT_OWNER"
+        grant = await a.acquire(new, generation, resume=[(0, 5)])
+        assert (grant.token, flagged(grant)) == (3, [(0, 5)])
+
+
+@pytest.mark.parametrize("leader", ["same leader", "next leader"])
+async def test_between_persisted_and_answered_the_same_request_is_granted_again(
+    etcd_endpoint: str, tmp_path: Path, leader: str
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(**SHORT), Member("a")
+        generation = await s.set_group(a)
+        lost = await a.acquire(node, generation)
+        if leader == "next leader":
+            node.crash()
+            node = await s.leader(**SHORT)
+        (report,) = await a.keep_alive(node)
+        assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
+        again = await a.acquire(node, generation, seq=1)
+        assert (again.token, again.committed_offset) == (lost.token, lost.committed_offset)
+        assert (await s.progress()).token == 1
+
+
+async def test_between_answered_and_first_pull_the_next_one_gets_everything_unflagged(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, _, b, generation = await held_by_a(s)
+        grant = await b.acquire(node, generation, hold_ms=15_000)
+        assert (grant.token, grant.committed_offset, flagged(grant)) == (2, 0, [])
+
+
+async def test_between_leader_elected_and_announced_the_old_one_may_still_fence(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, generation = await held_by_a(s)
+        over(s, old)
+        fence = Between(s, "Fence", after=False)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(outcome_of(b, old, generation))
+            await fence.reached.wait()
+            old.session.cut = True
+        announce = Between(s, "Announce", after=False)
+        new = await s.lockmgr(**SHORT)
+        await announce.reached.wait()
+        passed = (await s.offsets.Fence(fence.request, timeout=TIMEOUT_S)).outcomes[0]
+        assert passed.fenced.token == 2
+        assert not await new.leads(), "it has renewed nobody yet"
+        announce.go_on.set()
+        await until(new.leads)
+        assert await a.state(new, 1) == "NOT_OWNER"
+        assert (await a.acquire(new, generation)).token == 3
+
+
+# Storage, and the way to the consumer
+
+
+async def test_between_read_and_record_nothing_has_left(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        await held_by_a(s)
+        lose(s, "RecordDelivered", answer=False)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await s.deliver(1, 0, 5)
+        assert (await s.progress()).delivered_offset == 0
+        await s.deliver(1, 0, 5)
+
+
+@pytest.mark.parametrize("lost", ["ok lost", "bytes lost"])
+async def test_between_record_and_bytes_close_gives_back_what_nobody_started(
+    etcd_endpoint: str, tmp_path: Path, lost: str
+) -> None:
+    """Two rows: record applied - ok lost, and record ok - bytes lost. Pulling again is as good."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        if lost == "ok lost":
+            lose(s, "RecordDelivered", answer=True)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await s.deliver(1, 0, 5)
+        else:
+            await s.deliver(1, 0, 5)
+        assert (await s.progress()).delivered_offset == 5
+        with pytest.raises(Unacked):
+            await b.acquire(node, generation)
+        await s.deliver(1, 0, 5)
+        await s.close(1)
+        await a.release(node, 1)
+        grant = await b.acquire(node, generation)
+        assert (grant.committed_offset, flagged(grant)) == (0, [])
+
+
+# The consumer dies
+
+
+@pytest.mark.parametrize("acked", [0, 2])
+async def test_between_bytes_and_ack_durable_the_message_comes_again_flagged(
+    etcd_endpoint: str, tmp_path: Path, acked: int
+) -> None:
+    """Two rows: bytes - handler end, handler end - ack durable; only what is acked is handled."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, _, b, generation = await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        await s.commit(1, acked)
+        over(s, node)
+        grant = await b.acquire(node, generation)
+        assert (grant.committed_offset, flagged(grant)) == (acked, [(acked, 5)])
+
+
+async def test_between_ack_durable_and_answered_the_repetition_is_a_noop(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        lose(s, "Commit", answer=True)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await s.commit(1, 5)
+        item = offsets_pb.CommitItem(queue=queue(), token=1, committed_offset=5)
+        answer = await s.offsets.Commit(offsets_pb.CommitRequest(items=[item]), timeout=TIMEOUT_S)
+        assert answer.outcomes[0].committed.noop
+        assert answer.outcomes[0].committed.committed_offset == 5
+
+
+async def test_between_drained_and_close_applied_the_queue_passes_when_it_is_quiet(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, _, b, generation = await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        await s.commit(1, 5)
+        lose(s, "Close", answer=False)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await s.close(1, 5)
+        grant = await b.acquire(node, generation, hold_ms=15_000)
+        assert (grant.committed_offset, flagged(grant)) == (5, [])
+
+
+async def test_between_close_applied_and_release_the_next_request_passes(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        await s.close(1, 2)
+        (entry,) = await entries(node)
+        assert entry.owner == a.incarnation
+        with pytest.raises(Fenced):
+            await s.deliver(1, 5, 6)
+        grant = await b.acquire(node, generation)
+        assert (grant.committed_offset, flagged(grant)) == (2, [])
+
+
+async def test_between_release_and_the_next_fence_the_condition_is_still_checked(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, generation = await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        await a.release(node, 1)
+        node.crash()
+        new = await s.leader(**SHORT)
+        with pytest.raises(Unacked):
+            await b.acquire(new, generation)
+        over(s, new)
+        assert flagged(await b.acquire(new, generation)) == [(0, 5)]
+
+
+# Operators
+
+
+async def test_between_reset_applied_and_owner_told_every_old_call_is_refused(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, _, generation = await held_by_a(s)
+        await s.deliver(1, 0, 5)
+        await s.commit(1, 5)
+        await s.reset(to=1)
+        for call in (s.deliver(1, 5, 6), s.commit(1, 5), s.close(1, 5)):
+            with pytest.raises(Fenced) as refusal:
+                await call
+            assert refusal.value.facts["why"] == "RESET"
+        grant = await a.acquire(node, generation, resume=[(3, 5)])
+        assert (grant.token, grant.committed_offset, grant.reset_epoch) == (3, 1, 1)
+        assert await a.state(node, 3) in ("OK", "WANTED")
+
+
+async def test_between_last_old_grant_closed_and_the_new_subscription_nobody_filters(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b, _ = await held_by_a(s)
+        generation = await s.set_group(a, b, draining=True)
+        await s.close(1)
+        await a.release(old, 1)
+        old.crash()
+        new = await s.leader(**SHORT)
+        for member in (a, b):
+            with pytest.raises(SubscriptionDraining):
+                await member.acquire(new, generation)
+        with pytest.raises(Fenced):
+            await s.deliver(1, 0, 5)
+        generation = await s.set_group(a, b, subscription_generation=2)
+        grant = await b.acquire(new, generation)
+        assert grant.subscription_generation == 2
+        with pytest.raises(Fenced):
+            await s.deliver(grant.token, 0, 5, generation=1)
+        await s.deliver(grant.token, 0, 5, generation=2)

@@ -1,0 +1,324 @@
+"""Goal: the profile `defibus` decides as DeFiBus does (domain 7.3), row by row, and no other way.
+
+Method: the pure function with plain values; the table of the leader driven poll by poll; and a
+literal transcript of DeFiBus's method as an oracle that random polls are compared with; at last a
+lock manager with real etcd and offsets. A is the owner, B and C are challengers; the owner was
+last heard of at 1,000 ms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.common.errors import BatonError, Fenced, Held, OldRequest, Unacked
+from services.lockmgr.core.access import Condition, Decision, Deny, Grant, Replay
+from services.lockmgr.core.defibus import UNCHANGED_MIN, decide_access_defibus
+from services.lockmgr.core.locks import (
+    DEFIBUS_SILENCE_MS,
+    Asker,
+    Count,
+    Entry,
+    Incarnation,
+    Lock,
+    Observation,
+    Policy,
+    Profile,
+    QueueKey,
+    Step,
+)
+from services.lockmgr.core.table import KeepAlive, LockTable
+from tests.lockmgr.scene import Member, scene
+
+KEY = QueueKey("g", "t", "broker-a", 0)
+A, B, C = Incarnation("a", 1), Incarnation("b", 1), Incarnation("c", 1)
+POLICY = Policy(profile=Profile.DEFIBUS)
+START_MS = 1_000
+END_MS = START_MS + DEFIBUS_SILENCE_MS
+
+CLOSED_OR_DRAINED, IDLE = Condition.CLOSED_OR_DRAINED, Condition.IDLE
+DRAINED = Observation(token=7, committed=10, delivered=10)
+IN_FLIGHT = Observation(token=7, committed=10, delivered=14, unacked_count=4)
+
+
+def owned(unchanged: int = 0, delivered: int = 10) -> Entry:
+    lock = Lock(owner=A, token=7, acquire_seq=3, attempt="x", generation=5)
+    count = Count(delivered, unchanged)
+    return Entry(KEY, lock, revision=1, lease_start_ms=START_MS, count=count)
+
+
+def poll(
+    entry: Entry | None,
+    seen: Observation,
+    now_ms: int = START_MS,
+    asker: Incarnation = B,
+    generation: int = 6,
+) -> tuple[Decision, Count]:
+    return decide_access_defibus(entry, Asker(asker, 4, generation), seen, now_ms, POLICY)
+
+
+# No owner
+
+
+@pytest.mark.parametrize("entry", [None, Entry(KEY, Lock(token=7, generation=9), revision=1)])
+@pytest.mark.parametrize("seen", [DRAINED, IN_FLIGHT])
+def test_queue_that_nobody_owns_goes_to_whoever_polls_first(
+    entry: Entry | None, seen: Observation
+) -> None:
+    decision, count = poll(entry, seen)
+    assert decision == Grant((CLOSED_OR_DRAINED, IDLE), 7)
+    assert count == Count(seen.delivered, 0)
+
+
+# Rows of the table: drained, polls without change, silence
+
+
+@pytest.mark.parametrize(
+    ("seen", "unchanged", "now_ms", "conditions"),
+    [
+        (DRAINED, 2, START_MS, (CLOSED_OR_DRAINED,)),
+        (DRAINED, 1, START_MS, ()),
+        (DRAINED, 0, START_MS, ()),
+        (IN_FLIGHT, 2, START_MS, ()),
+        (IN_FLIGHT, 99, START_MS, ()),
+        (IN_FLIGHT, 0, END_MS + 1, (IDLE,)),
+        (DRAINED, 0, END_MS + 1, (IDLE,)),
+        (DRAINED, 2, END_MS + 1, (CLOSED_OR_DRAINED, IDLE)),
+    ],
+    ids=[
+        "drained and three polls: clean hand-over",
+        "drained and two polls: refused",
+        "drained and one poll: refused",
+        "in flight and three polls: refused",
+        "in flight and a hundred polls: refused",
+        "in flight and silent: taken",
+        "drained and silent: taken",
+        "drained, three polls and silent: taken",
+    ],
+)
+def test_row(
+    seen: Observation, unchanged: int, now_ms: int, conditions: tuple[Condition, ...]
+) -> None:
+    decision, count = poll(owned(unchanged, seen.delivered), seen, now_ms)
+    if conditions:
+        assert decision == Grant(conditions, 7)
+        assert count == Count(seen.delivered, 0)
+    else:
+        assert isinstance(decision, Deny)
+        assert isinstance(decision.error, Held if seen.drained else Unacked)
+        assert decision.clears
+        assert count == Count(seen.delivered, unchanged + 1)
+
+
+# Edge cases
+
+
+def test_silence_of_exactly_the_time_out_is_not_over() -> None:
+    assert isinstance(poll(owned(), IN_FLIGHT, END_MS)[0], Deny)
+    assert poll(owned(), IN_FLIGHT, END_MS + 1)[0] == Grant((IDLE,), 7)
+
+
+def test_nothing_delivered_and_nothing_acked_is_drained() -> None:
+    nothing = Observation(token=7, committed=-1, delivered=-1)
+    assert poll(owned(2, -1), nothing)[0] == Grant((CLOSED_OR_DRAINED,), 7)
+
+
+def test_ack_without_delivery_is_never_drained() -> None:
+    """As after a restart of the broker: only the time-out frees the queue."""
+    acked = Observation(token=7, committed=10, delivered=-1)
+    assert isinstance(poll(owned(99, -1), acked)[0], Deny)
+    assert poll(owned(99, -1), acked, END_MS + 1)[0] == Grant((IDLE,), 7)
+
+
+def test_delivery_starts_the_count_anew() -> None:
+    entry = owned(2, delivered=9)
+    decision, count = poll(entry, DRAINED)
+    assert isinstance(decision, Deny)
+    assert count == Count(10, 0)
+
+
+def test_own_poll_of_the_owner_does_not_start_the_count_anew() -> None:
+    entry = owned(2)
+    decision, entry.count = poll(entry, DRAINED, asker=A)
+    assert isinstance(decision, Grant)
+    assert not decision.newly_acquired
+    assert entry.count == Count(10, 2)
+    assert poll(entry, DRAINED)[0] == Grant((CLOSED_OR_DRAINED,), 7)
+
+
+def test_owner_that_delivers_and_polls_does_not_save_its_queue_by_that() -> None:
+    """Its own poll notes the new delivery, so the challenger's count goes on."""
+    entry = owned(2, delivered=9)
+    _, entry.count = poll(entry, DRAINED, asker=A)
+    assert entry.count == Count(10, 2)
+    assert isinstance(poll(entry, DRAINED)[0], Grant)
+
+
+@pytest.mark.parametrize("generation", [1, 5, 99])
+def test_generations_do_not_count(generation: int) -> None:
+    assert isinstance(poll(owned(2), DRAINED, generation=generation)[0], Grant)
+    assert isinstance(poll(owned(2), DRAINED, asker=A, generation=generation)[0], Grant)
+
+
+def test_fencing_stays_late_and_repeated_requests_of_the_owner_are_told_apart() -> None:
+    for seq, seen, outcome in (
+        (2, DRAINED, OldRequest),
+        (3, DRAINED, Replay),
+        (3, replace(DRAINED, token=8), Fenced),
+    ):
+        decision, _ = decide_access_defibus(owned(), Asker(A, seq, 1), seen, START_MS, POLICY)
+        assert isinstance(decision.error if isinstance(decision, Deny) else decision, outcome)
+
+
+# The leader's table
+
+
+def table_of_a(now_ms: int = START_MS) -> LockTable:
+    table = LockTable(POLICY)
+    table.load(KEY, owned().lock, 1, 7, now_ms)
+    return table
+
+
+def ask(table: LockTable, asker: Incarnation, seen: Observation, now_ms: int) -> Decision:
+    wish = Asker(asker, 9, 5)
+    assert table.needs_look(KEY, wish, now_ms), "every poll has a look of its own"
+    table.observe(KEY, seen, table.look(KEY), now_ms)
+    decision = table.decide(KEY, wish, now_ms)
+    assert decision is not None
+    return decision
+
+
+def hand_over(table: LockTable, to: Incarnation, token: int, now_ms: int) -> None:
+    table.begin(KEY, Step.FENCE)
+    lock = Lock(owner=to, token=token, acquire_seq=1, attempt="y", generation=5)
+    table.granted(KEY, lock, token, now_ms, newly_acquired=True)
+
+
+def test_counter_is_shared_by_all_contenders() -> None:
+    """Four of them, at one instant, get what one would get by asking four times."""
+    table = table_of_a()
+    contenders = [Incarnation(f"c{number}", 1) for number in range(UNCHANGED_MIN + 1)]
+    decisions = [ask(table, contender, DRAINED, START_MS) for contender in contenders]
+    assert [type(d) for d in decisions] == [Deny, Deny, Deny, Grant]
+
+
+def test_two_views_take_an_idle_queue_from_each_other_for_ever() -> None:
+    """Each believes that the queue is its own: domain 7.3, the lock flips."""
+    table, owner, other = table_of_a(), A, B
+    flips = 0
+    for token in range(8, 12):
+        seen = replace(DRAINED, token=token - 1)
+        while not isinstance(ask(table, other, seen, START_MS), Grant):
+            pass
+        hand_over(table, other, token, START_MS)
+        owner, other = other, owner
+        flips += 1
+    assert flips == 4
+
+
+def test_keep_alive_is_an_access() -> None:
+    table = table_of_a()
+    call = KeepAlive(incarnation=A, acquire_seq=3, holds=[(KEY, 7)])
+    table.keep_alive(call, END_MS)
+    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS), Deny)
+    assert isinstance(ask(table, B, IN_FLIGHT, END_MS + DEFIBUS_SILENCE_MS + 1), Grant)
+
+
+# The original, transcribed
+
+
+@dataclass
+class Original:
+    """updateAccessControlTable, line by line; a poll is (client, delivered, acked, now)."""
+
+    client: Incarnation | None = None
+    stamp_ms: int = 0
+    deliver: int = 0
+    no_change: int = 0
+
+    def update(self, client: Incarnation, deliver: int, ack: int, now_ms: int) -> bool:
+        if self.client is None:
+            self.client, self.stamp_ms, self.deliver, self.no_change = client, now_ms, deliver, 0
+            return True
+        if self.client == client:
+            self.stamp_ms, self.deliver = now_ms, deliver
+            return False
+        timed_out = now_ms - self.stamp_ms > 100
+        if deliver == self.deliver:
+            self.no_change += 1
+        else:
+            self.deliver, self.no_change = deliver, 0
+        drained = deliver - ack == 0
+        if (drained and self.no_change >= 3) or timed_out:
+            self.stamp_ms, self.deliver, self.no_change = now_ms, deliver, 0
+            self.client = client
+            return True
+        return False
+
+
+POLLS = st.lists(
+    st.tuples(
+        st.sampled_from([A, B, C]),
+        st.integers(0, 60),
+        st.integers(-1, 2),
+        st.integers(-1, 2),
+    ),
+    max_size=60,
+)
+
+
+@given(POLLS)
+def test_any_polls_are_decided_as_the_original_decides_them(
+    polls: list[tuple[Incarnation, int, int, int]],
+) -> None:
+    original, table, now_ms, token = Original(), LockTable(POLICY), START_MS, 0
+    for client, later_ms, deliver, ack in polls:
+        now_ms += later_ms
+        own = original.client == client
+        acquired = original.update(client, deliver, ack, now_ms)
+        seen = Observation(token=token, committed=ack, delivered=deliver)
+        decision = ask(table, client, seen, now_ms)
+        assert isinstance(decision, Grant) == (acquired or own)
+        if isinstance(decision, Grant):
+            assert decision.newly_acquired == acquired
+            token += 1
+            hand_over(table, client, token, now_ms)
+
+
+# A lock manager with this profile
+
+
+async def test_silent_owner_loses_its_queue_after_100_ms_and_nothing_comes_again_unflagged(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(profile="defibus"), Member("a"), Member("b")
+        generation = await s.set_group(a, b)
+        grant = await a.acquire(node, generation)
+        assert grant.lease_ms == 30_000
+        await s.deliver(1, 0, 5)
+        node.clock.ahead_ms = s.offsets_clock.ahead_ms = DEFIBUS_SILENCE_MS + 1
+        taken = await b.acquire(node, generation)
+        assert taken.token == 2
+        assert [(r.first_offset, r.next_offset) for r in taken.maybe_seen] == [(0, 5)]
+        with pytest.raises(Fenced):
+            await s.commit(1, 5)
+
+
+async def test_third_poll_of_a_drained_queue_gets_it_whoever_polls(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The owner is heard of all the time: it is evicted alive, as by DeFiBus."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b, c = await s.leader(profile="defibus"), Member("a"), Member("b"), Member("c")
+        generation = await s.set_group(a, b, c)
+        await a.acquire(node, generation)
+        outcomes = []
+        for member in (b, c, b):
+            node.clock.ahead_ms -= 1_000  # the owner was heard of just now, however slow this is
+            outcomes.append(await member.ask(node, generation))
+        assert [isinstance(outcome[0], BatonError) for outcome in outcomes] == [True, True, False]

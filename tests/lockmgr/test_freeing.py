@@ -1,0 +1,387 @@
+"""Goal: what is closed goes back by one call, an operator can take any queue and leaves a record,
+and one call tells all that is known of a queue.
+
+Method: lock managers with real etcd and offsets over gRPC; answers are lost and leaders die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from baton.common.v1 import error_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+
+from batonmq.common.errors import (
+    BatonError,
+    Fenced,
+    Held,
+    OffsetsUnreachable,
+    Unacked,
+    UnknownQueue,
+    Unreachable,
+)
+from batonmq.common.rpc import from_rpc_error
+from tests.lockmgr.scene import (
+    TIMEOUT_S,
+    Member,
+    Node,
+    Scene,
+    describe,
+    entries,
+    queue,
+    scene,
+    waits,
+)
+from tests.support.waiting import until
+
+HOLD_MS = 15_000
+LEASE_MS = 30_000
+
+
+async def force(node: Node, op_id: str = "op-1", queue_id: int = 0) -> pb.ForceReleaseResponse:
+    """Take a queue; raises the refusal."""
+    request = pb.ForceReleaseRequest(
+        queue=queue(queue_id), op_id=op_id, by="operator", reason="stuck handler"
+    )
+    try:
+        return await node.stub.ForceRelease(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def lost(*_: Any) -> Any:
+    """A rule: the call fails before it is carried out."""
+    raise Unreachable("lost on the way")
+
+
+# ReleaseAll
+
+
+async def test_release_all_frees_what_is_closed_and_names_what_is_not(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.ask(node, await s.set_group(a), range(5))
+        await s.deliver(1, 0, 3, queue_id=4)
+        for queue_id in (0, 2):
+            await s.close(1, queue_id=queue_id)
+        answer = await a.release_all(node)
+        assert answer.released_count == 2
+        assert [kept.queue.queue_id for kept in answer.kept] == [1, 3, 4]
+        states = [entry.state for entry in await entries(node)]
+        free, held = pb.LOCK_STATE_FREE, pb.LOCK_STATE_HELD
+        assert states == [free, held, free, held, held]
+        again = await a.release_all(node)
+        assert (again.released_count, len(again.kept)) == (0, 3)
+
+
+async def test_release_all_of_another_group_or_client_frees_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.acquire(node, await s.set_group(a))
+        await s.close(1)
+        for answer in (
+            await a.release_all(node, group="other"),
+            await Member("b").release_all(node),
+            await Member("a", incarnation_id=2).release_all(node),
+        ):
+            assert (answer.released_count, len(answer.kept)) == (0, 0)
+        assert (await a.release_all(node, group="group")).released_count == 1
+
+
+async def test_release_all_wakes_those_who_wait(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        await a.ask(node, await s.set_group(a), range(3))
+        generation = await s.set_group(b)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.ask(node, generation, range(3), hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            for queue_id in range(3):
+                await s.close(1, queue_id=queue_id)
+            assert (await a.release_all(node)).released_count == 3
+        assert all(isinstance(outcome, pb.Grant) for outcome in asking.result().values())
+
+
+async def test_release_all_without_offsets_frees_nothing(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.acquire(node, await s.set_group(a))
+        await s.close(1)
+        s.rules.rules["Query"] = lost
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await a.release_all(node)
+        assert isinstance(from_rpc_error(refused.value), OffsetsUnreachable)
+        assert await a.state(node, 1) == "OK"
+
+
+# ForceRelease
+
+
+async def test_forced_queue_is_nobodys_its_owner_is_fenced_and_its_messages_are_flagged(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        await s.deliver(1, 0, 10)
+        await s.commit(1, 4)
+        events: list[metrics_pb.MetricEvent] = []
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(_events(node, events))
+            await until(lambda: node.runtime.hub.watched)
+            answer = await force(node)
+            await until(lambda: len(events) >= 1)
+            watching.cancel()
+        assert (answer.previous_owner, answer.token) == (a.incarnation, 2)
+        assert answer.maybe_seen_count == 6
+        forced = events[0].lock_forced
+        assert (forced.previous_client_id, forced.token) == ("a", 2)
+        assert (forced.by, forced.reason) == ("operator", "stuck handler")
+        with pytest.raises(Fenced):
+            await s.commit(1, 10)
+        assert await a.state(node, 1) == "NOT_OWNER"
+        progress = await s.progress()
+        assert (progress.forced_by, progress.forced_reason) == ("operator", "stuck handler")
+        (item,) = [i for i in s.rules.fences() if not i.HasField("holder")]
+        assert item.attempt == "force-op-1"
+        stored = await s.stored()
+        assert stored is not None
+        assert (stored.HasField("owner"), stored.token, stored.forced_op_id) == (False, 2, "op-1")
+        grant = await b.acquire(node, await s.set_group(b))
+        assert (grant.token, grant.committed_offset) == (3, 4)
+        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(4, 10)]
+
+
+async def test_forced_queue_goes_to_who_waits_for_it(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        await s.deliver(1, 0, 10)
+        generation = await s.set_group(a, b)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.acquire(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            await force(node)
+        assert asking.result().token == 3
+
+
+async def test_repeated_operation_changes_nothing_whoever_owns_the_queue_by_then(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        first = await force(node)
+        assert await force(node) == first
+        grant = await b.acquire(node, await s.set_group(b))
+        assert await force(node) == first
+        assert await b.state(node, grant.token) == "OK"
+        assert (await force(node, "op-2")).previous_owner == b.incarnation
+        assert await b.state(node, grant.token) == "NOT_OWNER"
+
+
+async def test_operation_is_known_to_the_next_leader(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a, b = await s.leader(leader_lease_ms=2_000), Member("a"), Member("b")
+        await a.acquire(old, await s.set_group(a))
+        await force(old)
+        grant = await b.acquire(old, await s.set_group(b))
+        old.crash()
+        new = await s.leader(leader_lease_ms=2_000)
+        answer = await force(new)
+        assert (answer.HasField("previous_owner"), answer.token) == (False, grant.token)
+        assert await b.state(new, grant.token) == "OK"
+
+
+async def test_operation_whose_leader_dies_before_it_is_persisted_can_be_repeated(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a = await s.leader(leader_lease_ms=2_000), Member("a")
+        await a.acquire(old, await s.set_group(a))
+        await s.deliver(1, 0, 3)
+
+        async def cut_after(request: Any, proceed: Any) -> Any:
+            del s.rules.rules["Fence"]
+            answer = await proceed()
+            old.session.cut = True
+            return answer
+
+        s.rules.rules["Fence"] = cut_after
+        with pytest.raises(BatonError):
+            await force(old)
+        old.crash()
+        new = await s.leader(leader_lease_ms=2_000)
+        (entry,) = await entries(new)
+        assert (entry.state, entry.owner) == (pb.LOCK_STATE_PHANTOM, a.incarnation)
+        answer = await force(new)
+        assert (answer.previous_owner, answer.token) == (a.incarnation, 2), "no second fence"
+        assert answer.maybe_seen_count == 3
+
+
+async def test_queue_that_nobody_has_owned_can_not_be_forced(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node = await s.leader()
+        with pytest.raises(UnknownQueue):
+            await force(node)
+        assert s.rules.fences() == []
+
+
+async def test_fence_whose_answer_is_lost_forces_once(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.acquire(node, await s.set_group(a))
+
+        async def lose_once(request: Any, proceed: Any) -> Any:
+            del s.rules.rules["Fence"]
+            await proceed()
+            raise Unreachable("the answer is lost")
+
+        s.rules.rules["Fence"] = lose_once
+        assert (await force(node)).token == (await s.progress()).token == 2
+
+
+async def test_owner_that_was_forced_out_can_have_the_queue_again(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        await s.deliver(1, 0, 3)
+        await force(node)
+        grant = await a.acquire(node, generation, resume=[(0, 2)])
+        assert (grant.token, grant.newly_acquired) == (3, True)
+        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(0, 3)]
+
+
+# Describe
+
+
+async def test_description_of_a_queue_that_nobody_has_owned(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node = await s.leader()
+        told = await describe(node)
+        assert (told.entry.state, told.entry.token) == (pb.LOCK_STATE_FREE, 0)
+        assert (told.entry.queue, told.term > 0) == (queue(), True)
+        assert await entries(node) == [], "asking leaves nothing behind"
+
+
+async def test_description_tells_lease_evidence_and_refusals(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=20), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        generation = await s.set_group(a, b)
+        with pytest.raises(Held):
+            await b.acquire(node, generation)
+        await s.deliver(1, 0, 3)
+        with pytest.raises(Unacked):
+            await b.acquire(node, generation, hold_ms=100)
+        await Member("x").refusal(node, generation)
+        node.clock.ahead_ms = 10_000
+        told = await describe(node)
+        assert (told.entry.owner, told.entry.token) == (a.incarnation, 1)
+        assert (told.offsets_token, told.owner_evicted) == (1, False)
+        assert 10_000 <= told.entry.lease_age_ms < 20_000
+        assert told.lease_left_ms == LEASE_MS - told.entry.lease_age_ms
+        reasons = [(denial.client_id, denial.error.reason) for denial in told.denials]
+        assert reasons == [("x", error_pb2.REASON_NOT_MEMBER), ("b", error_pb2.REASON_UNACKED)]
+        assert all(10_000 <= denial.age_ms < 20_000 for denial in told.denials)
+        assert list(told.entry.waiters) == ["b"]
+        await s.set_group(b)
+
+        async def evicted() -> bool:
+            return (await describe(node)).owner_evicted
+
+        await until(evicted)
+        node.clock.ahead_ms = LEASE_MS + 1_000
+        assert (await describe(node)).lease_left_ms == 0
+
+
+async def test_description_tells_how_far_a_hand_over_is(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        reached, go_on = asyncio.Event(), asyncio.Event()
+
+        async def stop(request: Any, proceed: Any) -> Any:
+            reached.set()
+            await go_on.wait()
+            return await proceed()
+
+        s.rules.rules["Fence"] = stop
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(a.acquire(node, generation))
+            await reached.wait()
+            told = await describe(node)
+            assert (told.entry.state, told.pending_step) == (pb.LOCK_STATE_PENDING, "fence")
+            assert told.pending_attempt == s.rules.fences()[0].attempt
+            go_on.set()
+        told = await describe(node)
+        assert (told.entry.state, told.pending_step, told.pending_attempt) == (
+            pb.LOCK_STATE_HELD,
+            "",
+            "",
+        )
+
+
+async def test_description_tells_a_phantom_by_both_tokens(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a = await s.leader(leader_lease_ms=2_000), Member("a")
+        await a.acquire(old, await s.set_group(a))
+        await _fence_behind_its_back(s)
+        old.crash()
+        new = await s.leader(leader_lease_ms=2_000)
+        told = await describe(new)
+        assert (told.entry.state, told.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
+        assert told.offsets_token == 2
+
+
+async def test_refusals_are_remembered_for_sixteen_clients(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        for number in range(20):
+            await Member(f"m{number}").refusal(node, generation)
+        names = [denial.client_id for denial in (await describe(node)).denials]
+        assert names == [f"m{number}" for number in reversed(range(4, 20))]
+
+
+async def _events(node: Node, events: list[metrics_pb.MetricEvent]) -> None:
+    async for batch in node.runtime.hub.watch():
+        events.extend(batch.events)
+
+
+async def _fence_behind_its_back(s: Scene) -> None:
+    """As by a leader that died before it could persist."""
+    (item,) = s.rules.fences()
+    (term,) = {request.term for method, request in s.rules.seen if method == "Announce"}
+    again = type(item)()
+    again.CopyFrom(item)
+    again.attempt, again.expected_token = "elsewhere", 1
+    request = next(request for method, request in s.rules.seen if method == "Fence")
+    late = type(request)(term=term, items=[again])
+    assert (await s.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].fenced.token == 2

@@ -1,0 +1,312 @@
+"""Goal: while a group's subscription changes nobody gets a queue, every queue becomes free, and no
+grant of before can slip through; groups whose queues nobody owns get none (protocol 14, 15).
+
+Method: one lock manager with real etcd and offsets; the gate is written as a nameserver does, and
+hand-overs are stopped between their steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+
+from batonmq.common.errors import (
+    Fenced,
+    ModeChanged,
+    NotMember,
+    SubscriptionDraining,
+)
+from tests.lockmgr.scene import GROUP, Member, Scene, describe, entries, scene, waits
+from tests.support.waiting import until
+
+HOLD_MS = 15_000
+LEASE_MS = 30_000
+
+
+async def all_free(s: Scene) -> bool:
+    """Whether etcd has no owner, as a nameserver reads it."""
+    stored = [await s.stored(queue_id) for queue_id in range(await s.stored_count())]
+    return all(entry is not None and not entry.HasField("owner") for entry in stored)
+
+
+# Grants are bound to a subscription
+
+
+async def test_grant_names_the_subscription_it_is_for(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a, subscription_generation=4)
+        grant = await a.acquire(node, generation)
+        assert grant.subscription_generation == 4
+        stored, (entry,) = await s.stored(), await entries(node)
+        assert stored is not None
+        assert stored.subscription_generation == entry.subscription_generation == 4
+        assert (await s.progress()).subscription_generation == 4
+        with pytest.raises(Fenced) as refusal:
+            await s.deliver(1, 0, 5, generation=3)
+        assert refusal.value.facts["why"] == "SUBSCRIPTION"
+        await s.deliver(1, 0, 5, generation=4)
+        assert (await a.acquire(node, generation, seq=1)) == grant
+        await s.close(1)
+        await a.release(node, 1)
+        stored = await s.stored()
+        assert stored is not None
+        assert stored.subscription_generation == 0
+
+
+async def test_grant_of_a_group_that_does_not_bind_takes_any(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a, subscription_generation=4, bound=False)
+        assert (await a.acquire(node, generation)).subscription_generation == 0
+        await s.deliver(1, 0, 5, generation=9)
+
+
+# Groups whose queues nobody owns
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        {"model": nameserver_pb.MESSAGE_MODEL_BROADCASTING},
+        {"ownership": nameserver_pb.OWNERSHIP_OFF},
+    ],
+    ids=["broadcasting", "ownership off"],
+)
+async def test_group_without_ownership_gets_no_locks(
+    etcd_endpoint: str, tmp_path: Path, gate: dict[str, Any]
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        async with asyncio.timeout(HOLD_MS / 2000):
+            with pytest.raises(ModeChanged):
+                await a.acquire(node, await s.set_group(a, **gate), hold_ms=HOLD_MS)
+        assert (await s.stored_count(), s.rules.fences()) == (0, [])
+
+
+async def test_request_that_waits_learns_that_the_mode_has_changed(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        generation = await s.set_group(a, b)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(b.refusal(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "b"))
+            await s.set_group(a, b, ownership=nameserver_pb.OWNERSHIP_OFF)
+        assert isinstance(asking.result(), ModeChanged)
+
+
+async def test_group_without_a_gate_gets_no_locks(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await s.etcd.delete(f"gates/{GROUP}")
+
+        async def refused() -> bool:
+            try:
+                await a.acquire(node, generation)
+            except NotMember:
+                return True
+            await a.release(node, 1)
+            return False
+
+        await until(refused)
+
+
+# Draining
+
+
+async def test_nobody_gets_a_queue_while_the_group_drains(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a, draining=True)
+        with pytest.raises(SubscriptionDraining) as refusal:
+            await a.acquire(node, generation)
+        assert refusal.value.retry_after_ms > 0
+        assert refusal.value.facts["subscription_generation"] == "1"
+        assert (await s.stored_count(), s.rules.fences()) == (0, [])
+
+
+async def test_request_that_waits_is_granted_when_the_new_subscription_begins(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(slot_ms=60_000), Member("a")
+        generation = await s.set_group(a, draining=True)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(a.acquire(node, generation, hold_ms=HOLD_MS))
+            await until(lambda: waits(node, "a"))
+            await s.set_group(a, subscription_generation=2)
+        assert asking.result().subscription_generation == 2
+
+
+async def test_owner_is_asked_to_give_back_and_is_renewed_until_it_has(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.acquire(node, await s.set_group(a))
+        await s.deliver(1, 0, 5)
+        await s.set_group(a, draining=True)
+
+        async def asked() -> bool:
+            (report,) = await a.keep_alive(node, 1)
+            return report.wanted_reason == pb.WANTED_REASON_SUBSCRIPTION
+
+        await until(asked)
+        node.clock.ahead_ms = LEASE_MS - 1_000
+        assert await a.state(node, 1) == "WANTED"
+        await s.commit(1, 5)
+        await s.close(1, 5)
+        await a.release(node, 1)
+        assert await all_free(s)
+        assert len(s.rules.fences()) == 1, "a queue that is given back needs no fence"
+
+
+async def test_closed_queue_whose_release_is_lost_is_freed(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        await a.ask(node, await s.set_group(a), range(3))
+        for queue_id in range(3):
+            await s.close(1, queue_id=queue_id)
+        await s.set_group(a, draining=True)
+        await until(lambda: all_free(s))
+        assert len(s.rules.fences()) == 3, "it needs no fence"
+        value = node.runtime.registry.get_sample_value
+        assert value("baton_lockmgr_cleared_total") == 3
+
+
+async def test_queue_of_a_dead_owner_is_fenced_to_nobody_after_its_lease(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, dead, b = await s.leader(), Member("a"), Member("b")
+        await dead.acquire(node, await s.set_group(dead))
+        await s.deliver(1, 0, 5)
+        await s.commit(1, 2)
+        await s.set_group(b, draining=True)
+        node.clock.ahead_ms = LEASE_MS + 1_000
+        await until(lambda: _fenced(s))
+        assert not await all_free(s), "offsets heard of it lately"
+        s.offsets_clock.ahead_ms = LEASE_MS + 1_000
+        await until(lambda: all_free(s))
+        progress = await s.progress()
+        assert (progress.token, progress.closed, progress.HasField("holder")) == (2, True, False)
+        with pytest.raises(Fenced):
+            await s.commit(1, 5)
+        generation = await s.set_group(b, subscription_generation=2)
+        grant = await b.acquire(node, generation)
+        assert (grant.token, grant.committed_offset) == (3, 2)
+        assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(2, 5)]
+
+
+async def test_new_leader_goes_on_with_draining(etcd_endpoint: str, tmp_path: Path) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        old, a = await s.leader(leader_lease_ms=2_000), Member("a")
+        await a.acquire(old, await s.set_group(a))
+        old.crash()
+        await s.close(1)
+        generation = await s.set_group(a, draining=True)
+        new = await s.leader(leader_lease_ms=2_000)
+        await until(lambda: all_free(s))
+        with pytest.raises(SubscriptionDraining):
+            await a.acquire(new, generation)
+
+
+# A grant under way when the gate changes
+
+
+async def test_grant_that_the_change_overtakes_is_not_persisted(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The queue was free: it stays free, and the token that was issued is nobody's."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await a.acquire(node, generation)
+        await s.close(1)
+        await a.release(node, 1)
+        await _change_during_fence(s, draining=True)
+        with pytest.raises(SubscriptionDraining):
+            await a.acquire(node, generation)
+        assert await all_free(s)
+        assert (await s.progress()).token == 2
+        generation = await s.set_group(a, subscription_generation=2)
+        grant = await a.acquire(node, generation)
+        assert (grant.token, grant.subscription_generation) == (3, 2)
+
+
+async def test_queue_whose_grant_was_overtaken_is_a_phantom_and_is_cleared(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """It was taken from an owner: that is fenced, and can't close what is not its own."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a, b = await s.leader(slot_ms=60_000), Member("a"), Member("b")
+        await a.acquire(node, await s.set_group(a))
+        await s.close(1)
+        generation = await s.set_group(a, b)
+        await _change_during_fence(s, draining=True)
+        with pytest.raises(SubscriptionDraining):
+            await b.acquire(node, generation)
+        await until(lambda: all_free(s))
+        assert await a.state(node, 1) == "NOT_OWNER"
+        assert (await s.progress()).token == 3
+
+
+async def test_wish_is_tried_again_when_the_new_gate_lets_it_pass(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """The gate changed for another reason, such as a pause: the asker does not notice."""
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await _change_during_fence(s, pause=nameserver_pb.Pause(by="somebody"))
+        grant = await a.acquire(node, generation)
+        assert grant.token == 2
+        assert await a.state(node, 2) == "OK"
+        assert (await describe(node)).entry.state == pb.LOCK_STATE_HELD
+
+
+async def test_overtaken_grant_does_not_cost_those_of_the_same_transaction(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with scene(etcd_endpoint, tmp_path) as s:
+        node, a = await s.leader(), Member("a")
+        generation = await s.set_group(a)
+        await _change_during_fence(s, pause=nameserver_pb.Pause(by="somebody"))
+        outcomes = await a.ask(node, generation, range(50))
+        assert sum(isinstance(outcome, pb.Grant) for outcome in outcomes.values()) == 50
+
+
+async def _change_during_fence(s: Scene, **gate: Any) -> None:
+    """Let the next fence pass, and change the gate before its grant is persisted."""
+
+    async def change(request: Any, proceed: Any) -> Any:
+        del s.rules.rules["Fence"]
+        answer = await proceed()
+        found = await s.etcd.get(f"gates/{GROUP}")
+        assert found is not None
+        opened = nameserver_pb.Gate.FromString(found.value)
+        opened.MergeFrom(nameserver_pb.Gate(**gate))
+        await s.etcd.put(f"gates/{GROUP}", opened.SerializeToString())
+        return answer
+
+    s.rules.rules["Fence"] = change
+
+
+async def _fenced(s: Scene) -> bool:
+    """Whether a fence to nobody was tried."""
+    return any(not item.HasField("holder") for item in s.rules.fences())

@@ -1,0 +1,455 @@
+"""Inspecting queues, and telling of them.
+
+Goal: many queues cost few questions; a service that is away, mute or refuses is a reason and never
+an error; what was learned is remembered; metrics and events show what one look has found. Method:
+a real inspector behind real gRPC asks twins of the other services, which count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+import pytest
+from baton.common.v1 import error_pb2, queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from prometheus_client import CollectorRegistry
+
+from batonmq.common.errors import DataLoss, Held, NotLeader, SubscriptionConflict
+from batonmq.common.rpc import error_to_pb
+from batonmq.core.route import QueueId
+from services.nameserver.core.diagnosis import Reason
+from services.nameserver.core.groups import Group, Pause, Staged, Subscription
+from services.nameserver.inspector import LOOK_AGAIN_MS, Diagnosis, Target, state_of
+from services.nameserver.lookout import Lookout, StuckMetrics
+from services.runtime.etcd import Stored
+from services.runtime.events import EventHub
+from tests.nameserver.asked import TIMEOUT_S, Scene, queue_to_pb, scene
+
+
+@pytest.fixture
+async def asked() -> AsyncIterator[Scene]:
+    """A topic `t` with two queues on each of two brokers, 20 messages in each, a minute old."""
+    async with scene() as made:
+        made.topic("t", 2, batches=2)
+        yield made
+
+
+async def why(asked: Scene, *groups: Group, patient: bool = False) -> list[Diagnosis]:
+    targets = [Target(group, asked.inspector.queues_of(group)) for group in groups]
+    return await asked.inspector.inspect(targets, patient=patient)
+
+
+def reasons(found: Sequence[Diagnosis]) -> list[Reason]:
+    return [diagnosis.finding.reason for diagnosis in found]
+
+
+# ---- how much is asked
+
+
+async def test_queues_without_lag_cost_one_question_per_service(asked: Scene) -> None:
+    group = asked.group("g", "c1", "c2")
+    asked.progress(group, 20)
+    found = await why(asked, group)
+    assert reasons(found) == [Reason.IDLE] * 4
+    assert asked.calls() == {"List": 1, "QueryGroup": 1, "QueryOffsets": 2}
+
+
+async def test_many_groups_cost_one_list_and_one_question_per_broker(asked: Scene) -> None:
+    groups = [asked.group(f"g{index}", "c1") for index in range(10)]
+    for group in groups:
+        asked.progress(group, 20)
+    assert reasons(await why(asked, *groups)) == [Reason.IDLE] * 40
+    assert asked.calls() == {"List": 1, "QueryGroup": 10, "QueryOffsets": 2}
+
+
+async def test_a_message_that_is_stuck_is_read_once(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1", held_ms=60_000)
+    asked.progress(group, 13, unacked_count=1)
+    first = await why(asked, group)
+    again = await why(asked, group)
+    assert reasons(first) == reasons(again) == [Reason.HEAD_OF_LINE] * 4
+    assert asked.calls() == {"List": 2, "QueryGroup": 2, "QueryOffsets": 4, "Read": 4}
+
+
+async def test_the_message_of_a_topic_that_was_created_again_is_another_one(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 13, unacked_count=1)
+    await why(asked, group)
+    asked.catalog.topics["t"] = replace(asked.catalog.topics["t"], topic_id=2)
+    await why(asked, group)
+    assert asked.calls()["Read"] == 8
+
+
+async def test_locks_are_described_only_where_that_matters(asked: Scene) -> None:
+    group = asked.group("g", "c1", "c2")
+    asked.own(group, "c1")
+    asked.progress(group, 13)
+    asked.lockmgr.entries[0].state = lockmgr_pb.LOCK_STATE_PENDING
+    await why(asked, group)
+    assert asked.calls()["Describe"] == 1
+
+
+# ---- what is found
+
+
+async def test_the_head_of_the_line_has_its_id_and_its_age(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 13, unacked_count=1)
+    finding = (await why(asked, group))[3].finding
+    assert finding.values["message_id"] == "b-100a-3"
+    assert finding.values["offset"] == 13
+    age_ms = finding.values["age_ms"]
+    assert isinstance(age_ms, int)
+    assert 60_000 <= age_ms < 70_000
+
+
+async def test_what_waits_and_passes_no_filter_is_told_as_filtered(asked: Scene) -> None:
+    group = asked.group("g", "c1", expression="JFK")
+    asked.own(group, "c1")
+    asked.progress(group, 0)
+    finding = (await why(asked, group))[0].finding
+    assert finding.reason is Reason.FILTERED
+    assert finding.values == {"expression": "JFK", "scanned": 20}
+
+
+async def test_one_message_that_passes_is_enough_not_to_be_filtered(asked: Scene) -> None:
+    asked.brokers["a"].store("t", 0, "JFK", asked.clock.unix_ms())
+    group = asked.group("g", "c1", expression="JFK")
+    asked.own(group, "c1")
+    asked.progress(group, 0)
+    found = reasons(await why(asked, group))
+    assert found == [Reason.NOT_PULLING, *[Reason.FILTERED] * 3]
+
+
+async def test_a_queue_that_nobody_acquired_tells_the_last_refusal(asked: Scene) -> None:
+    group = asked.group("g", "c1", consume_from="FIRST")
+    for queue in asked.inspector.queues_of(group):
+        refusal = error_to_pb(Held("c0 owns it", facts={}))
+        asked.lockmgr.described[str(queue.queue_id)] = lockmgr_pb.DescribeResponse(
+            entry=lockmgr_pb.LockEntry(queue=queue_to_pb("g", queue)),
+            denials=[lockmgr_pb.Denial(client_id="c1", error=refusal)],
+        )
+    finding = (await why(asked, group))[0].finding
+    assert finding.reason is Reason.NOT_ACQUIRED
+    assert finding.message.endswith("the last refusal: HELD: c0 owns it")
+
+
+async def test_a_silent_owner_is_told_with_the_rest_of_its_lease(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "dead", lease_age_ms=20_000)
+    asked.progress(group, 13, unacked_count=2, idle_ms=20_000)
+    for entry in asked.lockmgr.entries:
+        asked.lockmgr.described[str(entry.queue.queue.queue_id)] = lockmgr_pb.DescribeResponse(
+            entry=entry, lease_left_ms=10_000
+        )
+    finding = (await why(asked, group))[0].finding
+    assert finding.reason is Reason.OWNER_SILENT
+    assert finding.values == {"owner": "dead", "lease_left_ms": 10_000}
+
+
+async def test_a_token_that_only_seems_to_differ_is_looked_at_again(asked: Scene) -> None:
+    """The lock manager was asked before a grant and offsets after it."""
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 13, unacked_count=1)
+    for progress in asked.offsets.queues:
+        progress.token = 2
+    found = await why(asked, group)
+    assert reasons(found) == [Reason.PHANTOM_TOKEN] * 4
+    for entry in asked.lockmgr.entries:
+        granted = lockmgr_pb.LockEntry()
+        granted.CopyFrom(entry)
+        granted.token = 2
+        asked.lockmgr.described[str(entry.queue.queue.queue_id)] = lockmgr_pb.DescribeResponse(
+            entry=granted
+        )
+    assert reasons(await why(asked, group)) == [Reason.HEAD_OF_LINE] * 4
+
+
+async def test_damage_is_told_with_its_position(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 13)
+    asked.brokers["a"].damage = DataLoss("checksum does not match", facts={"position": 4096})
+    found = await why(asked, group)
+    assert reasons(found) == [*[Reason.DATA_LOSS] * 2, *[Reason.NOT_PULLING] * 2]
+    assert found[0].finding.values["position"] == "4096"
+
+
+async def test_a_refused_client_is_told_with_what_it_wants(asked: Scene) -> None:
+    asked.topic("orders", 1, batches=1)
+    group = asked.group("g", "c1")
+    group = asked.dealt(
+        replace(group, terms=replace(group.terms, subscriptions=(Subscription("t", "*"),)))
+    )
+    conflict = error_pb2.Error(
+        reason=error_pb2.Reason.Value(f"REASON_{SubscriptionConflict.reason}"),
+        differences=[
+            error_pb2.SubscriptionDifference(
+                topic="orders",
+                setting="expression",
+                newcomer_client_id="c2",
+                newcomer_value="*",
+                member_client_id="c1",
+            )
+        ],
+    )
+    asked.refused.append(
+        pb.RefusedClient(incarnation=queue_pb2.Incarnation(client_id="c2"), error=conflict)
+    )
+    target = Target(group, tuple(asked.inspector.queues_of_topic("orders")))
+    found = await asked.inspector.inspect([target], patient=False)
+    assert reasons(found) == [Reason.REFUSED_SUBSCRIPTION] * 2
+    assert found[0].finding.values == {
+        "client_id": "c2",
+        "member_client_id": "c1",
+        "topic": "orders",
+        "wants": "*",
+        "has": "",
+    }
+
+
+async def test_a_broadcasting_group_costs_no_question_to_offsets(asked: Scene) -> None:
+    group = asked.group("g", "c1", model="BROADCASTING")
+    assert reasons(await why(asked, group)) == [Reason.MOVING] * 4
+    assert asked.calls()["QueryGroup"] == 0
+
+
+async def test_what_is_committed_while_it_looks_is_not_taken_for_loss(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+
+    def goes_on() -> None:
+        for twin in asked.brokers.values():
+            for queue_id in (0, 1):
+                twin.store("t", queue_id, "", asked.clock.unix_ms())
+        asked.progress(group, 30)
+
+    asked.offsets.on_query = goes_on
+    assert reasons(await why(asked, group)) == [Reason.IDLE] * 4
+
+
+# ---- services that do not answer
+
+
+@pytest.mark.parametrize("mute", [True, False])
+async def test_offsets_that_do_not_answer_are_the_reason(asked: Scene, mute: bool) -> None:
+    asked.offsets.mute, asked.offsets.refusal = mute, NotLeader("no leader", facts={})
+    found = await why(asked, asked.group("g", "c1"))
+    assert reasons(found) == [Reason.OFFSETS_UNREACHABLE] * 4
+    said = "DEADLINE_EXCEEDED" if mute else "NOT_LEADER: no leader"
+    assert said in str(found[0].finding.values["error"])
+
+
+@pytest.mark.parametrize("mute", [True, False])
+async def test_a_lock_manager_that_does_not_answer_is_the_reason(asked: Scene, mute: bool) -> None:
+    asked.lockmgr.mute, asked.lockmgr.refusal = mute, NotLeader("no leader", facts={})
+    group = asked.group("g", "c1")
+    asked.progress(group, 13)
+    assert reasons(await why(asked, group)) == [Reason.LOCKMGR_UNREACHABLE] * 4
+
+
+async def test_a_broker_that_does_not_answer_is_the_reason_for_its_queues(asked: Scene) -> None:
+    asked.brokers["b"].mute = True
+    group = asked.group("g", "c1")
+    asked.progress(group, 20)
+    found = reasons(await why(asked, group))
+    assert found == [*[Reason.IDLE] * 2, *[Reason.STORAGE_UNREACHABLE] * 2]
+
+
+async def test_a_broker_that_is_not_registered_is_the_reason_for_its_queues(asked: Scene) -> None:
+    topic = asked.catalog.topics["t"]
+    spread = (topic.spread[0], replace(topic.spread[1], broker="gone"))
+    asked.catalog.topics["t"] = replace(topic, spread=spread)
+    group = asked.group("g", "c1")
+    asked.progress(group, 20)
+    found = await why(asked, group)
+    assert reasons(found) == [*[Reason.IDLE] * 2, *[Reason.STORAGE_UNREACHABLE] * 2]
+    assert "not registered" in found[3].finding.message
+
+
+async def test_everything_mute_costs_no_more_than_a_few_deadlines(asked: Scene) -> None:
+    for twin in (asked.lockmgr, asked.offsets, *asked.brokers.values()):
+        twin.mute = True
+    begin_ms = asked.clock.monotonic_ms()
+    found = await why(asked, asked.group("g", "c1"), patient=True)
+    assert reasons(found) == [Reason.OFFSETS_UNREACHABLE] * 4
+    assert asked.clock.monotonic_ms() - begin_ms < 3 * TIMEOUT_S * 1000
+
+
+# ---- whether a queue moves
+
+
+async def test_a_queue_that_moves_between_two_looks_is_moving(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 12, unacked_count=1)
+    assert reasons(await why(asked, group)) == [Reason.HEAD_OF_LINE] * 4
+    asked.progress(group, 13, unacked_count=1)
+    found = await why(asked, group)
+    assert reasons(found) == [Reason.MOVING] * 4
+    assert found[0].evidence.unmoved_ms == 0
+
+
+async def test_a_patient_look_sees_whether_a_queue_moves(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 10, unacked_count=1)
+    committed = iter(range(11, 20))
+    asked.offsets.on_query = lambda: asked.progress(group, next(committed), unacked_count=1)
+    assert reasons(await why(asked, group, patient=True)) == [Reason.MOVING] * 4
+    assert asked.calls()["QueryGroup"] == 2
+
+
+async def test_a_queue_that_was_looked_at_is_not_waited_for_again(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 13, unacked_count=1)
+    await why(asked, group, patient=True)
+    begin_ms = asked.clock.monotonic_ms()
+    found = await why(asked, group, patient=True)
+    assert asked.clock.monotonic_ms() - begin_ms < LOOK_AGAIN_MS
+    assert reasons(found) == [Reason.HEAD_OF_LINE] * 4
+    assert found[0].evidence.unmoved_ms >= LOOK_AGAIN_MS
+
+
+# ---- the state of a group
+
+
+def test_a_paused_group_is_told_with_who_and_since_when() -> None:
+    group = Group(name="g", pause=Pause("ops", "deploy", 1_000))
+    state = state_of(group, (), 0, 5_000)
+    assert state.paused is not None
+    assert (state.paused.by, state.paused.reason, state.paused.since_ms) == ("ops", "deploy", 4_000)
+
+
+def test_a_draining_group_is_told_with_its_open_grants() -> None:
+    staged = Staged((Subscription("t", "b"),), draining=True, since_unix_ms=1_000)
+    change = state_of(Group(name="g", staged=staged), (), 3, 5_000).change
+    assert change is not None
+    assert (change.open_grants, change.since_ms) == (3, 4_000)
+    waits = replace(staged, draining=False)
+    assert state_of(Group(name="g", staged=waits), (), 3, 5_000).change is None
+
+
+async def test_a_member_that_differs_waits_with_what_it_wants(asked: Scene) -> None:
+    group = asked.group("g", "c1", "c2")
+    differing = replace(group.members[1], differs=True)
+    staged = Staged((Subscription("t", "b"),), draining=False, since_unix_ms=0)
+    group = replace(group, members=(group.members[0], differing), staged=staged)
+    (refused,) = state_of(group, (), 0, 0).refused
+    assert (refused.client_id, refused.member_client_id, refused.waits) == ("c2", "c1", True)
+    assert [(u.topic, u.wants, u.has) for u in refused.unlike] == [("t", "b", "*")]
+
+
+# ---- metrics and events
+
+
+class Published(EventHub):
+    """Keeps the reasons of what is published."""
+
+    def __init__(self, asked: Scene) -> None:
+        super().__init__("nameserver/n1", 1, asked.clock)
+        self.reasons: Counter[str] = Counter()
+
+    def publish(self, event: metrics_pb.MetricEvent) -> None:
+        super().publish(event)
+        self.reasons[event.stuck_changed.reason] += 1
+
+
+class Watch:
+    """A lookout of replica `n1`, what it shows, and what it publishes."""
+
+    def __init__(self, asked: Scene) -> None:
+        self.registry, self.hub = CollectorRegistry(), Published(asked)
+        self.lookout = Lookout(
+            asked.catalog,
+            asked.inspector,
+            StuckMetrics(self.registry),
+            self.hub,
+            node_id="n1",
+            interval_ms=15_000,
+        )
+        self._nodes = asked.nodes.values
+        self.register("n1")
+
+    def register(self, node_id: str) -> None:
+        node = pb.Node(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
+        self._nodes[f"nameserver/{node_id}"] = Stored(node_id, node.SerializeToString(), 1, 1)
+
+    def shown(self, name: str) -> dict[tuple[str, ...], float]:
+        """Samples by the values of their labels."""
+        return {
+            tuple(sample.labels.values()): sample.value
+            for metric in self.registry.collect()
+            for sample in metric.samples
+            if sample.name == name
+        }
+
+
+async def test_a_look_shows_lag_by_topic_and_each_stuck_queue(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 13, unacked_count=1)
+    watch = Watch(asked)
+    await watch.lookout.look()
+    assert watch.shown("baton_group_lag_messages") == {("g", "t"): 28}
+    assert 60 <= watch.shown("baton_group_lag_seconds")["g", "t"] < 70
+    stuck = watch.shown("baton_queue_stuck")
+    assert stuck == {("g", "t", b, q, "HEAD_OF_LINE"): 1 for b in "ab" for q in "01"}
+    assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
+    assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
+
+
+async def test_a_queue_that_moves_again_loses_its_series_and_is_told_once(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 13, unacked_count=1)
+    watch = Watch(asked)
+    await watch.lookout.look()
+    await watch.lookout.look()
+    assert watch.hub.reasons == {"HEAD_OF_LINE": 4}
+    asked.progress(group, 20)
+    await watch.lookout.look()
+    await watch.lookout.look()
+    assert watch.shown("baton_queue_stuck") == {}
+    assert watch.shown("baton_group_lag_messages") == {("g", "t"): 0}
+    assert watch.hub.reasons == {"HEAD_OF_LINE": 4, "IDLE": 4}
+
+
+async def test_a_group_that_is_gone_has_no_series(asked: Scene) -> None:
+    asked.progress(asked.group("g"), 13)
+    watch = Watch(asked)
+    await watch.lookout.look()
+    assert watch.shown("baton_queue_stuck") != {}
+    asked.catalog.groups.clear()
+    await watch.lookout.look()
+    assert watch.shown("baton_queue_stuck") == watch.shown("baton_group_lag_messages") == {}
+
+
+async def test_a_broadcasting_group_has_no_lag(asked: Scene) -> None:
+    asked.group("g", "c1", model="BROADCASTING")
+    watch = Watch(asked)
+    await watch.lookout.look()
+    assert watch.shown("baton_group_lag_messages") == {}
+
+
+async def test_only_the_first_of_the_registered_replicas_looks(asked: Scene) -> None:
+    asked.progress(asked.group("g"), 13)
+    watch = Watch(asked)
+    await watch.lookout.look()
+    watch.register("n0")
+    await watch.lookout.look()
+    assert watch.shown("baton_queue_stuck") == watch.shown("baton_group_lag_messages") == {}
+    assert watch.shown("baton_nameserver_inspections_total") == {(): 1}
+
+
+async def test_queues_are_named_by_group_topic_broker_and_index(asked: Scene) -> None:
+    group = asked.group("g", "c1")
+    assert asked.inspector.queues_of(group)[2:] == (QueueId("t", "b", 0), QueueId("t", "b", 1))

@@ -1,0 +1,63 @@
+"""The call that asks why queues do not move.
+
+Goal: it answers for the queues that were asked for, in order, and refuses what does not exist.
+Method: a real replica over real gRPC whose broker is away, which is then the answer.
+"""
+
+from __future__ import annotations
+
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from tests.nameserver.replica import Replica, refusal
+
+
+async def why(nameserver: Replica, **asked: object) -> list[pb.Diagnosis]:
+    request = pb.WhyStuckRequest(group="g", **asked)  # type: ignore[arg-type]
+    return list((await nameserver.stub.WhyStuck(request, timeout=20)).queues)
+
+
+async def test_all_queues_of_the_group_are_told_in_order(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    found = await why(nameserver)
+    assert [d.queue.queue.queue_id for d in found] == list(range(8))
+    assert {d.queue.group for d in found} == {"g"}
+    assert {d.reason for d in found} == {pb.STUCK_REASON_STORAGE_UNREACHABLE}
+    assert {d.evidence["broker"] for d in found} == {"broker-a"}
+    assert {(d.lag_count, d.lag_ms, d.committed_offset, d.next_offset) for d in found} == {
+        (-1, -1, -1, -1)
+    }
+
+
+async def test_one_queue_can_be_asked_for(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1")
+    (found,) = await why(nameserver, topic="flights", broker="broker-a", queue_id=0)
+    assert found.queue.queue.queue_id == 0
+    assert await why(nameserver, queue_id=8) == []
+    assert await why(nameserver, broker="broker-b") == []
+
+
+async def test_a_topic_that_the_group_does_not_subscribe_to_can_be_asked_for(
+    nameserver: Replica,
+) -> None:
+    await nameserver.create("orders", 2)
+    await nameserver.join("g", "c1")
+    assert {d.queue.queue.topic for d in await why(nameserver)} == {"flights"}
+    assert [d.queue.queue.topic for d in await why(nameserver, topic="orders")] == ["orders"] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (pb.WhyStuckRequest(group="nobody"), "GROUP_NOT_FOUND"),
+        (pb.WhyStuckRequest(group="g", topic="nothing"), "TOPIC_NOT_FOUND"),
+        (pb.WhyStuckRequest(group="g/h"), "INVALID_NAME"),
+        (pb.WhyStuckRequest(), "INVALID_NAME"),
+    ],
+)
+async def test_what_does_not_exist_is_refused(
+    nameserver: Replica, asked: pb.WhyStuckRequest, reason: str
+) -> None:
+    await nameserver.join("g", "c1")
+    error = await refusal(nameserver.stub.WhyStuck(asked, timeout=10))
+    assert error.reason == reason

@@ -1,0 +1,356 @@
+"""Goal: malformed calls are refused with the field that is wrong, and change nothing. Method: the
+real service behind a real channel; every batched call with one bad item behind a good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+
+from services.offsets.wire import ITEMS_MAX, NUMBER_MAX
+from tests.offsets.service import (
+    GOOD,
+    TERM,
+    Service,
+    call,
+    deletion,
+    queue,
+    reasons,
+    refusal,
+    run,
+    wish,
+)
+
+INT64_MAX = (1 << 63) - 1
+# ---- bad input, every call
+
+ITEMS: dict[str, Callable[..., Any]] = {
+    "Fence": lambda item: pb.FenceRequest(term=TERM, items=[wish(attempt="x"), item]),
+    "RecordDelivered": lambda item: pb.RecordDeliveredRequest(
+        items=[pb.DeliveryItem(queue=queue(), token=1, next_offset=5_000), item]
+    ),
+    "Touch": lambda item: pb.TouchRequest(items=[pb.TouchItem(queue=queue(), token=1), item]),
+    "Commit": lambda item: pb.CommitRequest(
+        items=[pb.CommitItem(queue=queue(), token=1, committed_offset=1), item]
+    ),
+    "Close": lambda item: pb.CloseRequest(
+        items=[pb.CloseItem(queue=queue(), token=1, committed_offset=1), item]
+    ),
+}
+BATCHED = sorted(GOOD)
+
+
+def named(group: str = "g", topic: str = "t", broker: str = "b", queue_id: int = 0) -> Any:
+    inner = queue_pb2.Queue(topic=topic, broker=broker, queue_id=queue_id)
+    return queue_pb2.GroupQueue(group=group, queue=inner)
+
+
+BAD_QUEUES = {
+    "no queue": (None, "INVALID_ARGUMENT", "queue"),
+    "no inner queue": (queue_pb2.GroupQueue(group="g"), "INVALID_ARGUMENT", "queue"),
+    "no group": (named(group=""), "INVALID_NAME", "group"),
+    "separator in group": (named(group="../etc/passwd"), "INVALID_NAME", "group"),
+    "NUL in group": (named(group="a\0b"), "INVALID_NAME", "group"),
+    "newline in topic": (named(topic="news\n"), "INVALID_NAME", "topic"),
+    "backslash in topic": (named(topic="a\\b"), "INVALID_NAME", "topic"),
+    "long topic": (named(topic="t" * 128), "INVALID_NAME", "topic"),
+    "separator in broker": (named(broker="a/b"), "INVALID_NAME", "broker"),
+    "control character in broker": (named(broker="a\x1b"), "INVALID_NAME", "broker"),
+    "queue id": (named(queue_id=65_536), "INVALID_ARGUMENT", "queue_id"),
+}
+
+
+@pytest.mark.parametrize("method", BATCHED)
+@pytest.mark.parametrize("case", BAD_QUEUES)
+async def test_a_malformed_queue_is_refused(service: Service, method: str, case: str) -> None:
+    await service.held()
+    bad, reason, field = BAD_QUEUES[case]
+    request = ITEMS[method](GOOD[method](queue=bad))
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert error.facts["field"] == f"items[1].{field}"
+
+
+@pytest.mark.parametrize("case", BAD_QUEUES)
+async def test_a_malformed_queue_is_refused_by_query(service: Service, case: str) -> None:
+    bad, reason, field = BAD_QUEUES[case]
+    bad = bad or queue_pb2.GroupQueue()
+    code, error = await refusal(service, "Query", pb.QueryRequest(queues=[queue(), bad]))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert error.facts["field"] == f"items[1].{field}"
+
+
+@pytest.mark.parametrize("group", ["", "a/b", "a\0", "a\n", "g" * 128, "ü"])
+async def test_a_malformed_group_is_refused_by_query_group(service: Service, group: str) -> None:
+    code, error = await refusal(service, "QueryGroup", pb.QueryGroupRequest(group=group))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_NAME")
+
+
+def acks(field: str, value: int) -> pb.Acks:
+    """Acks with one field set."""
+    found = pb.Acks()
+    setattr(found, field, value)
+    return found
+
+
+BAD_RUNS = [
+    [run(-1, 4)],
+    [run(4, 4)],
+    [run(5, 4)],
+    [run(0, 5), run(4, 6)],
+    [run(6, 8), run(0, 5)],
+    [run(0, NUMBER_MAX + 1)],
+    [run(0, INT64_MAX)],
+]
+BAD_ITEMS: list[tuple[str, dict[str, Any], str]] = [
+    *[("Commit", {"acked": runs}, "acked") for runs in BAD_RUNS],
+    *[("Close", {"acked": runs}, "acked") for runs in BAD_RUNS],
+    *[("Close", {"unfinished": runs}, "unfinished") for runs in BAD_RUNS],
+    *[("Fence", {"resume": runs}, "resume") for runs in BAD_RUNS],
+    *[
+        (method, {"token": token}, "token")
+        for method in ("RecordDelivered", "Touch", "Commit", "Close")
+        for token in (0, -1, INT64_MAX)
+        if (method, token) != ("Commit", 0)  # for a group without ownership
+    ],
+    *[
+        ("RecordDelivered", {"progress": acks(field, value)}, f"progress.{field}")
+        for field in ("committed_offset", "reset_epoch")
+        for value in (-1, INT64_MAX)
+    ],
+    *[
+        ("RecordDelivered", {"progress": pb.Acks(acked=runs)}, "progress.acked")
+        for runs in BAD_RUNS
+    ],
+    ("RecordDelivered", {"subscription_generation": -1}, "subscription_generation"),
+    ("Fence", {"subscription_generation": -1}, "subscription_generation"),
+    *[
+        (method, {field: value}, field)
+        for method in ("Commit", "Close")
+        for field in ("committed_offset", "reset_epoch")
+        for value in (-1, INT64_MAX)
+    ],
+    ("RecordDelivered", {"first_offset": 1}, "next_offset"),
+    ("RecordDelivered", {"first_offset": 2}, "next_offset"),
+    ("RecordDelivered", {"first_offset": -1}, "next_offset"),
+    ("RecordDelivered", {"next_offset": INT64_MAX}, "next_offset"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_UNSPECIFIED}, "condition"),
+    ("Fence", {"condition": 99}, "condition"),
+    ("Fence", {"attempt": ""}, "attempt"),
+    ("Fence", {"attempt": "a" * 65}, "attempt"),
+    ("Fence", {"attempt": "a\nb"}, "attempt"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_IDLE}, "idle_ms"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_IDLE, "idle_ms": -5}, "idle_ms"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_FORCED}, "forced_by"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_FORCED, "forced_by": "a\n"}, "forced_by"),
+    ("Fence", {"condition": pb.FENCE_CONDITION_FORCED, "forced_by": "a"}, "forced_reason"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="a")}, "holder.incarnation_id"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="", incarnation_id=1)}, "client_id"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="a/b", incarnation_id=1)}, "client_id"),
+    ("Fence", {"holder": queue_pb2.Incarnation(client_id="a\0", incarnation_id=1)}, "client_id"),
+    *[
+        ("Fence", {field: value}, field)
+        for field in ("expected_token", "token_min", "reset_epoch", "initial_offset")
+        for value in (-1, INT64_MAX)
+    ],
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "field"), BAD_ITEMS)
+async def test_a_malformed_item_refuses_the_call(
+    service: Service, method: str, fields: dict[str, Any], field: str
+) -> None:
+    await service.held()
+    request = ITEMS[method](GOOD[method](**fields))
+    code, error = await refusal(service, method, request)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert error.facts["field"] == f"items[1].{field}"
+
+
+@pytest.mark.parametrize("method", [*BATCHED, "Query"])
+async def test_a_call_without_items_is_refused(service: Service, method: str) -> None:
+    request = getattr(pb, f"{method}Request")()
+    if method == "Fence":
+        request.term = TERM
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert error.facts == {"field": "items"}
+
+
+@pytest.mark.parametrize("method", [*BATCHED, "Query"])
+async def test_a_call_with_too_many_items_is_refused(service: Service, method: str) -> None:
+    await service.held()
+    if method == "Query":
+        request: Any = pb.QueryRequest(queues=[queue()] * (ITEMS_MAX + 1))
+    else:
+        request = ITEMS[method](GOOD[method]())
+        request.items.extend([request.items[0]] * (ITEMS_MAX - 1))
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
+    assert error.facts == {"field": "items", "limit": "1024", "actual": "1025"}
+
+
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [("Commit", "acked"), ("Close", "acked"), ("Close", "unfinished"), ("Fence", "resume")],
+)
+async def test_too_many_ranges_are_refused(service: Service, method: str, field: str) -> None:
+    await service.held()
+    runs = [run(at, at + 1) for at in range(0, 2_002, 2)]
+    code, error = await refusal(service, method, ITEMS[method](GOOD[method](**{field: runs})))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
+    assert error.facts == {"field": f"items[1].{field}", "limit": "1000", "actual": "1001"}
+
+
+@pytest.mark.parametrize("method", ["Commit", "Close"])
+async def test_two_items_for_one_queue_are_refused(service: Service, method: str) -> None:
+    await service.held()
+    code, error = await refusal(service, method, ITEMS[method](GOOD[method](queue=queue())))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert error.facts == {"field": "items"}
+
+
+@pytest.mark.parametrize("term", [0, -1, INT64_MAX])
+@pytest.mark.parametrize("method", ["Announce", "Fence"])
+async def test_a_malformed_term_is_refused(service: Service, method: str, term: int) -> None:
+    items = {"items": [wish()]} if method == "Fence" else {}
+    request = getattr(pb, f"{method}Request")(term=term, **items)
+    code, error = await refusal(service, method, request)
+    assert (code, error.facts) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "term"})
+
+
+@pytest.mark.parametrize(
+    "method", [*BATCHED, "Query", "Announce", "DeleteTopic", "DeleteGroup", "Reset", "Clone"]
+)
+async def test_a_caller_that_has_seen_a_newer_epoch_is_refused(
+    service: Service, method: str
+) -> None:
+    await service.held()
+    if method in ITEMS:
+        request = ITEMS[method](GOOD[method]())
+    elif method == "Query":
+        request = pb.QueryRequest(queues=[queue()])
+    elif method == "DeleteTopic":
+        request = deletion()
+    elif method in ("DeleteGroup", "Reset", "Clone"):
+        request = getattr(pb, f"{method}Request")()
+    else:
+        request = pb.AnnounceRequest(term=99)
+    request.offsets_epoch = 2
+    code, error = await refusal(service, method, request)
+    assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "OLD_EPOCH")
+    assert error.facts == {"epoch": "1", "current": "2"}
+
+
+@pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
+async def test_a_stale_token_is_fenced_and_writes_nothing(service: Service, method: str) -> None:
+    await service.held()
+    before = service.stored()
+    request_type = getattr(pb, f"{method}Request")
+    request = request_type(items=[GOOD[method](queue=queue(), token=5)])
+    answer = await call(service, method, request)
+    assert reasons(answer.outcomes) == ["REASON_FENCED"]
+    assert service.stored() == before
+
+
+@pytest.mark.parametrize("method", ["RecordDelivered", "Touch", "Commit", "Close"])
+async def test_an_unknown_queue_is_refused_and_stays_unknown(service: Service, method: str) -> None:
+    await service.held()
+    before = service.stored()
+    request = getattr(pb, f"{method}Request")(items=[GOOD[method]()])
+    answer = await call(service, method, request)
+    assert reasons(answer.outcomes) == ["REASON_UNKNOWN_QUEUE"]
+    assert (service.stored(), len(service.offsets.table)) == (before, 1)
+
+
+# ---- resets, clones, deletions of groups
+
+BAD_RESETS: dict[str, tuple[dict[str, Any], str]] = {
+    "no op id": ({"op_id": ""}, "op_id"),
+    "long op id": ({"op_id": "x" * 65}, "op_id"),
+    "op id with a newline": ({"op_id": "x\ny"}, "op_id"),
+    "nobody": ({"by": ""}, "by"),
+    "no reason": ({"reason": ""}, "reason"),
+    "long reason": ({"reason": "x" * 1_025}, "reason"),
+    "no queues": ({"items": []}, "items"),
+    "too many queues": ({"items": [pb.ResetItem(queue=queue())] * 1_025}, "items"),
+    "a queue twice": ({"items": [pb.ResetItem(queue=queue())] * 2}, "items"),
+    "queues of two groups": (
+        {"items": [pb.ResetItem(queue=queue()), pb.ResetItem(queue=queue("others"))]},
+        "items",
+    ),
+    "offset below 0": (
+        {"items": [pb.ResetItem(queue=queue(), to_offset=-1)]},
+        "items[0].to_offset",
+    ),
+    "great offset": (
+        {"items": [pb.ResetItem(queue=queue(), to_offset=INT64_MAX)]},
+        "items[0].to_offset",
+    ),
+    "undo with queues": ({"undo_op_id": "x", "undo_group": "readers"}, "items"),
+    "undo without a group": ({"undo_op_id": "x", "items": []}, "group"),
+    "undo of no id": ({"undo_op_id": "a b", "undo_group": "g", "items": []}, "undo_op_id"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RESETS)
+async def test_a_malformed_reset_is_refused(service: Service, case: str) -> None:
+    fields, field = BAD_RESETS[case]
+    items = [pb.ResetItem(queue=queue(), to_offset=4)]
+    good: dict[str, Any] = {"op_id": "op", "by": "admin", "reason": "replay", "items": items}
+    code, error = await refusal(service, "Reset", pb.ResetRequest(**(good | fields)))
+    assert (code, error.facts["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"op_id": ""}, "op_id"),
+        ({"from_group": ""}, "group"),
+        ({"to_group": "a/b"}, "group"),
+        ({"to_group": "readers"}, "to_group"),
+        ({"topic": "a\n"}, "topic"),
+    ],
+)
+async def test_a_malformed_clone_is_refused(
+    service: Service, fields: dict[str, str], field: str
+) -> None:
+    good: Any = {
+        "op_id": "op",
+        "by": "a",
+        "reason": "b",
+        "from_group": "readers",
+        "to_group": "others",
+    }
+    code, error = await refusal(service, "Clone", pb.CloneRequest(**(good | fields)))
+    assert (code, error.facts["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+@pytest.mark.parametrize(
+    "request_pb",
+    [
+        pb.DeleteGroupRequest(),
+        pb.DeleteGroupRequest(group="readers", topic="a/b"),
+        pb.ListResetsRequest(),
+    ],
+)
+async def test_a_malformed_group_or_topic_is_refused(service: Service, request_pb: Any) -> None:
+    await service.held()
+    name = type(request_pb).__name__.removesuffix("Request")
+    code, error = await refusal(service, name, request_pb)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_NAME")
+
+
+async def test_nobody_resumes_nothing(service: Service) -> None:
+    item = wish(resume=[run(0, 1)])
+    item.ClearField("holder")
+    code, error = await refusal(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
+    assert (code, error.facts) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        {"field": "items[0].resume"},
+    )

@@ -1,0 +1,143 @@
+"""Goal: on a full disk changes are refused, what is known is told, and both end by themselves.
+
+Method: the real service on its real disk; only how much is free is decided by the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from prometheus_client import CollectorRegistry
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import DiskFull
+from batonmq.common.rpc import from_rpc_error
+from services.offsets import group_commit
+from services.offsets.app import recovered
+from services.offsets.core.calls import Limits
+from services.offsets.disk import FREE_BYTES_MIN, Disk
+from services.runtime.etcd import EtcdSession
+from services.runtime.events import EventHub
+from services.runtime.mirror import Mirror
+from tests.offsets.service import TERM, Service, call, queue
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+
+class Room:
+    """What is free on the disk."""
+
+    free_bytes = FREE_BYTES_MIN
+
+    def __call__(self, folder: Path) -> int:
+        return self.free_bytes
+
+
+@asynccontextmanager
+async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
+    clock, registry = Clock(), CollectorRegistry()
+    hub = EventHub("offsets/offsets-0", 1, clock)
+    gates = Mirror(EtcdSession("127.0.0.1:1", "unused", clock), "gates/")
+    with Disk(folder, free_bytes=room) as disk:
+        offsets = recovered(disk, Limits(), clock, registry, hub, gates)
+        async with asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(offsets.commits.run())
+            async with serving(offsets.add) as channel:
+                yield Service(pb_grpc.OffsetsServiceStub(channel), offsets, hub, registry)
+            writer.cancel()
+
+
+def commit(committed_offset: int, queue_id: int = 3) -> pb.CommitRequest:
+    item = pb.CommitItem(queue=queue(queue_id=queue_id), token=1, committed_offset=committed_offset)
+    return pb.CommitRequest(items=[item])
+
+
+CHANGES: dict[str, Any] = {
+    "Announce": pb.AnnounceRequest(term=TERM + 1),
+    "Fence": pb.FenceRequest(term=TERM),
+    "RecordDelivered": pb.RecordDeliveredRequest(),
+    "Commit": commit(5, queue_id=4),
+    "Close": pb.CloseRequest(),
+    "Reset": pb.ResetRequest(),
+    "Clone": pb.CloneRequest(),
+    "DeleteGroup": pb.DeleteGroupRequest(group="readers"),
+    "DeleteTopic": pb.DeleteTopicRequest(topic="news", topic_id=1),
+}
+
+
+async def test_a_full_disk_refuses_changes_until_it_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "RETRY_MS", 10)
+    room = Room()
+    async with serving_in(tmp_path, room) as service:
+        await service.held(queue_id=3)
+        await service.held(queue_id=4)
+        room.free_bytes -= 1
+        commits = service.offsets.commits
+        async with asyncio.TaskGroup() as tasks:
+            caught = tasks.create_task(call(service, "Commit", commit(5)))
+            await until(lambda: commits.full is not None)
+            assert service.registry.get_sample_value("baton_offsets_disk_full") == 1
+            for method, request in CHANGES.items():
+                code, error = await refused(service, method, request)
+                assert (code, error) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "DISK_FULL"), method
+            touch = pb.TouchRequest(items=[pb.TouchItem(queue=queue(queue_id=4), token=1)])
+            assert not (await call(service, "Touch", touch)).outcomes[0].HasField("error")
+            query = pb.QueryRequest(queues=[queue(queue_id=4)])
+            found = (await call(service, "Query", query)).outcomes[0].progress
+            assert found.committed_offset == 0
+            assert not caught.done(), "what was applied is answered when it is durable"
+            room.free_bytes += 1
+        assert caught.result().outcomes[0].committed.committed_offset == 5
+        assert service.registry.get_sample_value("baton_offsets_disk_full") == 0
+        answer = await call(service, "Commit", commit(6))
+        assert answer.outcomes[0].committed.committed_offset == 6
+
+
+async def refused(service: Service, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
+    before, known = service.stored(), len(service.offsets.table)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call(service, method, request)
+    assert (service.stored(), len(service.offsets.table)) == (before, known)
+    return raised.value.code(), from_rpc_error(raised.value).reason
+
+
+async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    room = Room()
+    async with serving_in(tmp_path, room) as service:
+        await service.held()
+        room.free_bytes = 0
+        async with asyncio.TaskGroup() as tasks:
+            caught = tasks.create_task(call(service, "Commit", commit(5)))
+            await until(lambda: service.offsets.commits.full is not None)
+            await service.offsets.commits.drain()
+            caught.cancel()
+    async with serving_in(tmp_path, room) as service:
+        query = pb.QueryRequest(queues=[queue()])
+        found = (await call(service, "Query", query)).outcomes[0].progress
+        assert found.committed_offset == 0, "and it starts although the disk is full"
+
+
+async def test_a_write_that_leaves_too_little_free_is_refused(tmp_path: Path) -> None:
+    room = Room()
+    with Disk(tmp_path, free_bytes=room) as disk:
+        room.free_bytes -= 1
+        with pytest.raises(DiskFull) as raised:
+            await disk.write([(b"a", b"1")])
+        assert raised.value.facts["limit"] == str(FREE_BYTES_MIN)
+        assert not list(disk.read())
+        room.free_bytes += 1
+        await disk.write([(b"a", b"1")])
+        assert list(disk.read()) == [(b"a", b"1")]

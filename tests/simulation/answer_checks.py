@@ -1,0 +1,138 @@
+"""What must hold of answers as they leave a server: what they say is durable by then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+
+from batonmq.common.errors import BatonError, Internal, Paused
+from services.offsets.core.calls import Holder
+from services.offsets.core.ranges import RangeSet
+from tests.simulation.books import Books, done, holder_of, key_of
+
+RECORD_MS = 2_500
+"""Storage may ask for so long to record what it had read before it heard of a pause."""
+
+
+class AnswerChecks:
+    """Sees every call as it leaves its client, and every answer as it leaves a server."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def called(self, request: Any) -> None:
+        """A call is sent. Storage that knows of a pause has nothing recorded any more."""
+        group = self._books.group
+        if not isinstance(request, offsets_pb.RecordDeliveredRequest):
+            return
+        if group.pause_known_ms is None:
+            return
+        known_ms = self._books.now_ms() - group.pause_known_ms
+        if known_ms > RECORD_MS:
+            self._books.fail("pause", f"storage delivers {known_ms} ms after it knew: {request}")
+
+    def answered(self, node: str, request: Any, answer: Any) -> None:
+        """A server sends an answer."""
+        if isinstance(answer, BatonError):
+            if isinstance(answer, Internal):
+                self._books.fail("unexpected", f"{node} failed with {answer.message}: {request}")
+            if isinstance(answer, Paused) and isinstance(request, storage_pb.PullRequest):
+                self._paused(answer)
+            return
+        if isinstance(answer, lockmgr_pb.AcquireResponse | lockmgr_pb.KeepAliveResponse):
+            self._lock_answered(node, request, answer)
+        if isinstance(answer, offsets_pb.FenceResponse):
+            for item, fence in zip(request.items, answer.outcomes, strict=True):
+                if fence.HasField("fenced"):
+                    self._fence_answered(item, fence.fenced)
+        if isinstance(answer, offsets_pb.CommitResponse | offsets_pb.CloseResponse):
+            for item, outcome in zip(request.items, answer.outcomes, strict=True):
+                if not outcome.HasField("error"):
+                    self._acks_answered(item, item)
+        if isinstance(answer, offsets_pb.RecordDeliveredResponse):
+            for item, delivery in zip(request.items, answer.outcomes, strict=True):
+                if delivery.delivered.HasField("progress"):
+                    self._acks_answered(item, item.progress)
+        if isinstance(answer, offsets_pb.ResetResponse):
+            for moved in answer.outcomes:
+                if moved.HasField("step"):
+                    self._reset_answered(moved.step)
+
+    def _paused(self, refusal: Paused) -> None:
+        group = self._books.group
+        if refusal.facts.get("reason") == group.paused and group.pause_known_ms is None:
+            self._books.counts["pauses known"] += 1
+            group.pause_known_ms = self._books.now_ms()
+
+    def _lock_answered(
+        self,
+        node: str,
+        request: Any,
+        answer: lockmgr_pb.AcquireResponse | lockmgr_pb.KeepAliveResponse,
+    ) -> None:
+        if isinstance(answer, lockmgr_pb.AcquireResponse):
+            if not answer.HasField("grant"):
+                return
+            key, owner, token = key_of(answer.queue), request.incarnation, answer.grant.token
+            if self._books.queues[key].persisted.get(token) != holder_of(owner):
+                self._books.fail("V11", f"{key}: {node} grants token {token}, not persisted")
+            return
+        for hold, report in zip(request.holds, answer.reports, strict=False):
+            if report.state == lockmgr_pb.HOLD_STATE_NOT_OWNER:
+                self._disowned(node, holder_of(request.incarnation), hold)
+            elif report.state in (lockmgr_pb.HOLD_STATE_OK, lockmgr_pb.HOLD_STATE_WANTED):
+                self._renewed(node, hold)
+
+    def _renewed(self, node: str, hold: lockmgr_pb.Hold) -> None:
+        """Nobody is renewed whose token is dead, or is being taken (stories 6, 7 and 12).
+
+        Of a reset the lock manager hears nothing: the owner finds out with its next call.
+        """
+        key = key_of(hold.queue)
+        queue = self._books.queues[key]
+        in_force = self._books.in_force(key, queue.durable) if queue.durable is not None else 0
+        if in_force != hold.token and queue.revoked.get(hold.token) != "reset":
+            self._books.fail(
+                "section 5", f"{key}: {node} renews {hold.token}; in force is {in_force}"
+            )
+
+    def _disowned(self, node: str, owner: Holder, hold: lockmgr_pb.Hold) -> None:
+        """Nothing is forgotten by a lock manager, whoever leads (section 12)."""
+        key = key_of(hold.queue)
+        queue = self._books.queues[key]
+        if queue.durable is None or queue.owner != owner or queue.etcd_token != hold.token:
+            return
+        if self._books.in_force(key, queue.durable) == hold.token:
+            self._books.fail(
+                "section 12", f"{key}: {node} tells {owner} that it does not own {hold.token}"
+            )
+
+    def _fence_answered(self, item: offsets_pb.FenceItem, fenced: offsets_pb.Fenced) -> None:
+        key = key_of(item.queue)
+        durable = self._books.queues[key].durable
+        if durable is None or durable.token < fenced.token:
+            self._books.fail("V8", f"{key}: token {fenced.token} is answered and not durable")
+
+    def _acks_answered(
+        self,
+        item: offsets_pb.CommitItem | offsets_pb.CloseItem | offsets_pb.DeliveryItem,
+        acks: offsets_pb.CommitItem | offsets_pb.CloseItem | offsets_pb.Acks,
+    ) -> None:
+        key = key_of(item.queue)
+        durable = self._books.queues[key].durable
+        if durable is not None and durable.reset_epoch > acks.reset_epoch:
+            return
+        told = RangeSet.merged((r.first_offset, r.next_offset) for r in acks.acked)
+        if acks.committed_offset:
+            told = told.union(RangeSet.of(0, acks.committed_offset))
+        if durable is None or told.difference(done(durable)):
+            self._books.fail("V9", f"{key}: acks {told} are answered and not durable")
+
+    def _reset_answered(self, step: offsets_pb.ResetStep) -> None:
+        key = key_of(step.queue)
+        durable = self._books.queues[key].durable
+        if durable is None or durable.reset_epoch < step.reset_epoch:
+            self._books.fail("V8", f"{key}: a reset to {step.to_offset} is answered, not durable")

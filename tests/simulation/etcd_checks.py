@@ -1,0 +1,95 @@
+"""What must hold of what is written to etcd: locks, and the group with its gate."""
+
+from __future__ import annotations
+
+from baton.lockmgr.v1 import stored_lock_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.core.subscription import TagFilter
+from services.offsets.core.calls import Holder, QueueKey
+from services.runtime.etcd import Stored
+from tests.simulation.books import Books, Queue, holder_of, key_of, token_of
+
+
+class EtcdChecks:
+    """Sees each key as it is written, in etcd's order."""
+
+    def __init__(self, books: Books, topic: str) -> None:
+        self._books, self._topic = books, topic
+
+    def written(self, stored: Stored) -> None:
+        """A key has a new value."""
+        kind, _, rest = stored.key.partition("/")
+        if kind == "locks":
+            self._lock_written(stored_lock_pb2.StoredLock.FromString(stored.value))
+        elif kind == "gates" and rest == self._books.name:
+            self._gate_written(pb.Gate.FromString(stored.value))
+        elif kind == "groups" and rest == self._books.name:
+            self._group_written(pb.Group.FromString(stored.value))
+
+    def _lock_written(self, lock: stored_lock_pb2.StoredLock) -> None:
+        books, key = self._books, key_of(lock.queue)
+        queue = books.queues[key]
+        owner = holder_of(lock.owner) if lock.HasField("owner") else None
+        books.trace.note("etcd", f"{key} is {owner.client_id if owner else 'free'} {lock.token}")
+        if lock.token < queue.etcd_token:
+            books.fail("V1", f"{key}: token in etcd fell from {queue.etcd_token} to {lock.token}")
+        if owner is not None and owner == queue.owner and lock.acquire_seq < queue.acquire_seq:
+            books.fail("story 8", f"{key}: request {lock.acquire_seq} after {queue.acquire_seq}")
+        queue.etcd_token, queue.owner, queue.acquire_seq = lock.token, owner, lock.acquire_seq
+        self._check_issued(key, queue, owner, lock.token)
+        if owner is None:
+            return
+        queue.persisted[lock.token] = owner
+        group = books.group
+        if group.draining:
+            books.fail("section 14", f"{key} goes to {owner} while the subscription is changed")
+        if group.bound and lock.subscription_generation != group.generation:
+            books.fail(
+                "section 14",
+                f"{key} goes to {owner} for generation {lock.subscription_generation} of the "
+                f"subscription; it is {group.generation}",
+            )
+
+    def _check_issued(
+        self, key: QueueKey, queue: Queue, owner: Holder | None, token: int
+    ) -> None:
+        """V1: etcd knows no token that offsets has not issued, durably, to the same incarnation."""
+        if token not in queue.fenced or token > token_of(queue.durable):
+            self._books.fail("V1", f"{key}: etcd has token {token}, never issued")
+        elif owner is not None and queue.fenced[token] != owner:
+            issued = queue.fenced[token]
+            self._books.fail("V1", f"{key}: etcd gives {token} to {owner}, issued to {issued}")
+
+    def _gate_written(self, gate: pb.Gate) -> None:
+        books, group = self._books, self._books.group
+        paused = gate.pause.reason if gate.HasField("pause") else ""
+        if paused != group.paused:
+            group.paused, group.pause_known_ms = paused, None
+        if gate.draining and not group.draining:
+            books.counts["drains"] += 1
+        group.bound, group.draining = gate.bound, gate.draining
+        books.trace.note("etcd", "gate", gate)
+        if gate.subscription_generation == group.generation:
+            return
+        group.generation = gate.subscription_generation
+        for key, queue in books.queues.items():
+            if gate.bound and queue.owner is not None:
+                books.fail(
+                    "section 14",
+                    f"generation {group.generation} of the subscription counts, and {key} is "
+                    f"still {queue.owner.client_id}'s",
+                )
+
+    def _group_written(self, group: pb.Group) -> None:
+        expression = {s.topic: s.expression for s in group.subscriptions}.get(self._topic)
+        if expression is None:
+            return
+        wanted = TagFilter.parse(expression)
+        known = self._books.group.filters.setdefault(group.subscription_generation, wanted)
+        if known != wanted:
+            self._books.fail(
+                "section 14",
+                f"generation {group.subscription_generation} of the subscription was {known}, "
+                f"now it is {wanted}",
+            )

@@ -1,0 +1,242 @@
+"""What must hold of offsets: as its rules are applied, and as it writes to its disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.offsets.codec import META, decode_key, decode_progress, unseal
+from services.offsets.core.calls import (
+    Acks,
+    Condition,
+    Delivery,
+    Fence,
+    Grant,
+    Instant,
+    Moved,
+    Place,
+    QueueKey,
+    Source,
+    Tombstone,
+)
+from services.offsets.core.progress import Progress
+from services.offsets.core.ranges import RangeSet
+from services.offsets.core.table import ProgressTable
+from tests.simulation.books import Books, Epoch, copy_of, done, token_of
+
+QUIET_MS = 1_500
+"""A drained queue goes to a newcomer after three slots of 500 ms without change (section 7)."""
+
+
+class OffsetsChecks:
+    """Sees the table of offsets change, and its disk being written."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    # ---- as its rules are applied
+
+    def watch_table(self, table: ProgressTable) -> None:
+        """See every operation that the table of a new life of offsets accepts."""
+        self._books.table = table
+        real = {name: getattr(table, name) for name in _WATCHED}
+
+        def fence(key: QueueKey, term: int, wish: Fence, now: Instant) -> Grant:
+            before = copy_of(table, key)
+            grant: Grant = real["fence"](key, term, wish, now)
+            self._fenced(key, before, wish, grant, now)
+            return grant
+
+        def record_delivered(key: QueueKey, token: int, run: Delivery, now: Instant) -> Any:
+            before = copy_of(table, key)
+            delivered = real["record_delivered"](key, token, run, now)
+            self._accepted(key, before, token, f"delivery [{run[0]}, {run[1]})")
+            self._moved(key, before, table.query(key))
+            self._delivered(key, token, run)
+            return delivered
+
+        def touch(key: QueueKey, token: int, now: Instant) -> None:
+            before = copy_of(table, key)
+            real["touch"](key, token, now)
+            self._accepted(key, before, token, "touch")
+
+        def commit(
+            key: QueueKey, token: int, acks: Acks, now: Instant, source: Source = Source.COMMIT
+        ) -> Any:
+            before = copy_of(table, key)
+            committed = real["commit"](key, token, acks, now, source)
+            self._accepted(key, before, token, f"{source.name.lower()} of acks")
+            self._acked(key, before, table.query(key))
+            self._books.counts[f"acks by {source.name.lower()}"] += committed.changed
+            return committed
+
+        def close(key: QueueKey, token: int, acks: Acks, left: RangeSet, now: Instant) -> Any:
+            before = copy_of(table, key)
+            closed = real["close"](key, token, acks, left, now)
+            if before is None or before.token != token:
+                self._fail("V3", f"{key}: close under {token} accepted; T={token_of(before)}")
+            self._acked(key, before, table.query(key))
+            if left:
+                self._books.counts["unfinished"] += 1
+                self._books.excuse(key, f"drain timeout under token {token}", offsets=left)
+            self._books.counts["closes"] += closed.changed
+            return closed
+
+        def move(key: QueueKey, to: Place, source: Source, now: Instant, *, dry_run: bool) -> Moved:
+            before = copy_of(table, key)
+            moved: Moved = real["move"](key, to, source, now, dry_run=dry_run)
+            if not dry_run:
+                self._reset(key, before, table.query(key))
+            return moved
+
+        for wrapped in (fence, record_delivered, touch, commit, close, move):
+            setattr(table, wrapped.__name__, wrapped)
+
+    def _accepted(self, key: QueueKey, before: Progress | None, token: int, what: str) -> None:
+        if before is None or before.token != token or before.closed:
+            closed = ", which is closed" if before is not None and before.closed else ""
+            self._fail("V3", f"{key}: {what} under {token} accepted; T={token_of(before)}{closed}")
+
+    def _fenced(
+        self, key: QueueKey, before: Progress | None, wish: Fence, grant: Grant, now: Instant
+    ) -> None:
+        if not grant.changed:
+            return
+        books, queue = self._books, self._books.queues[key]
+        to = wish.holder.client_id if wish.holder else "nobody"
+        text = f"{key}: {wish.condition.value} to {to} token {grant.token}"
+        books.trace.note("offsets", f"fenced {text}")
+        books.counts[f"fence {wish.condition.value}"] += 1
+        queue.fenced[grant.token] = wish.holder
+        queue.epoch_of[grant.token] = queue.epochs[grant.reset_epoch]
+        queue.generation_of[grant.token] = wish.subscription_generation
+        if before is None:
+            return
+        if grant.token <= before.token:
+            self._fail("V1", f"{text} after {before.token}")
+        if before.holder not in (None, wish.holder):
+            books.counts["hand-overs"] += 1
+        match wish.condition:
+            case Condition.CLOSED_OR_DRAINED:
+                self._fenced_quietly(key, before, wish, text, now)
+            case Condition.SAME_HOLDER if before.closed or before.holder != wish.holder:
+                self._fail("section 4", f"{text}, but the holder is {before.holder}")
+            case Condition.FORCED:
+                queue.revoked[before.token] = "forced"
+                books.excuse(key, f"token {before.token} was ended by force")
+            case Condition.IDLE:
+                self._fenced_idle(key, before, wish, text, now)
+
+    def _fenced_idle(
+        self, key: QueueKey, before: Progress, wish: Fence, text: str, now: Instant
+    ) -> None:
+        if now.monotonic_ms - before.access_monotonic_ms < wish.idle_ms:
+            self._fail("section 4", f"{text}, but the holder was not idle")
+        else:
+            self._books.excuse(key, f"lease of token {before.token} ran out")
+        if not before.closed and not before.drained:
+            self._books.counts["steals"] += 1
+
+    def _fenced_quietly(
+        self, key: QueueKey, before: Progress, wish: Fence, text: str, now: Instant
+    ) -> None:
+        """A queue whose owner has neither closed it nor fallen silent (section 7)."""
+        if before.closed:
+            return
+        if not before.drained:
+            self._fail("section 4", f"{text} with {before.in_flight()} in flight")
+        queue = self._books.queues[key]
+        owned = queue.owner is not None and queue.owner not in (wish.holder,)
+        lives = now.monotonic_ms - before.access_monotonic_ms < self._books.lease_ms
+        quiet_ms = now.monotonic_ms - queue.moved_ms
+        if owned and lives and quiet_ms < QUIET_MS:
+            self._fail("section 7", f"{text} after only {quiet_ms} ms without change")
+        self._books.counts["passive"] += 1
+
+    def _reset(self, key: QueueKey, before: Progress | None, after: Progress) -> None:
+        """From here on nothing counts that was handled before (section 13)."""
+        books, queue = self._books, self._books.queues[key]
+        books.counts["resets"] += 1
+        queue.epochs[after.reset_epoch] = Epoch(done(after))
+        queue.fell = True
+        queue.moved_ms = queue.committed_ms = books.now_ms()
+        if before is not None:
+            books.counts["back resets"] += after.committed_offset < before.committed_offset
+            queue.revoked[before.token] = "reset"
+        books.excuse(key, f"reset to {after.committed_offset}, token {after.token}")
+
+    def _delivered(self, key: QueueKey, token: int, run: Delivery) -> None:
+        """Section 14: two filters never serve at one instant."""
+        books, group = self._books, self._books.group
+        queue, generation = books.queues[key], run.subscription_generation
+        for offset in range(run.first_offset, run.next_offset):
+            queue.judged[offset].append(generation)
+        text = f"{key}: delivery [{run[0]}, {run[1]}) by the filter of generation {generation}"
+        bound = queue.generation_of.get(token, 0)
+        if group.bound and bound and generation != bound:
+            self._fail("section 14", f"{text} under token {token}, which is for {bound}")
+        if group.bound and generation < group.served:
+            self._fail("section 14", f"{text}, but {group.served} serves already")
+        books.counts["changes of the filter"] += 0 < group.served < generation
+        group.served = max(group.served, generation)
+
+    def _acked(self, key: QueueKey, before: Progress | None, after: Progress) -> None:
+        """V4: what is acked was handled, or nobody wanted it. V5: C never falls."""
+        assert before is not None
+        if after.committed_offset < before.committed_offset:
+            self._fail("V5", f"{key}: C fell from {before.committed_offset} in memory")
+        self._moved(key, before, after)
+        queue, group = self._books.queues[key], self._books.group
+        handled = queue.epochs[after.reset_epoch].handled
+        for first, end in done(after).difference(done(before)).runs:
+            for offset in range(first, end):
+                if offset in handled:
+                    continue
+                tag = queue.stored.get(offset, ("", None))[1]
+                if tag is None or group.wants(tag, queue.judged[offset]):
+                    self._fail("V4", f"{key}@{offset} is acked, and nobody has handled it")
+
+    def _moved(self, key: QueueKey, before: Progress | None, after: Progress) -> None:
+        queue, now_ms = self._books.queues[key], self._books.now_ms()
+        if before is None or before.committed_offset != after.committed_offset:
+            queue.moved_ms = queue.committed_ms = now_ms
+        elif before.delivered_offset != after.delivered_offset:
+            queue.moved_ms = now_ms
+
+    # ---- what is durable
+
+    def written(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
+        """Offsets has made progress durable."""
+        for raw_key, raw in entries:
+            if raw_key.startswith(META):
+                continue
+            key = decode_key(raw_key)
+            now = decode_progress(key, unseal(raw_key, raw))
+            if isinstance(now, Tombstone):
+                self._fail("V9", f"{key}: its progress is gone, though its topic was never deleted")
+            else:
+                self._durable(key, now)
+
+    def _durable(self, key: QueueKey, now: Progress) -> None:
+        queue = self._books.queues[key]
+        before, queue.durable = queue.durable, now
+        if now.holder is not None and queue.issued.setdefault(now.token, now.holder) != now.holder:
+            self._fail("V2", f"{key}: token {now.token} belongs to two incarnations")
+        if before is None:
+            return
+        if now.token < before.token:
+            self._fail("V1", f"{key}: token fell from {before.token} to {now.token}")
+        if now.reset_epoch < before.reset_epoch:
+            self._fail("V5", f"{key}: R fell from {before.reset_epoch} to {now.reset_epoch}")
+        lost = done(before).difference(done(now))
+        if lost and not queue.fell:
+            rule = "V5" if now.committed_offset < before.committed_offset else "V9"
+            self._fail(rule, f"{key}: {lost} was acked, and is no more; no reset has come")
+        if lost or now.reset_epoch > before.reset_epoch:
+            queue.fell = False
+
+    def _fail(self, rule: str, text: str) -> None:
+        self._books.fail(rule, text)
+
+
+_WATCHED = ("fence", "record_delivered", "touch", "commit", "close", "move")
