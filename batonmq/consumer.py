@@ -337,3 +337,4 @@ class Consumer:
         while self._runners:
             self._emptied.clear()
             await self._emptied.wait()
+        await self._calls.release_rest()

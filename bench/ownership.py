@@ -83,7 +83,7 @@ async def handovers(setup: Setup) -> list[Figure]:
 
 
 async def _come_and_go(admin: Admin, crew: Crew, rounds: int) -> list[float]:
-    """The first member stays; others join one by one, then leave together.
+    """The first member stays; others join one by one, and leave one by one.
 
     Returns:
         Milliseconds from each join to the moment when every member owns its share.
@@ -99,10 +99,10 @@ async def _come_and_go(admin: Admin, crew: Crew, rounds: int) -> list[float]:
             others[joined - 1].join()
             await _owned(admin, [crew.members[0], *others[:joined]])
             stable.append((perf_counter() - begin) * 1_000)
-        for member in others:
-            member.leave()
-        await crew.ended(others)
-        await _owned(admin, crew.members[:1])
+        for left in range(1, len(others) + 1):
+            others[left - 1].leave()
+            await crew.ended(others[left - 1 : left])
+            await _owned(admin, [crew.members[0], *others[left:]])
     return stable
 
 
@@ -115,7 +115,7 @@ async def _owned(admin: Admin, members: Sequence[Member]) -> None:
             shares = [owners.count(member.name) for member in members]
             if sum(shares) == QUEUES and min(shares) >= each:
                 return
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
 
 async def _send_steadily(nameserver: str) -> None:

@@ -7,6 +7,7 @@ moment rides in one call.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -23,6 +24,8 @@ from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.consuming.session import Session, queue_of, queue_to_pb
 from batonmq.core.route import QueueId
 from batonmq.directory import CALL_TIMEOUT_S
+
+log = logging.getLogger(__name__)
 
 ACQUIRE_HOLD_MS = 15_000
 ITEMS_MAX = 1_024
@@ -69,6 +72,7 @@ class JointCalls:
         self._wishes: list[_Wish] = []
         self._wished = asyncio.Event()
         self._open: dict[int, Sequence[_Wish]] = {}
+        self._gave_up = False
 
     async def run(self) -> None:
         """Carry calls for ever; to be run as one task."""
@@ -116,6 +120,21 @@ class JointCalls:
         """Tell lockmgr that a token is closed."""
         await self._releases.call(hold)
 
+    async def release_rest(self) -> None:
+        """At the end: give back grants that came too late for anybody to see them.
+
+        If that fails they are free once their lease is over.
+        """
+        session = self._session
+        if not self._gave_up:
+            return
+        request = lockmgr_pb.ReleaseAllRequest(incarnation=session.incarnation, group=session.group)
+        try:
+            stub = await session.directory.lockmgr()
+            await _answered(stub.ReleaseAll(request, timeout=CALL_TIMEOUT_S))
+        except BatonError as error:
+            log.info("what may be left is not released error=%s", error)
+
     # ---- keep-alives
 
     async def release_orphans(self, holds: Sequence[lockmgr_pb.Hold]) -> None:
@@ -153,6 +172,7 @@ class JointCalls:
             error = refusal
         finally:
             del self._open[seq]
+            self._gave_up |= any(wish.outcome.cancelled() for wish in wishes)
         for wish in wishes:
             wish.settle(error)
 

@@ -256,10 +256,10 @@ class BatchBuilder:
         body = b"".join(
             (
                 name,
-                np.fromiter(map(len, self._records), ">u4", count).tobytes(),
-                np.array(self._tag_hashes, ">i4").tobytes(),
-                np.array(self._key_hashes, ">u4").tobytes(),
-                np.array(self._extra_keys, ">u4").tobytes(),
+                struct.pack(f">{count}I", *map(len, self._records)),
+                struct.pack(f">{count}i", *self._tag_hashes),
+                struct.pack(f">{count}I", *self._key_hashes),
+                np.array(self._extra_keys, ">u4").tobytes() if self._extra_keys else b"",
                 *self._records,
             )
         )
@@ -443,9 +443,10 @@ def _check_columns(batch: bytes | memoryview, header: Header) -> None:
         raise BadBatch("a record is cut short", facts={"field": "record"})
     for field_name, actual, limit in zip(_LIMITED, maxima, _LIMITS, strict=True):
         _limit(field_name, actual, limit)
-    extra = np.frombuffer(batch, ">u4", 2 * header.extra_key_count, extra_at)[::2]
-    if extra.size and int(extra.max()) >= header.count:
-        raise BadBatch("an extra key belongs to no record", facts={"field": "extra_keys"})
+    if header.extra_key_count:
+        extra = np.frombuffer(batch, ">u4", 2 * header.extra_key_count, extra_at)[::2]
+        if int(extra.max()) >= header.count:
+            raise BadBatch("an extra key belongs to no record", facts={"field": "extra_keys"})
 
 
 def _extremes_of_few(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:

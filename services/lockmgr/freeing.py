@@ -87,13 +87,15 @@ class Freeing:
         return sum(filter(None, freed))
 
     async def release_all(self, incarnation: Incarnation, group: str) -> tuple[int, list[QueueKey]]:
-        """Free what the incarnation has closed at offsets, in one group or in all.
+        """Free what the incarnation has closed at offsets, or has nothing in hand of.
+
+        The fence of the next owner tests that again.
 
         Returns:
             How many entries were freed, and those that stay.
 
         Raises:
-            OffsetsUnreachable: it is not known which ones are closed.
+            OffsetsUnreachable: it is not known which ones are finished.
             NoQuorum, NotLeader: see `release`.
         """
         keys = [key for key in self._table.owned_by(incarnation) if group in ("", key.group)]
@@ -103,7 +105,8 @@ class Freeing:
             if isinstance(seen, BatonError):
                 raise seen
             entry = self._table.get(key)
-            if entry is not None and seen.closed and seen.token >= entry.lock.token:
+            finished = seen.closed or seen.drained
+            if entry is not None and finished and seen.token >= entry.lock.token:
                 holds.append((key, entry.lock.token))
         freed_count = await self.release(incarnation, holds)
         owned = set(self._table.owned_by(incarnation))

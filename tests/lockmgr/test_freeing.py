@@ -63,23 +63,24 @@ async def lost(*_: Any) -> Any:
 # ReleaseAll
 
 
-async def test_release_all_frees_what_is_closed_and_names_what_is_not(
+async def test_release_all_frees_what_is_closed_or_drained_and_names_what_is_in_hand(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node, a = await s.leader(), Member("a")
         await a.ask(node, await s.set_group(a), range(5))
-        await s.deliver(1, 0, 3, queue_id=4)
+        for queue_id in (1, 4):
+            await s.deliver(1, 0, 3, queue_id=queue_id)
         for queue_id in (0, 2):
             await s.close(1, queue_id=queue_id)
         answer = await a.release_all(node)
-        assert answer.released_count == 2
-        assert [kept.queue.queue_id for kept in answer.kept] == [1, 3, 4]
+        assert answer.released_count == 3, "0 and 2 are closed, 3 is drained"
+        assert [kept.queue.queue_id for kept in answer.kept] == [1, 4]
         states = [entry.state for entry in await entries(node)]
         free, held = pb.LOCK_STATE_FREE, pb.LOCK_STATE_HELD
-        assert states == [free, held, free, held, held]
+        assert states == [free, held, free, free, held]
         again = await a.release_all(node)
-        assert (again.released_count, len(again.kept)) == (0, 3)
+        assert (again.released_count, len(again.kept)) == (0, 2)
 
 
 async def test_release_all_of_another_group_or_client_frees_nothing(

@@ -16,6 +16,14 @@ from tests.simulation.books import Books, done, holder_of, key_of
 RECORD_MS = 2_500
 """Storage may ask for so long to record what it had read before it heard of a pause."""
 
+_OF_OFFSETS = (
+    offsets_pb.FenceResponse
+    | offsets_pb.CommitResponse
+    | offsets_pb.CloseResponse
+    | offsets_pb.RecordDeliveredResponse
+    | offsets_pb.ResetResponse
+)
+
 
 class AnswerChecks:
     """Sees every call as it leaves its client, and every answer as it leaves a server."""
@@ -44,22 +52,22 @@ class AnswerChecks:
             return
         if isinstance(answer, lockmgr_pb.AcquireResponse | lockmgr_pb.KeepAliveResponse):
             self._lock_answered(node, request, answer)
-        if isinstance(answer, offsets_pb.FenceResponse):
-            for item, fence in zip(request.items, answer.outcomes, strict=True):
-                if fence.HasField("fenced"):
-                    self._fence_answered(item, fence.fenced)
-        if isinstance(answer, offsets_pb.CommitResponse | offsets_pb.CloseResponse):
-            for item, outcome in zip(request.items, answer.outcomes, strict=True):
+        elif isinstance(answer, _OF_OFFSETS):
+            items = request.items or answer.outcomes  # an undo names no items
+            for item, outcome in zip(items, answer.outcomes, strict=True):
                 if not outcome.HasField("error"):
-                    self._acks_answered(item, item)
-        if isinstance(answer, offsets_pb.RecordDeliveredResponse):
-            for item, delivery in zip(request.items, answer.outcomes, strict=True):
-                if delivery.delivered.HasField("progress"):
-                    self._acks_answered(item, item.progress)
-        if isinstance(answer, offsets_pb.ResetResponse):
-            for moved in answer.outcomes:
-                if moved.HasField("step"):
-                    self._reset_answered(moved.step)
+                    self._offsets_answered(item, outcome)
+
+    def _offsets_answered(self, item: Any, outcome: Any) -> None:
+        match outcome:
+            case offsets_pb.FenceOutcome():
+                self._fence_answered(item, outcome.fenced)
+            case offsets_pb.CommitOutcome() | offsets_pb.CloseOutcome():
+                self._acks_answered(item, item)
+            case offsets_pb.DeliveryOutcome() if outcome.delivered.HasField("progress"):
+                self._acks_answered(item, item.progress)
+            case offsets_pb.ResetOutcome():
+                self._reset_answered(outcome.step)
 
     def _paused(self, refusal: Paused) -> None:
         group = self._books.group

@@ -19,7 +19,7 @@ from services.offsets.core.calls import QueueKey
 from services.storage.core.producers import Receipt
 from services.storage.core.store import Checked, Store
 from tests.simulation.answer_checks import AnswerChecks
-from tests.simulation.books import Books, Queue
+from tests.simulation.books import Books, Queue, key_of
 from tests.simulation.client_checks import ClientChecks
 from tests.simulation.etcd_checks import EtcdChecks
 from tests.simulation.offsets_checks import OffsetsChecks
@@ -106,9 +106,7 @@ class Checker:
             queues: What a nameserver has answered; messages `Diagnosis`.
         """
         for found in queues:
-            key = QueueKey(
-                self.books.name, found.queue.topic, found.queue.broker, found.queue.queue_id
-            )
+            key = key_of(found.queue)
             queue = self.books.queues[key]
             offset = before.get(key)
             reason = nameserver_pb.StuckReason.Name(found.reason).removeprefix("STUCK_REASON_")

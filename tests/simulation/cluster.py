@@ -52,7 +52,7 @@ from tests.support.network import Call, Network
 from tests.support.virtual_time import Host, VirtualTimeLoop
 from tests.support.wire import Server, connector
 
-GROUP, TOPIC, EXPRESSION = "readers", "orders", "a || b"
+GROUP, TOPIC = "readers", "orders"
 LEASE_MS = 12_000
 """Of a lock; short, so that much can happen in a run. Its margins are those of production."""
 UNIX_MS = 1_700_000_000_000
@@ -79,14 +79,12 @@ class World:
         assert isinstance(loop, VirtualTimeLoop)
         self.loop, self.seed = loop, seed
         self.trace = Trace(self.now_ms, kept_max=kept_max)
-        self.checker = Checker(
-            GROUP, TagFilter.parse(EXPRESSION).accepts, LEASE_MS, self.trace, self.now_ms
-        )
+        self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms)
         self.network = Network(loop, self.random("network"), self)
         self.etcd = EtcdTwin(self.network)
-        self.etcd.on_put.append(self.checker.etcd_written)
+        self.etcd.on_put.append(self.checker.etcd.written)
         self.offsets_disk = OffsetsDisk(self.random("offsets disk"))
-        self.offsets_disk.on_write.append(self.checker.offsets_written)
+        self.offsets_disk.on_write.append(self.checker.offsets.written)
         self.storage_disk = MemoryDisk()
         self.hosts: list[Host] = []
         loop.set_exception_handler(self._unexpected)
@@ -105,15 +103,18 @@ class World:
 
     def called(self, call: Call, request: Any) -> None:
         self.trace.called(call, request)
+        self.checker.answers.called(request)
 
     def answered(self, call: Call, request: Any, answer: Any) -> None:
-        self.checker.answered(call.target, request, answer)
+        self.checker.answers.answered(call.target, request, answer)
 
     def told(self, call: Call, answer: Any) -> None:
         self.trace.told(call, answer)
 
     def _unexpected(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.checker.fail("unexpected", f"{context.get('message')} {context.get('exception')!r}")
+        self.checker.books.fail(
+            "unexpected", f"{context.get('message')} {context.get('exception')!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +173,14 @@ class Process:
     def thaw(self) -> None:
         """SIGCONT."""
         if self.alive:
+            self.world.checker.forget_pause()
             self.host.thaw()
 
     async def _live(self, main: Callable[[], Awaitable[None]]) -> None:
         try:
             await main()
         except Exception as error:  # noqa: BLE001  the run has failed, whatever it is
-            self.world.checker.fail("unexpected", f"process {self.name} ends with {error!r}")
+            self.world.checker.books.fail("unexpected", f"process {self.name} ends with {error!r}")
         self.alive = False
 
     def surroundings(self) -> Surroundings:
@@ -245,17 +247,23 @@ class ServiceProcess(Process):
 
 
 class ConsumerProcess(Process):
-    """A life of a member; it leaves gracefully when asked to stop."""
+    """A life of a member; it leaves gracefully when asked to stop.
+
+    Attributes:
+        expression: What it subscribes to.
+    """
 
     def __init__(
         self,
         world: World,
         client_id: str,
         life: int,
+        expression: str,
         settings: ConsumerSettings,
         handle: Callable[[Process, ReceivedMessage], Awaitable[None]],
     ) -> None:
         super().__init__(world, client_id, life)
+        self.expression, self._asked = expression, TagFilter.parse(expression)
         self._settings, self._handle = settings, handle
         self._consumer: Consumer | None = None
         self.run(self._consume)
@@ -265,7 +273,7 @@ class ConsumerProcess(Process):
             consumer = self._consumer = Consumer(
                 NAMESERVERS,
                 GROUP,
-                {TOPIC: EXPRESSION},
+                {TOPIC: self.expression},
                 self._settings,
                 client_id=self.name,
                 on_ownership=self._on_ownership,
@@ -287,24 +295,24 @@ class ConsumerProcess(Process):
 
     def _handler(self) -> Handler:
         async def handler(message: ReceivedMessage) -> None:
-            self.world.checker.started(self.name, message)
+            self.world.checker.clients.started(self.name, self._asked, message)
             await self._handle(self, message)
-            self.world.checker.finished(self.name, message)
+            self.world.checker.clients.finished(self.name, message)
 
         return handler
 
     def _on_ownership(self, event: OwnershipEvent) -> None:
-        consumer, checker = self._consumer, self.world.checker
+        consumer, checks = self._consumer, self.world.checker.clients
         assert consumer is not None
         if event.kind == "granted":
             incarnation_id = consumer._session.incarnation.incarnation_id
-            checker.granted(self.name, incarnation_id, event.queue, event.token)
+            checks.granted(self.name, incarnation_id, event.queue, event.token)
             return
-        self.world.trace.note(self.name, f"{event.kind} {event.queue} token {event.token}")
+        checks.ended(self.name, event.kind, event.queue, event.token)
         if event.kind == "fenced":
             runner = consumer._runners[event.queue]
             if runner._deadline_ms <= event.monotonic_ms:
-                checker.deadline_passed(self.name, event.queue)
+                checks.deadline_passed(self.name, event.queue)
 
 
 NAMESERVERS = "ns-a:1,ns-b:1"
@@ -334,7 +342,7 @@ def services(world: World, random: Random) -> list[Service]:
             runtime.hub,
             Mirror(runtime.etcd, GATES_PREFIX),
         )
-        world.checker.watch_table(built.table)
+        world.checker.offsets.watch_table(built.table)
         yield offsets_app.served(built)
 
     @asynccontextmanager

@@ -51,9 +51,7 @@ class EtcdChecks:
                 f"subscription; it is {group.generation}",
             )
 
-    def _check_issued(
-        self, key: QueueKey, queue: Queue, owner: Holder | None, token: int
-    ) -> None:
+    def _check_issued(self, key: QueueKey, queue: Queue, owner: Holder | None, token: int) -> None:
         """V1: etcd knows no token that offsets has not issued, durably, to the same incarnation."""
         if token not in queue.fenced or token > token_of(queue.durable):
             self._books.fail("V1", f"{key}: etcd has token {token}, never issued")

@@ -7,46 +7,12 @@ programmer's mistake of that kind either.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import grpc.aio
 import pytest
-from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
-from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
-from batonmq.consuming import giving_back, runner
-from batonmq.consuming.runner import QueueRunner
-from batonmq.consuming.session import ranges_to_pb
-from batonmq.core.inflight import Acks, Closing, QueueProgress
-from batonmq.directory import CALL_TIMEOUT_S
-from services.lockmgr.core import access
-from services.lockmgr.core import table as lock_table
-from services.lockmgr.core.access import Condition, Decision, Grant, Replay, decide_access
-from services.lockmgr.core.locks import Asker, Entry, Lock, Observation, Pending, Policy, QueueKey
-from services.lockmgr.core.table import KeepAlive, LockTable, Report
-from services.lockmgr.handover import HandOvers, Refusal, Term, Wish, _Passed
-from services.lockmgr.leader import Leader
-from services.lockmgr.store import Conflict
-from services.offsets.core.calls import Acks as TableAcks
-from services.offsets.core.calls import (
-    Committed,
-    Delivered,
-    Fence,
-    Instant,
-    Limits,
-    Source,
-)
-from services.offsets.core.calls import Delivery as TableDelivery
-from services.offsets.core.calls import Grant as TableGrant
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import EMPTY
-from services.offsets.group_commit import GroupCommit
-from services.storage.deliveries import Deliveries, Delivery, Verdict
+from tests.simulation import broken_clients, broken_lockmgr, broken_offsets, broken_serving
 from tests.simulation.options import Options
 from tests.support.network import Faults
 
@@ -90,306 +56,54 @@ UNDERWAY = Options(
     leaves=6, pauses=4, service_pauses=3, pause_ms_max=4_000,
 )  # fmt: skip
 FAILOVER = Options(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
-
-
-def skip_fence(patch: pytest.MonkeyPatch) -> None:
-    """[skip_fence] A new owner is written down; offsets does not learn of it."""
-    real = HandOvers._fence
-
-    async def fence(
-        self: HandOvers, wish: Wish, grant: Grant, pending: Pending, entry: Entry
-    ) -> _Passed | Refusal:
-        if not entry.lock.token:
-            return await real(self, wish, grant, pending, entry)
-        seen = await self._term.offsets.observe(wish.key)
-        answer = offsets_pb.Fenced(token=seen.token, committed_offset=seen.committed)
-        return _Passed("none", Condition.CLOSED_OR_DRAINED, answer)
-
-    patch.setattr(HandOvers, "_fence", fence)
-
-
-def unconditional_fence(patch: pytest.MonkeyPatch) -> None:
-    """[fence_uncond] Drained is tested by lockmgr, and not again inside the swap."""
-    patch.setattr(Progress, "_check_condition", lambda *_: None)
-
-
-def grant_before_persist(patch: pytest.MonkeyPatch) -> None:
-    """[persist_after_answer] The grant is answered while its transaction is under way."""
-
-    async def carry_out(
-        self: HandOvers, wish: Wish, grant: Grant, pending: Pending
-    ) -> lockmgr_pb.Grant | Refusal:
-        entry = self._table.get(wish.key)
-        assert entry is not None
-        passed = await self._fence(wish, grant, pending, entry)
-        if isinstance(passed, Refusal):
-            self._table.refused(wish.key)
-            return passed
-        lock = Lock(
-            owner=wish.asker.incarnation,
-            token=passed.answer.token,
-            acquire_seq=wish.asker.acquire_seq,
-            attempt=passed.attempt,
-            generation=wish.asker.generation,
-        )
-
-        async def persist() -> None:
-            outcome = await self._term.store.persist(wish.change(lock, entry.revision))
-            if isinstance(outcome, Conflict):
-                self._not_persisted(wish.key, outcome)
-            else:
-                self._granted(wish, grant, passed, lock, outcome)
-
-        _in_background(persist())
-        return self.answer(passed.answer, lock, newly_acquired=True)
-
-    patch.setattr(HandOvers, "carry_out", carry_out)
-
-
-def answer_before_durable(patch: pytest.MonkeyPatch) -> None:
-    """Offsets answers fences, commits and closes before they are on its disk."""
-
-    async def settled(*_: object) -> None:
-        return
-
-    patch.setattr(GroupCommit, "settled", settled)
-    patch.setattr(GroupCommit, "settled_all", settled)
-
-
-def stored_token_on_renewal(patch: pytest.MonkeyPatch) -> None:
-    """[renew_stale] The same client asks again: it gets the token that stands in the entry."""
-
-    def decide(
-        entry: Entry | None, asker: Asker, seen: Observation, now_ms: int, policy: Policy
-    ) -> Decision:
-        owner = entry.lock.owner if entry is not None else None
-        if owner is not None and owner.client_id == asker.incarnation.client_id:
-            return Replay()
-        return decide_access(entry, asker, seen, now_ms, policy)
-
-    patch.setattr(lock_table, "decide_access", decide)
-
-
-def commit_without_token(patch: pytest.MonkeyPatch) -> None:
-    """[commit_no_token] A commit counts, whoever sends it."""
-    real = Progress.commit
-
-    def commit(self: Progress, _: int, acks: TableAcks, now: Instant, source: Source) -> Committed:
-        return real(self, self.token, acks, now, source)
-
-    patch.setattr(Progress, "commit", commit)
-
-
-def pull_without_token(patch: pytest.MonkeyPatch) -> None:
-    """[pull_no_token] A delivery, also that of a pull that was parked, counts whoever pulls."""
-    record, touch = Progress.record_delivered, Progress.touch
-
-    def recorded(
-        self: Progress, _: int, delivery: TableDelivery, limits: Limits, now: Instant
-    ) -> Delivered:
-        return record(self, self.token, delivery, limits, now)
-
-    patch.setattr(Progress, "record_delivered", recorded)
-    patch.setattr(Progress, "touch", lambda self, _, now: touch(self, self.token, now))
-
-
-def no_deadline(patch: pytest.MonkeyPatch) -> None:
-    """[no_deadline] A client starts what it has as long as nobody tells it not to."""
-
-    def may_start(self: QueueRunner) -> bool:
-        return self.progress is not None and not self.stopping.is_set()
-
-    patch.setattr(QueueRunner, "may_start", may_start)
-
-
-def close_without_draining(patch: pytest.MonkeyPatch) -> None:
-    """[release_no_drain] A client that loses a queue says "done" with handlers running."""
-
-    async def give_back(queue: QueueRunner) -> None:
-        closing = replace(queue.end(), unfinished=())
-        await giving_back.close(queue, closing)
-        await giving_back.release(queue, closing.token)
-        queue.given_back(closing.token)
-
-    patch.setattr(runner, "give_back", give_back)
-
-
-def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
-    """[close_retry_forgets] A repeated Close says what is true by then: nothing is unfinished."""
-
-    async def close(queue: QueueRunner, closing: Closing) -> None:
-        item = offsets_pb.CloseItem(
-            queue=queue.key,
-            token=closing.token,
-            reset_epoch=closing.reset_epoch,
-            committed_offset=closing.acks.committed,
-            acked=ranges_to_pb(closing.acks.ranges),
-            unfinished=ranges_to_pb(closing.unfinished),
-        )
-        directory = queue.session.directory
-        while True:
-            try:
-                stub = await directory.offsets()
-                await stub.Close(offsets_pb.CloseRequest(items=[item]), timeout=CALL_TIMEOUT_S)
-                return
-            except grpc.aio.AioRpcError as failure:
-                await directory.pause(from_rpc_error(failure), 0)
-            except BatonError as failure:
-                await directory.pause(failure, 0)
-            del item.unfinished[:]
-
-    patch.setattr(giving_back, "close", close)
-
-
-def count_per_contender(patch: pytest.MonkeyPatch) -> None:
-    """Every look counts as a slot without change, so that many contenders wait less."""
-
-    def needs_look(self: LockTable, key: QueueKey, *_: object) -> bool:
-        entry = self.get(key)
-        return entry is None or entry.pending is None
-
-    def observe(self: LockTable, key: QueueKey, seen: Observation, stamp: int, now_ms: int) -> None:
-        entry = self._touch(key)
-        if entry.stamp != stamp or entry.pending is not None:
-            return
-        same, entry.seen, entry.seen_ms = entry.seen == seen, seen, now_ms
-        entry.slots = entry.slots + 1 if same else 0
-
-    patch.setattr(LockTable, "needs_look", needs_look)
-    patch.setattr(LockTable, "observe", observe)
-
-
-def forget_the_table(patch: pytest.MonkeyPatch) -> None:
-    """[forget_table] A new leader begins with nothing: every queue looks free."""
-
-    async def take_over(self: Leader, term: Term) -> None:
-        await self._members.ready()
-        await self._until_answered("announce", term.offsets.announce)
-
-    patch.setattr(Leader, "_take_over", take_over)
-
-
-def record_after_sending(patch: pytest.MonkeyPatch) -> None:
-    """[deliver_before_record] Bytes leave storage, and their delivery is recorded meanwhile."""
-
-    async def record(self: Deliveries, delivery: Delivery) -> Verdict:
-        _in_background(self._batcher.call(delivery))
-        return Verdict((), self._epoch, self._clock.monotonic_ms())
-
-    patch.setattr(Deliveries, "record", record)
-
-
-def record_in_memory(patch: pytest.MonkeyPatch) -> None:
-    """[record_not_durable] Nothing durable says how far deliveries have come."""
-    real = Progress.record_delivered
-
-    def record(
-        self: Progress, token: int, delivery: TableDelivery, limits: Limits, now: Instant
-    ) -> Delivered:
-        reserved = self.delivered_reserved
-        delivered = real(self, token, delivery, limits, now)
-        self.delivered_reserved = reserved
-        return delivered._replace(changed=False)
-
-    patch.setattr(Progress, "record_delivered", record)
-
-
-def renew_while_taken(patch: pytest.MonkeyPatch) -> None:
-    """[renew_during_steal, renew_after_fence] A keep-alive counts until etcd has the new owner."""
-    real = LockTable._renew
-
-    def renew(self: LockTable, call: KeepAlive, key: QueueKey, token: int, now_ms: int) -> Report:
-        entry = self._touch(key)
-        pending, phantom = entry.pending, entry.phantom
-        entry.pending, entry.phantom = None, False
-        report = real(self, call, key, token, now_ms)
-        entry.pending, entry.phantom = pending, phantom
-        return report
-
-    patch.setattr(LockTable, "_renew", renew)
-
-
-def old_request(patch: pytest.MonkeyPatch) -> None:
-    """[no_acquire_seq] An Acquire of the owner counts however late it comes."""
-    real = access.decide_own
-
-    def decide(entry: Entry, asker: Asker, seen: Observation) -> Decision:
-        if asker.acquire_seq >= entry.lock.acquire_seq:
-            return real(entry, asker, seen)
-        return Grant((Condition.SAME_HOLDER, Condition.CLOSED_OR_DRAINED), seen.token)
-
-    patch.setattr(access, "decide_own", decide)
-
-
-def idle_untested(patch: pytest.MonkeyPatch) -> None:
-    """A lease that is over at the lock manager is enough: offsets does not look."""
-    real = Progress._check_condition
-
-    def check(self: Progress, wish: Fence, now: Instant) -> None:
-        if wish.condition.value != "IDLE":
-            real(self, wish, now)
-
-    patch.setattr(Progress, "_check_condition", check)
-
-
-def maybe_seen_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """What the holder before has in flight is not noted when its queue is taken."""
-    real = Progress.fence
-
-    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
-        before = self.maybe_seen
-        grant = real(self, wish, now)
-        if grant.changed:
-            self.maybe_seen = before
-            self.grant = grant = grant._replace(maybe_seen=before)
-        return grant
-
-    patch.setattr(Progress, "fence", fence)
-
-
-def acked_ranges_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A new owner starts at the committed offset, whatever is acked above it."""
-    real = Progress.fence
-
-    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
-        self.acked = EMPTY
-        return real(self, wish, now)
-
-    patch.setattr(Progress, "fence", fence)
-
-
-def commit_all_received(patch: pytest.MonkeyPatch) -> None:
-    """A client commits what it has received, handled or not."""
-
-    def acks(self: QueueProgress) -> Acks:
-        return Acks(self.next_offset, (), self._version)
-
-    patch.setattr(QueueProgress, "acks", acks)
-
+RESETS = Options(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
+FORCES = Options(steps=60, forces=10, slow_handlers=0.1)
+RIDING = Options(
+    steps=80, queues=6, forces=6, resets=2, pauses=4, faults=Faults(slow=0.1, duplicate=0.3)
+)
+ROLLING = Options(
+    steps=60, queues=6, consumers=4, policy="STAGED_LATEST", switches=8, joins=2, leaves=2,
+    service_pauses=2, pause_ms_max=4_000, faults=Faults(slow=0.1, delay_ms_max=150),
+)  # fmt: skip
+PAUSES = Options(steps=60, group_pauses=8, joins=6, leaves=6, pause_ms_max=20_000)
 
 MUTANTS = (
-    Mutant("skip the fence", skip_fence, CALM, ("V1", "V2")),
-    Mutant("fence unconditionally", unconditional_fence, DEAF, ("section 4", "V6")),
-    Mutant("grant before it is persisted", grant_before_persist, CALM, ("V11",)),
-    Mutant("answer before it is durable", answer_before_durable, CALM, ("V8", "V9")),
-    Mutant("stored token on renewal", stored_token_on_renewal, CRASHES, ("V11", "V7")),
-    Mutant("commit without token", commit_without_token, ZOMBIES, ("V3",)),
-    Mutant("pull without token", pull_without_token, NAPS, ("V3",)),
-    Mutant("no deadline", no_deadline, ZOMBIES, ("V3", "V6", "V7")),
-    Mutant("close without draining", close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", close_not_frozen, LOSSY, ("V6", "V7")),
-    Mutant("count per contender", count_per_contender, CALM, ("section 7",)),
-    Mutant("forget the table", forget_the_table, FAILOVER, ("section 7", "section 12")),
-    Mutant("record after sending", record_after_sending, CALM, ("V8",)),
-    Mutant("record in memory", record_in_memory, CALM, ("V8",)),
-    Mutant("renew while taken", renew_while_taken, UNDERWAY, ("section 5",)),
-    Mutant("old request", old_request, LATE, ("story 8",)),
-    Mutant("idle untested", idle_untested, ZOMBIES, ("section 4", "V6")),
-    Mutant("maybe-seen forgotten", maybe_seen_forgotten, ZOMBIES, ("V7",)),
-    Mutant("acked ranges forgotten", acked_ranges_forgotten, ZOMBIES, ("V9",)),
-    Mutant("commit what is received", commit_all_received, CALM, ("V4",)),
+    Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
+    Mutant("fence unconditionally", broken_offsets.unconditional_fence, DEAF, ("section 4", "V6")),
+    Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
+    Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
+    Mutant(
+        "stored token on renewal", broken_lockmgr.stored_token_on_renewal, CRASHES, ("V11", "V7")
+    ),
+    Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",)),
+    Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",)),
+    Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7")),
+    Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7")),
+    Mutant("count per contender", broken_lockmgr.count_per_contender, CALM, ("section 7",)),
+    Mutant(
+        "forget the table", broken_lockmgr.forget_the_table, FAILOVER, ("section 7", "section 12")
+    ),
+    Mutant("record after sending", broken_serving.record_after_sending, CALM, ("V8",)),
+    Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
+    Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
+    Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",)),
+    Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
+    Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",)),
+    Mutant("acked ranges forgotten", broken_offsets.acked_ranges_forgotten, ZOMBIES, ("V9",)),
+    Mutant("commit what is received", broken_clients.commit_all_received, CALM, ("V4",)),
+    Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
+    Mutant("reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4",)),
+    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",)),
+    Mutant("riding acks without token", broken_offsets.riding_acks_without_token, RIDING, ("V3",)),
+    Mutant(
+        "delivery of any generation",
+        broken_offsets.delivery_of_any_generation,
+        ROLLING,
+        ("section 14",),
+    ),
+    Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
+    Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",)),
+    Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
+    Mutant("starts after being told", broken_clients.starts_after_being_told, FORCES, ("V3",)),
 )
-
-
-def _in_background(work: Any) -> None:
-    asyncio.get_running_loop().create_task(work)

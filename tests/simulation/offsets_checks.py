@@ -52,7 +52,7 @@ class OffsetsChecks:
             delivered = real["record_delivered"](key, token, run, now)
             self._accepted(key, before, token, f"delivery [{run[0]}, {run[1]})")
             self._moved(key, before, table.query(key))
-            self._delivered(key, token, run)
+            self._delivered(key, token, run, table.query(key))
             return delivered
 
         def touch(key: QueueKey, token: int, now: Instant) -> None:
@@ -165,12 +165,13 @@ class OffsetsChecks:
             queue.revoked[before.token] = "reset"
         books.excuse(key, f"reset to {after.committed_offset}, token {after.token}")
 
-    def _delivered(self, key: QueueKey, token: int, run: Delivery) -> None:
-        """Section 14: two filters never serve at one instant."""
+    def _delivered(self, key: QueueKey, token: int, run: Delivery, now: Progress) -> None:
+        """Section 14: two filters never serve at one instant; what is acked is passed already."""
         books, group = self._books, self._books.group
         queue, generation = books.queues[key], run.subscription_generation
-        for offset in range(run.first_offset, run.next_offset):
-            queue.judged[offset].append(generation)
+        for first, end in RangeSet.of(run[0], run[1]).difference(done(now)).runs:
+            for offset in range(first, end):
+                queue.judged[offset].append(generation)
         text = f"{key}: delivery [{run[0]}, {run[1]}) by the filter of generation {generation}"
         bound = queue.generation_of.get(token, 0)
         if group.bound and bound and generation != bound:

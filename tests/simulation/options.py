@@ -11,7 +11,10 @@ Fault model. The cluster must keep its promises while
   in its sockets;
 - wall clocks jump by hours;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
-  run longer than a queue that is lost may drain.
+  run longer than a queue that is lost may drain;
+- streams break;
+- an operator moves the group back and forth, undoes that, takes queues from their owners, stops
+  the group for a while; a new version with another subscription is rolled out.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
 rates, damaged disks. More than one node of offsets, and storage replicas, do not exist yet.
@@ -29,6 +32,9 @@ from typing import Literal, get_args
 from tests.support.network import Faults
 
 Strategy = Literal["STICKY", "AVERAGE", "AVERAGE_BY_CIRCLE", "CONSISTENT_HASH"]
+
+
+POLICIES = ("REJECT", "STAGED", "STAGED", "STAGED_LATEST", "WARN")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,14 @@ class Options:
         cuts: Weight of a link, or a process, that is cut off for a while.
         deaf: Weight of a member that reaches only storage and offsets for a while.
         jumps: Weight of a wall clock that jumps.
+        resets: Weight of an operator who moves queues back or forth, and perhaps undoes it.
+        forces: Weight of an operator who takes a queue from its owner.
+        switches: Weight of a new version that subscribes to something else.
+        group_pauses: Weight of an operator who stops the group for a while.
+        watch_breaks: Weight of a member whose streams break.
+        questions: Weight of an operator who asks why queues do not move.
+        policy: What happens to subscriptions that differ; a `SubscriptionPolicy`.
+        commit_on_pull: Whether acks ride with pulls.
         pause_ms_max: Longest pause or cut.
         slow_handlers: Probability that a handler runs longer than the drain timeout.
         power_cuts: Whether a killed storage node loses or tears what it had not synced.
@@ -72,6 +86,14 @@ class Options:
     cuts: int = 0
     deaf: int = 0
     jumps: int = 0
+    resets: int = 0
+    forces: int = 0
+    switches: int = 0
+    group_pauses: int = 0
+    watch_breaks: int = 0
+    questions: int = 0
+    policy: str = "REJECT"
+    commit_on_pull: bool = True
     pause_ms_max: int = 25_000
     slow_handlers: float = 0.0
     power_cuts: bool = False
@@ -106,6 +128,14 @@ class Options:
             cuts=some(4),
             deaf=some(2),
             jumps=some(2),
+            resets=some(3),
+            forces=some(2),
+            switches=some(2),
+            group_pauses=some(2),
+            watch_breaks=some(2),
+            questions=1,
+            policy=random.choice(POLICIES),
+            commit_on_pull=random.random() < 0.5,
             pause_ms_max=random.choice([4_000, 20_000, 40_000]),
             slow_handlers=random.choice([0, 0, 0.05]),
             power_cuts=random.random() < 0.5,
@@ -122,6 +152,12 @@ class Options:
             parallel=random.randint(1, 4),
             faults=Faults(delay_ms_max=random.choice([3, 20, 80])),
             service_restarts=random.choice([0, 0, 2]),
+            switches=random.choice([0, 0, 1, 2]),
+            group_pauses=random.choice([0, 1]),
+            watch_breaks=random.choice([0, 2]),
+            questions=1,
+            policy=random.choice(POLICIES),
+            commit_on_pull=random.random() < 0.5,
             strategy=random.choice(get_args(Strategy)),
         )
 

@@ -115,6 +115,14 @@ class Network:
             call.over = True
             self.loop.outside(self.delay_s(), call.cancel_at_server)
 
+    def break_streams(self, host: Host) -> int:
+        """Every stream that `host` reads breaks, at both ends; how many there were."""
+        broken = [call for call in self._open.get(host, ()) if call.streams and not call.over]
+        for call in broken:
+            self.loop.outside(RESET_MS / 1000, partial(call.break_off, UNAVAILABLE))
+            self.loop.outside(self.delay_s(), call.cancel_at_server)
+        return len(broken)
+
     def close(self, address: str) -> None:
         """Nobody answers at `address` any more."""
         self._servers.pop(address, None)
@@ -236,6 +244,12 @@ class Call:
             return
         self._copy = copy
         self._answers.append(answer)
+        self._arrived.set()
+
+    def break_off(self, status: Status) -> None:
+        """No more answers arrive at the client."""
+        self._copy = -1
+        self._answers.append(status)
         self._arrived.set()
 
     def cancel_at_server(self) -> None:

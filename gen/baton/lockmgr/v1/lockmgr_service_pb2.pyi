@@ -523,7 +523,7 @@ class ReleaseAllResponse(_message.Message):
     """Number of entries that were freed."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.GroupQueue]:
-        """Entries that stay: the owner has not closed them at offsets."""
+        """Entries that stay: the owner has messages of them in hand."""
 
     def __init__(
         self,

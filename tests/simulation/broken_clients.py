@@ -1,0 +1,83 @@
+"""Clients that leave out a rule; the names in brackets are those of protocol section 17."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import from_rpc_error
+from batonmq.consuming import giving_back, runner
+from batonmq.consuming.runner import QueueRunner
+from batonmq.consuming.session import ranges_to_pb
+from batonmq.core.inflight import Acks, Closing, QueueProgress
+from batonmq.directory import CALL_TIMEOUT_S
+
+
+def no_deadline(patch: pytest.MonkeyPatch) -> None:
+    """[no_deadline] A client starts what it has as long as nobody tells it not to."""
+
+    def may_start(self: QueueRunner) -> bool:
+        return self.progress is not None and not self.stopping.is_set()
+
+    patch.setattr(QueueRunner, "may_start", may_start)
+
+
+def close_without_draining(patch: pytest.MonkeyPatch) -> None:
+    """[release_no_drain] A client that loses a queue says "done" with handlers running."""
+
+    async def give_back(queue: QueueRunner) -> None:
+        closing = replace(queue.end(), unfinished=())
+        await giving_back.close(queue, closing)
+        await giving_back.release(queue, closing.token)
+        queue.given_back(closing.token)
+
+    patch.setattr(runner, "give_back", give_back)
+
+
+def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
+    """[close_retry_forgets] A repeated Close says what is true by then: nothing is unfinished."""
+
+    async def close(queue: QueueRunner, closing: Closing) -> None:
+        item = offsets_pb.CloseItem(
+            queue=queue.key,
+            token=closing.token,
+            reset_epoch=closing.reset_epoch,
+            committed_offset=closing.acks.committed,
+            acked=ranges_to_pb(closing.acks.ranges),
+            unfinished=ranges_to_pb(closing.unfinished),
+        )
+        directory = queue.session.directory
+        while True:
+            try:
+                stub = await directory.offsets()
+                await stub.Close(offsets_pb.CloseRequest(items=[item]), timeout=CALL_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as failure:
+                await directory.pause(from_rpc_error(failure), 0)
+            except BatonError as failure:
+                await directory.pause(failure, 0)
+            del item.unfinished[:]
+
+    patch.setattr(giving_back, "close", close)
+
+
+def commit_all_received(patch: pytest.MonkeyPatch) -> None:
+    """A client commits what it has received, handled or not."""
+
+    def acks(self: QueueProgress) -> Acks:
+        return Acks(self.next_offset, (), self._version)
+
+    patch.setattr(QueueProgress, "acks", acks)
+
+
+def starts_after_being_told(patch: pytest.MonkeyPatch) -> None:
+    """A client that was told that its token is over goes on with what it has."""
+
+    def may_start(self: QueueRunner) -> bool:
+        return self.progress is not None and self.assigned
+
+    patch.setattr(QueueRunner, "may_start", may_start)

@@ -1,0 +1,197 @@
+"""Offsets that leaves out a rule; the names in brackets are those of protocol section 17."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batonmq.consuming.runner import QueueRunner
+from services.offsets.core.calls import Acks as TableAcks
+from services.offsets.core.calls import (
+    Committed,
+    Delivered,
+    Fence,
+    Instant,
+    Limits,
+    Moved,
+    Place,
+    Source,
+)
+from services.offsets.core.calls import Delivery as TableDelivery
+from services.offsets.core.calls import Grant as TableGrant
+from services.offsets.core.progress import Progress
+from services.offsets.core.ranges import EMPTY
+from services.offsets.group_commit import GroupCommit
+
+
+def unconditional_fence(patch: pytest.MonkeyPatch) -> None:
+    """[fence_uncond] Drained is tested by lockmgr, and not again inside the swap."""
+    patch.setattr(Progress, "_check_condition", lambda *_: None)
+
+
+def answer_before_durable(patch: pytest.MonkeyPatch) -> None:
+    """Offsets answers fences, commits and closes before they are on its disk."""
+
+    async def settled(*_: object) -> None:
+        return
+
+    patch.setattr(GroupCommit, "settled", settled)
+    patch.setattr(GroupCommit, "settled_all", settled)
+
+
+def commit_without_token(patch: pytest.MonkeyPatch) -> None:
+    """[commit_no_token] A commit counts, whoever sends it."""
+    real = Progress.commit
+
+    def commit(self: Progress, _: int, acks: TableAcks, now: Instant, source: Source) -> Committed:
+        return real(self, self.token, acks, now, source)
+
+    patch.setattr(Progress, "commit", commit)
+
+
+def pull_without_token(patch: pytest.MonkeyPatch) -> None:
+    """[pull_no_token] A delivery, also that of a pull that was parked, counts whoever pulls."""
+    record, touch = Progress.record_delivered, Progress.touch
+
+    def recorded(
+        self: Progress, _: int, delivery: TableDelivery, limits: Limits, now: Instant
+    ) -> Delivered:
+        return record(self, self.token, delivery, limits, now)
+
+    patch.setattr(Progress, "record_delivered", recorded)
+    patch.setattr(Progress, "touch", lambda self, _, now: touch(self, self.token, now))
+
+
+def record_in_memory(patch: pytest.MonkeyPatch) -> None:
+    """[record_not_durable] Nothing durable says how far deliveries have come."""
+    real = Progress.record_delivered
+
+    def record(
+        self: Progress, token: int, delivery: TableDelivery, limits: Limits, now: Instant
+    ) -> Delivered:
+        reserved = self.delivered_reserved
+        delivered = real(self, token, delivery, limits, now)
+        self.delivered_reserved = reserved
+        return delivered._replace(changed=False)
+
+    patch.setattr(Progress, "record_delivered", record)
+
+
+def idle_untested(patch: pytest.MonkeyPatch) -> None:
+    """A lease that is over at the lock manager is enough: offsets does not look."""
+    real = Progress._check_condition
+
+    def check(self: Progress, wish: Fence, now: Instant) -> None:
+        if wish.condition.value != "IDLE":
+            real(self, wish, now)
+
+    patch.setattr(Progress, "_check_condition", check)
+
+
+def maybe_seen_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """What the holder before has in flight is not noted when its queue is taken."""
+    real = Progress.fence
+
+    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+        before = self.maybe_seen
+        grant = real(self, wish, now)
+        if grant.changed:
+            self.maybe_seen = before
+            self.grant = grant = grant._replace(maybe_seen=before)
+        return grant
+
+    patch.setattr(Progress, "fence", fence)
+
+
+def acked_ranges_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A new owner starts at the committed offset, whatever is acked above it."""
+    real = Progress.fence
+
+    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+        self.acked = EMPTY
+        return real(self, wish, now)
+
+    patch.setattr(Progress, "fence", fence)
+
+
+def reset_no_epoch(patch: pytest.MonkeyPatch) -> None:
+    """[reset_no_epoch] A reset sets the offset, and nobody is fenced by it."""
+    real = Progress.reset
+
+    def reset(self: Progress, to: Place, source: Source, now: Instant) -> Moved:
+        names = ("token", "reset_epoch", "holder", "closed", "grant", "delivered_offset")
+        before = {name: getattr(self, name) for name in (*names, "delivered_reserved")}
+        moved = real(self, to, source, now)
+        for name, value in before.items():
+            setattr(self, name, value)
+        self.delivered_offset = max(self.delivered_offset, self.committed_offset)
+        self.delivered_reserved = max(self.delivered_reserved, self.delivered_offset)
+        return moved._replace(token=self.token, reset_epoch=self.reset_epoch)
+
+    patch.setattr(Progress, "reset", reset)
+
+
+def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
+    """[reset_no_resume_check] A reset fences; what was finished before it counts after it.
+
+    The epoch is not raised, nor does a client drop its work when it hears that it was a reset.
+    """
+    real_reset, real_fence = Progress.reset, QueueRunner.fence
+
+    def reset(self: Progress, to: Place, source: Source, now: Instant) -> Moved:
+        reset_epoch = self.reset_epoch
+        moved = real_reset(self, to, source, now)
+        self.reset_epoch = reset_epoch
+        return moved._replace(reset_epoch=reset_epoch)
+
+    def fence(self: QueueRunner, *, forget: bool = False) -> None:
+        real_fence(self)
+
+    patch.setattr(Progress, "reset", reset)
+    patch.setattr(QueueRunner, "fence", fence)
+
+
+def force_without_flags(patch: pytest.MonkeyPatch) -> None:
+    """What is in the hands of an owner that loses a queue by force is not noted."""
+    real = Progress.fence
+
+    def fence(self: Progress, wish: Fence, now: Instant) -> TableGrant:
+        before = self.maybe_seen
+        grant = real(self, wish, now)
+        if grant.changed and wish.forced_by:
+            self.maybe_seen = before
+            self.grant = grant = grant._replace(maybe_seen=before)
+        return grant
+
+    patch.setattr(Progress, "fence", fence)
+
+
+def riding_acks_without_token(patch: pytest.MonkeyPatch) -> None:
+    """Acks that ride with a pull count, whoever pulls."""
+    real = Progress.commit
+
+    def commit(self: Progress, token: int, acks: TableAcks, now: Instant, source: Source) -> Any:
+        return real(self, self.token if source is Source.PULL else token, acks, now, source)
+
+    patch.setattr(Progress, "commit", commit)
+
+
+def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
+    """A delivery counts, whatever it was filtered by.
+
+    A client that waits until it knows the subscription its grant is for would hide that.
+    """
+    record, granted = Progress.record_delivered, QueueRunner.granted
+
+    def recorded(
+        self: Progress, token: int, delivery: TableDelivery, limits: Limits, now: Instant
+    ) -> Delivered:
+        named = delivery._replace(subscription_generation=self.subscription_generation)
+        return record(self, token, named, limits, now)
+
+    def unbound(self: QueueRunner, sent_ms: int, lease_ms: int, _: int) -> None:
+        granted(self, sent_ms, lease_ms, 0)
+
+    patch.setattr(Progress, "record_delivered", recorded)
+    patch.setattr(QueueRunner, "granted", unbound)

@@ -1,0 +1,42 @@
+"""Storage and nameservers that leave out a rule; see protocol section 17 for names in brackets."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from services.nameserver.group_store import GroupStore
+from services.runtime.gates import Gates
+from services.storage.deliveries import Deliveries, Delivery, Verdict
+from tests.simulation.background import in_background
+
+
+def record_after_sending(patch: pytest.MonkeyPatch) -> None:
+    """[deliver_before_record] Bytes leave storage, and their delivery is recorded meanwhile."""
+
+    async def record(self: Deliveries, delivery: Delivery) -> Verdict:
+        in_background(self._batcher.call(delivery))
+        return Verdict((), self._epoch, self._clock.monotonic_ms())
+
+    patch.setattr(Deliveries, "record", record)
+
+
+def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
+    """A new subscription counts at once, with queues still in the hands of owners."""
+
+    async def has_owner(*_: object) -> bool:
+        return False
+
+    patch.setattr(GroupStore, "_has_owner", has_owner)
+
+
+def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
+    """Storage looks at every second pull only whether the group is paused."""
+    real, looks = Gates.check_running, itertools.count()
+
+    def check_running(self: Gates, group: str) -> None:
+        if next(looks) % 2:
+            real(self, group)
+
+    patch.setattr(Gates, "check_running", check_running)

@@ -1,0 +1,86 @@
+"""The producer of a run: it makes the topic, and sends what the director asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import grpc.aio
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import from_rpc_error
+from batonmq.core.records import Message
+from batonmq.directory import CALL_TIMEOUT_S, Directory
+from batonmq.producer import Producer, ProducerSettings
+from tests.simulation.cluster import NAMESERVERS, TOPIC, Process
+from tests.simulation.stage import Stage
+
+TAGS = ("a", "b", "c")
+
+
+class Producing:
+    """Sends bursts.
+
+    Attributes:
+        acked: Bodies of messages that were acknowledged.
+        unsettled: Bodies of messages of which nothing is known yet.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._process = Process(stage.world, "producer", 0)
+        self._producer: Producer | None = None
+        self._sent_count = 0
+        self._sending: list[asyncio.Task[None]] = []
+        self.acked: dict[str, object] = {}
+        self.unsettled: dict[str, None] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a topic to send to."""
+        return self._producer is not None
+
+    def start(self) -> None:
+        """Begin."""
+        self._process.run(self._live)
+
+    def burst(self) -> None:
+        """Some messages more."""
+        random = self._stage.random
+        count = random.randint(1, 12)
+        bodies = [f"m{self._sent_count + index}" for index in range(count)]
+        self._sent_count += count
+        self.unsettled.update(dict.fromkeys(bodies))
+        tags = [random.choice(TAGS) for _ in bodies]
+        sending = self._send(dict(zip(bodies, tags, strict=True)))
+        self._sending.append(self._process.host.spawn(sending))
+
+    async def _live(self) -> None:
+        surroundings = self._process.surroundings()
+        directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
+        request = pb.CreateTopicRequest(topic=TOPIC, queue_count=self._stage.options.queues)
+        while True:
+            try:
+                await directory.nameserver().CreateTopic(request, timeout=CALL_TIMEOUT_S)
+                break
+            except grpc.aio.AioRpcError as error:
+                await directory.pause(from_rpc_error(error), 0)
+        settings = ProducerSettings(request_timeout_ms=3_000, batch_messages_max=4)
+        async with Producer(NAMESERVERS, settings, surroundings=surroundings) as producer:
+            self._producer = producer
+            await asyncio.Event().wait()
+
+    async def _send(self, messages: Mapping[str, str]) -> None:
+        assert self._producer is not None
+        sent = {
+            body: await self._producer.submit(TOPIC, Message(body.encode(), tag))
+            for body, tag in messages.items()
+        }
+        for body, pending in sent.items():
+            try:
+                await pending
+                self.acked[body] = True
+            except BatonError as error:
+                self._stage.world.trace.note("producer", f"{body} may be lost", error)
+            del self.unsettled[body]
