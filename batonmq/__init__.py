@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from batonmq.consumer import Consumer
     from batonmq.consuming.membership import Verdict
     from batonmq.consuming.message import ReceivedMessage
+    from batonmq.consuming.results import MessageFailed, RetryLater, Suspend
     from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
     from batonmq.core.records import Message
     from batonmq.core.route import QueueId
     from batonmq.producer import Durability, Pending, Producer, ProducerSettings, Receipt
+    from batonmq.puller import AtTime, Puller, PullerSettings
     from batonmq.scheduling import PendingSchedule, ScheduleReceipt
 
 __all__ = [
     "Admin",
+    "AtTime",
     "BatonError",
     "BlockingConsumer",
     "BlockingProducer",
@@ -37,21 +40,27 @@ __all__ = [
     "ConsumerSettings",
     "Durability",
     "Message",
+    "MessageFailed",
     "OwnershipEvent",
     "Pending",
     "PendingSchedule",
     "Producer",
     "ProducerSettings",
+    "Puller",
+    "PullerSettings",
     "QueueId",
     "Receipt",
     "ReceivedMessage",
     "Retry",
+    "RetryLater",
     "ScheduleReceipt",
+    "Suspend",
     "Verdict",
 ]
 
 _HOMES = {
     "Admin": "batonmq.admin",
+    "AtTime": "batonmq.puller",
     "BatonError": "batonmq.common.errors",
     "BlockingConsumer": "batonmq.blocking",
     "BlockingProducer": "batonmq.blocking",
@@ -59,16 +68,21 @@ _HOMES = {
     "ConsumerSettings": "batonmq.consuming.session",
     "Durability": "batonmq.producer",
     "Message": "batonmq.core.records",
+    "MessageFailed": "batonmq.consuming.results",
     "OwnershipEvent": "batonmq.consuming.session",
     "Pending": "batonmq.producer",
     "PendingSchedule": "batonmq.scheduling",
     "Producer": "batonmq.producer",
     "ProducerSettings": "batonmq.producer",
+    "Puller": "batonmq.puller",
+    "PullerSettings": "batonmq.puller",
     "QueueId": "batonmq.core.route",
     "Receipt": "batonmq.producer",
     "ReceivedMessage": "batonmq.consuming.message",
     "Retry": "batonmq.common.errors",
+    "RetryLater": "batonmq.consuming.results",
     "ScheduleReceipt": "batonmq.scheduling",
+    "Suspend": "batonmq.consuming.results",
     "Verdict": "batonmq.consuming.membership",
 }
 

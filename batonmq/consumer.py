@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from types import TracebackType
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.common.aio import only_error, unless
-from batonmq.common.backoff import Backoff
+from batonmq.common.aio import only_error
+from batonmq.consuming.handling import Handler, Handling
 from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.leases import Leases
+from batonmq.consuming.local_offsets import LocalOffsets
 from batonmq.consuming.membership import Membership, Verdict
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.notices import Notices
+from batonmq.consuming.results import MessageFailed
+from batonmq.consuming.retrying import Returns, create_retry_topic, restore
 from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import (
     CONSUME_FROM,
+    MODELS,
     ConsumerSettings,
     OwnershipEvent,
     Session,
 )
+from batonmq.core.flow import FlowReason
+from batonmq.core.retries import retry_topic
 from batonmq.core.route import QueueId
 from batonmq.core.subscription import TagFilter
 from batonmq.directory import Directory, Surroundings
-from batonmq.routes import follow_route
-
-log = logging.getLogger(__name__)
-
-Handler = Callable[[ReceivedMessage], Awaitable[object] | object]
+from batonmq.routes import follow_route, queues_of
 
 FAIR_RUN = 64
 """Messages of one queue handed out before another queue, and the rest of the loop, have a turn."""
@@ -67,6 +67,8 @@ class Consumer:
         SubscriptionConflict: the group has another subscription; it names both clients.
         ClientIdInUse, TopicNotFound, InvalidName, BadExpression: refused.
         Unreachable: no nameserver answered within the start timeout.
+        DataLoss: the offsets file of a broadcasting member is damaged.
+        InvalidArgument: the offsets file can't be used, or another process uses it.
     """
 
     def __init__(  # noqa: PLR0913  keyword-only from the settings on, each with a default
@@ -82,6 +84,7 @@ class Consumer:
     ) -> None:
         outside = surroundings or Surroundings()
         random, host = outside.random, socket.gethostname()
+        chosen = settings or ConsumerSettings()
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
         self._session = Session(
@@ -89,12 +92,15 @@ class Consumer:
             incarnation=queue_pb2.Incarnation(
                 client_id=self.client_id, incarnation_id=incarnation_id
             ),
-            settings=settings or ConsumerSettings(),
+            settings=chosen,
             directory=Directory(nameserver, random, outside.connect),
             clock=outside.clock,
             random=random,
             on_ownership=on_ownership,
+            local=LocalOffsets(Path(chosen.offsets_file), group) if chosen.offsets_file else None,
         )
+        if chosen.send_back:
+            subscriptions = {**subscriptions, retry_topic(group): "*"}
         self._topics = sorted(subscriptions)
         heartbeat = pb.HeartbeatRequest(
             group=group,
@@ -105,21 +111,23 @@ class Consumer:
                 )
                 for topic in self._topics
             ],
-            model=pb.MESSAGE_MODEL_CLUSTERING,
-            consume_from=CONSUME_FROM[self._session.settings.consume_from],
+            model=MODELS[chosen.model],
+            consume_from=CONSUME_FROM[chosen.consume_from],
+            orderly=chosen.orderly,
             host=host,
-            room=self._session.settings.room,
+            room=chosen.room,
         )
         self._membership = Membership(self._session, heartbeat, self._rebalance)
         self._runners: dict[QueueId, QueueRunner] = {}
+        self._routes: dict[str, tuple[QueueId, ...]] = {}
         self._notices = Notices(self._session, self._runners)
         self._calls = JointCalls(self._session)
         self._leases = Leases(self._session, self._calls, self._runners, self._notices)
         self._listening = False
-        self._handler: Handler | None = None
-        self._handling: dict[QueueId, list[asyncio.Task[None]]] = {}
-        self._slots = asyncio.Semaphore(self._session.settings.concurrency)
-        self._threads: ThreadPoolExecutor | None = None
+        self._returns = Returns(self._session, self._spawn)
+        self._handling: Handling | None = None
+        self._handle_timeout_ms = self._session.settings.handle_timeout_ms
+        self._failed: MessageFailed | None = None
         self._current: tuple[QueueRunner, ReceivedMessage] | None = None
         self._turn: list[QueueRunner] = []
         self._run_left = 0
@@ -138,12 +146,26 @@ class Consumer:
         """What the group says of this member's subscription; `staged`: it gets no queue yet."""
         return self._membership.verdict
 
+    @property
+    def flow(self) -> dict[QueueId, FlowReason]:
+        """The queues that are not pulled at the moment because of a bound, and of which.
+
+        `count`: `buffer_messages_max` messages of the queue wait. `bytes`: `buffer_bytes_max` bytes
+        of all queues wait. `span`: a message is not acknowledged, and the queue has gone on for
+        `span_max` offsets behind it.
+        """
+        return {queue: r.flow for queue, r in self._runners.items() if r.flow is not None}
+
     async def __aenter__(self) -> Consumer:
         session = self._session
         try:
+            if session.local is not None:
+                await session.local.open()
+            if session.settings.send_back:
+                await create_retry_topic(session)
             await self._membership.join(session.settings.start_timeout_ms)
         except BaseException:
-            await session.directory.close()
+            await self._let_go()
             raise
         await self._tasks.__aenter__()
         loops = (
@@ -175,13 +197,15 @@ class Consumer:
             except BaseExceptionGroup as group:
                 raise only_error(group) from None
             finally:
-                if self._threads is not None:
-                    self._threads.shutdown(wait=False)
-                await self._session.directory.close()
+                if self._handling is not None:
+                    self._handling.close()
+                await self._let_go()
 
     def stop(self) -> None:
         """Hand out no more messages: `run` and the iteration end."""
         self._stopped.set()
+        if self._handling is not None:
+            self._handling.end()
         self._session.available.set()
 
     def __aiter__(self) -> Consumer:
@@ -198,6 +222,7 @@ class Consumer:
         while not self._stopped.is_set():
             found = self._take()
             if found is not None:
+                restore(found[1], self._session.group)
                 self._current = found
                 return found[1]
             self._session.available.clear()
@@ -208,16 +233,41 @@ class Consumer:
         """Hand every message to `handler` until `stop`.
 
         Args:
-            handler: A coroutine function, or a plain function, which runs in a thread. If it
-                raises, the message is handed to it again after a growing delay; messages of
-                other queues go on meanwhile.
+            handler: A coroutine function, or a plain function, which runs in a thread. What it
+                returns, None for success, is in `batonmq.consuming.results`. If it raises, or
+                takes longer than `handle_timeout_ms`, the message is handled again later as the
+                settings say; messages of other queues go on meanwhile.
+
+        Raises:
+            MessageFailed: a message has failed too often, and the settings say to stop then.
         """
-        if not inspect.iscoroutinefunction(handler):
-            self._threads = ThreadPoolExecutor(self._session.settings.concurrency, "handler")
-        self._handler = handler
+        self._handling = Handling(
+            self._session, handler, self._returns, self._tasks, self._stop_failed
+        )
+        self._handling.deadlines.set(self._handle_timeout_ms)
         for runner in self._runners.values():
-            self._start_handling(runner)
+            self._handling.begin(runner)
         await self._stopped.wait()
+        if self._failed is not None:
+            raise self._failed
+
+    @property
+    def handle_timeout_ms(self) -> int | None:
+        """How long a handler may take. A change holds at once, for handlers that run too."""
+        return self._handle_timeout_ms
+
+    @handle_timeout_ms.setter
+    def handle_timeout_ms(self, timeout_ms: int | None) -> None:
+        self._handle_timeout_ms = timeout_ms
+        if self._handling is not None:
+            self._handling.deadlines.set(timeout_ms)
+
+    def _stop_failed(self, failed: MessageFailed) -> None:
+        self._failed = failed
+        self.stop()
+
+    def _spawn(self, loop: Coroutine[object, object, None]) -> None:
+        self._loops.append(self._tasks.create_task(loop))
 
     def _take(self) -> tuple[QueueRunner, ReceivedMessage] | None:
         """The next message, a run of one queue at a time."""
@@ -233,21 +283,33 @@ class Consumer:
 
     async def _follow(self, topic: str) -> None:
         """End the consumer with TopicNotFound when the topic is deleted."""
-        await follow_route(self._session.directory, topic, lambda _: None)
+        await follow_route(self._session.directory, topic, self._see_route)
+
+    def _see_route(self, route: pb.Route) -> None:
+        """A broadcasting member reads all queues there are."""
+        local, topic = self._session.local, route.topic
+        if local is not None:
+            queues = self._routes[topic.name] = queues_of(route)
+            if local.meet(topic.name, topic.topic_id, queues):
+                for runner in self._runners.values():
+                    if runner.queue.topic == topic.name:
+                        runner.fence(forget=True)
+            self._rebalance()
 
     def _rebalance(self) -> None:
         """Let go of what is not ours any more, ask for what is; the rest goes on untouched."""
         view = self._session.view
         if self._stopped.is_set() or not view.member or not self._loops:
             return
+        assigned = view.assigned.union(*self._routes.values())
         for queue, runner in self._runners.items():
             if runner.owned != view.owned:
                 runner.drop()
-            elif queue in view.assigned:
+            elif queue in assigned:
                 runner.look()
             else:
                 runner.unassign()
-        for queue in sorted(view.assigned - self._runners.keys()):
+        for queue in sorted(assigned - self._runners.keys()):
             self._add_runner(queue)
 
     def _add_runner(self, queue: QueueId) -> None:
@@ -258,8 +320,8 @@ class Consumer:
         self._runners[queue] = runner
         self._turn.append(runner)
         self._tasks.create_task(self._run_queue(runner))
-        if self._handler is not None:
-            self._start_handling(runner)
+        if self._handling is not None:
+            self._handling.begin(runner)
 
     async def _run_queue(self, runner: QueueRunner) -> None:
         try:
@@ -267,62 +329,11 @@ class Consumer:
         finally:
             self._turn.remove(runner)
             del self._runners[runner.queue]
-            for handling in self._handling.pop(runner.queue, ()):
-                handling.cancel()
+            if self._handling is not None:
+                self._handling.leave(runner.queue)
             if not self._runners:
                 self._emptied.set()
         self._rebalance()
-
-    def _start_handling(self, runner: QueueRunner) -> None:
-        assert self._handler is not None
-        self._handling[runner.queue] = [
-            self._tasks.create_task(self._handle(runner, self._handler))
-            for _ in range(self._session.settings.queue_concurrency)
-        ]
-
-    async def _handle(self, runner: QueueRunner, handler: Handler) -> None:
-        """Handle one queue's messages one by one, until cancelled."""
-        while True:
-            await runner.arrived.wait()
-            async with self._slots:
-                if self._stopped.is_set():
-                    return
-                message = runner.take()
-                done = message is not None and await self._attempt(message, handler)
-            if message is None:
-                continue
-            while not (done or runner.draining) and runner.counts(message):
-                done = await self._attempt_later(runner, message, handler)
-            if done:
-                runner.finish(message)
-            else:
-                runner.give_up(message)
-
-    async def _attempt_later(
-        self, runner: QueueRunner, message: ReceivedMessage, handler: Handler
-    ) -> bool:
-        settings = self._session.settings
-        backoff = Backoff(first_ms=settings.retry_first_ms, delay_ms_max=settings.retry_ms_max)
-        delay_ms = backoff.delay_ms(message.attempts - 1, self._session.random)
-        await unless(runner.stopping, asyncio.sleep(delay_ms / 1000))
-        if runner.draining or not runner.counts(message):
-            return False
-        message.attempts += 1
-        async with self._slots:
-            return await self._attempt(message, handler)
-
-    async def _attempt(self, message: ReceivedMessage, handler: Handler) -> bool:
-        """Whether the handler took the message without raising."""
-        try:
-            if self._threads is None:
-                await handler(message)  # type: ignore[misc]
-            else:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._threads, handler, message)
-        except Exception:
-            log.exception("handler failed message=%r attempts=%d", message, message.attempts)
-            return False
-        return True
 
     async def _close(self) -> None:
         """Leave, drain, commit, release: in that order, so that the others wait already."""
@@ -338,3 +349,10 @@ class Consumer:
             self._emptied.clear()
             await self._emptied.wait()
         await self._calls.release_rest()
+
+    async def _let_go(self) -> None:
+        try:
+            if self._session.local is not None:
+                await self._session.local.close()
+        finally:
+            await self._session.directory.close()

@@ -258,7 +258,7 @@ class Scheduling:
             async def request(items: Sequence[pb.ScheduleItem]) -> Sequence[_Outcome]:
                 return [
                     outcome
-                    for part in _parts(items)
+                    for part in parts(items)
                     for outcome in await self._request(broker, part)
                 ]
 
@@ -329,7 +329,7 @@ class _Sending:
         return pb.ScheduleItem(batch=batch, deliver_unix_ms=self.deliver_unix_ms)
 
 
-def _parts(items: Sequence[pb.ScheduleItem]) -> Iterator[Sequence[pb.ScheduleItem]]:
+def parts(items: Sequence[pb.ScheduleItem]) -> Iterator[Sequence[pb.ScheduleItem]]:
     """`items` in requests that are not too long."""
     begin, size = 0, 0
     for index, item in enumerate(items):

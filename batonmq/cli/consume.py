@@ -28,6 +28,7 @@ class Start(StrEnum):
 
     FIRST = "first"
     LAST = "last"
+    TIMESTAMP = "timestamp"
 
 
 def consume(
@@ -40,7 +41,7 @@ def consume(
         typer.Option(
             "--from",
             help="Where the group starts on a queue without progress; by default where its "
-            "members do, and first for a new group.",
+            "members do, and first for a new group; timestamp is half an hour ago.",
             show_default=False,
         ),
     ] = None,

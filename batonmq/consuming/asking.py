@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 
 from batonmq.common.aio import unless
@@ -33,8 +33,11 @@ from batonmq.common.errors import (
 )
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.consuming.joint import ACQUIRE_HOLD_MS
-from batonmq.consuming.session import CONSUME_FROM, ranges_from_pb, ranges_to_pb
+from batonmq.consuming.local_offsets import LocalOffsets, LocalProgress
+from batonmq.consuming.session import queue_to_pb, ranges_from_pb, ranges_to_pb
 from batonmq.core.inflight import Start
+from batonmq.core.retries import retry_topic
+from batonmq.core.starting import begins_at, first_offset
 from batonmq.directory import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -96,7 +99,7 @@ async def _ask(runner: QueueRunner) -> Start:
         queue=runner.key,
         resume=ranges_to_pb(progress.in_hand()[:RESUME_RANGES_MAX] if progress else ()),
         reset_epoch=progress.reset_epoch if progress else 0,
-        initial_offset=_first_offset(runner, extent),
+        initial_offset=await _first_offset(runner, extent),
         topic_id=extent.topic_id,
     )
     granted = await runner.calls.acquire(runner.queue, item)
@@ -112,12 +115,24 @@ async def _ask(runner: QueueRunner) -> Start:
 
 
 async def _progress(runner: QueueRunner) -> Start:
+    if runner.session.local is not None:
+        return await _local_progress(runner, runner.session.local)
     try:
         return await _query(runner)
     except UnknownQueue:
         extent = await runner.calls.extent(runner.queue)
-        await _begin_progress(runner, _first_offset(runner, extent))
+        await _begin_progress(runner, await _first_offset(runner, extent))
         return await _query(runner)
+
+
+async def _local_progress(runner: QueueRunner, local: LocalOffsets) -> Start:
+    found = local.get(runner.queue)
+    if found is None:
+        extent = await runner.calls.extent(runner.queue)
+        added = local.added(runner.queue)
+        found = LocalProgress(await _first_offset(runner, extent, added=added))
+        local.put(runner.queue, found)
+    return Start(0, 0, found.committed, found.acked)
 
 
 async def _query(runner: QueueRunner) -> Start:
@@ -153,12 +168,22 @@ async def _begin_progress(runner: QueueRunner, offset: int) -> None:
             raise error
 
 
-def _first_offset(runner: QueueRunner, extent: storage_pb.QueueOffsets) -> int:
+async def _first_offset(
+    runner: QueueRunner, extent: storage_pb.QueueOffsets, *, added: bool = False
+) -> int:
     """Where to start if the group has no progress on the queue."""
-    first = CONSUME_FROM[runner.session.settings.consume_from]
-    if first == nameserver_pb.CONSUME_FROM_FIRST:
-        return extent.first_offset
-    return extent.next_offset
+    session, queue, found = runner.session, runner.queue, 0
+    place = begins_at(
+        session.settings.consume_from, retry=queue.topic == retry_topic(session.group), added=added
+    )
+    if place == "timestamp":
+        request = query_pb.SearchOffsetRequest(
+            queue=queue_to_pb(queue), unix_ms=session.begin_unix_ms
+        )
+        stub = await session.directory.query(queue.broker)
+        answer = await _answered(partial(stub.SearchOffset, request, timeout=CALL_TIMEOUT_S))
+        found = answer.offset
+    return first_offset(place, extent.first_offset, extent.next_offset, found)
 
 
 async def _answered(call: Callable[[], Awaitable[T]]) -> T:

@@ -13,6 +13,7 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.consuming.local_offsets import LocalProgress
 from batonmq.consuming.session import Session, ranges_to_pb
 from batonmq.core.inflight import Closing
 from batonmq.directory import CALL_TIMEOUT_S
@@ -84,8 +85,15 @@ async def release(runner: QueueRunner, token: int) -> None:
 
 
 async def _commit_last(runner: QueueRunner, closing: Closing) -> None:
-    """Where nobody owns the queue (section 15): what is not told now is handled once more."""
+    """Where nobody owns the queue (section 15): what is not told now is handled once more.
+
+    A broadcasting member puts it into its file, which is saved when the consumer is closed.
+    """
     session = runner.session
+    if session.local is not None:
+        acks = closing.acks
+        session.local.put(runner.queue, LocalProgress(acks.committed, acks.ranges))
+        return
     item = offsets_pb.CommitItem(
         queue=runner.key,
         reset_epoch=closing.reset_epoch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.common.v1 import queue_pb2
@@ -19,9 +19,10 @@ class GroupView:
     Attributes:
         generation: Of the record.
         member: Whether the incarnation is a live member.
-        assigned: The queues that are dealt to it.
+        assigned: The queues that are dealt to it; none in a broadcasting group, whose members read
+            all queues.
         filters: What the group subscribes to, by topic: what is pulled and handled, whatever the
-            member itself has asked for.
+            member itself has asked for. Members of a broadcasting group go each by their own.
         subscription_generation: Of `filters`.
         owned: Whether queues are owned; else members read what is assigned to them.
         paused: Who has paused the group and why; empty if nobody has.
@@ -36,16 +37,20 @@ class GroupView:
     paused: tuple[str, str] | tuple[()] = ()
 
     @classmethod
-    def of(cls, group: pb.Group, me: queue_pb2.Incarnation) -> GroupView:
-        """The view of `me`."""
-        filters = {each.topic: TagFilter.parse(each.expression) for each in group.subscriptions}
+    def of(
+        cls, group: pb.Group, me: queue_pb2.Incarnation, own: Sequence[pb.Subscription] = ()
+    ) -> GroupView:
+        """The view of `me`; `own` is what it subscribes to, if the group is broadcasting."""
+        broadcasting = group.model == pb.MESSAGE_MODEL_BROADCASTING
+        subscriptions = own if broadcasting else group.subscriptions
+        filters = {each.topic: TagFilter.parse(each.expression) for each in subscriptions}
         return cls(
             generation=group.generation,
             member=any(member.incarnation == me for member in group.members),
             assigned=frozenset(queue for queue in assigned(group, me) if queue.topic in filters),
             filters=filters,
             subscription_generation=group.subscription_generation,
-            owned=group.ownership != pb.OWNERSHIP_OFF,
+            owned=group.ownership != pb.OWNERSHIP_OFF and not broadcasting,
             paused=(group.pause.by, group.pause.reason) if group.HasField("pause") else (),
         )
 

@@ -14,6 +14,7 @@ from batonmq.common.aio import wait_until
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.consuming.joint import JointCalls
+from batonmq.consuming.local_offsets import LocalOffsets, LocalProgress
 from batonmq.consuming.notices import Notices
 from batonmq.consuming.pulling import OVER
 from batonmq.consuming.runner import QueueRunner
@@ -72,7 +73,7 @@ class Leases:
                 failures += 1
 
     async def commit(self) -> None:
-        """Commit everything that is handled by now.
+        """Commit everything that is handled by now; of a broadcasting member, to its file.
 
         Raises:
             BatonError: the call failed; nothing is known, and the next commit repeats it.
@@ -83,8 +84,20 @@ class Leases:
             for runner in list(self._runners.values())
             if runner.progress is not None and (acks := runner.to_commit(now_ms)) is not None
         ]
+        if self._session.local is not None:
+            await self._save(self._session.local, found)
+            return
         for start in range(0, len(found), COMMIT_ITEMS_MAX):
             await self._commit(found[start : start + COMMIT_ITEMS_MAX])
+
+    async def _save(
+        self, local: LocalOffsets, found: Sequence[tuple[QueueRunner, QueueProgress, Acks]]
+    ) -> None:
+        for runner, _, acks in found:
+            local.put(runner.queue, LocalProgress(acks.committed, acks.ranges))
+        if await local.save():
+            for runner, progress, acks in found:
+                runner.committed(progress, acks, self._session.clock.monotonic_ms())
 
     async def _commit(self, found: Sequence[tuple[QueueRunner, QueueProgress, Acks]]) -> None:
         session = self._session

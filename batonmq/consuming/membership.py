@@ -176,7 +176,8 @@ class Membership:
         session = self._session
         if group.generation <= session.view.generation:
             return
-        before, session.view = session.view, GroupView.of(group, session.incarnation)
+        before, own = session.view, self._heartbeat.subscriptions
+        session.view = GroupView.of(group, session.incarnation, own)
         changed = session.view.subscription_generation != before.subscription_generation
         if (changed and before.member) or not session.view.member:
             session.heartbeat_soon.set()  # for another verdict, or to be a member again

@@ -25,6 +25,7 @@ from batonmq.common.errors import (
 from batonmq.common.rpc import from_rpc_error
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ranges_from_pb, ranges_to_pb
+from batonmq.core.flow import held_back
 from batonmq.core.inflight import Acks, QueueProgress
 from batonmq.core.records import check_batch, decode_records, tag_hashes
 from batonmq.core.subscription import TagFilter
@@ -65,19 +66,26 @@ async def _due(runner: QueueRunner) -> bool:
     Returns:
         False once no message may be started any more.
     """
-    session, settings = runner.session, runner.session.settings
+    session = runner.session
     while runner.may_start() and (progress := runner.progress) is not None:
-        view, full = session.view, progress.span >= settings.span_max
+        view = session.view
+        runner.flow = held_back(
+            session.limits,
+            runner.waiting_bytes,
+            waiting_count=len(runner.buffer),
+            span=progress.span,
+        )
         old = view.subscription_generation < runner.bound_generation
         old = old or runner.queue.topic not in view.filters
-        buffered = len(runner.buffer) >= settings.buffer_messages_max
-        if not (full or old or buffered or view.paused):
+        if not (runner.flow or old or view.paused):
             return True
-        if full:
+        if runner.flow == "span":
             session.commit_soon.set()
         if old:
             session.heartbeat_soon.set()
         runner.changed.clear()
+        if runner.flow == "bytes":
+            session.wait_for_room[runner.changed] = None
         await runner.changed.wait()
     return False
 
@@ -102,7 +110,7 @@ async def pull(runner: QueueRunner) -> None:
         pull_id=session.random.getrandbits(63),
         expression=runner.filter.canonical(),
         subscription_generation=view.subscription_generation,
-        bytes_max=settings.pull_bytes_max,
+        bytes_max=min(settings.pull_bytes_max, session.budget.share()),
         messages_max=min(settings.pull_messages_max, settings.span_max - progress.span),
         hold_ms=settings.pull_hold_ms,
         offsets_epoch=session.offsets_epoch,
@@ -136,6 +144,7 @@ async def pull(runner: QueueRunner) -> None:
     progress.receive(answer.next_offset, [message.offset for message in messages])
     if messages:
         runner.buffer.extend(messages)
+        runner.waiting_bytes.add(sum(len(message.body) for message in messages))
         runner.arrived.set()
         session.available.set()
     else:

@@ -15,6 +15,7 @@ from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.pulling import pull_forever
 from batonmq.consuming.session import OwnershipEvent, Session
+from batonmq.core.flow import FlowReason, QueueBytes
 from batonmq.core.inflight import Acks, Closing, QueueProgress, Start
 from batonmq.core.route import QueueId
 from batonmq.core.subscription import TagFilter
@@ -40,6 +41,8 @@ class QueueRunner:
         bound_generation: Generation of the subscription that the grant is for; 0 for any.
         filter: By which the last pull was made.
         fenced: Whether the token is not valid any more.
+        flow: What the next pull waits for; None if for nothing.
+        waiting_bytes: Bytes of the bodies in `buffer`.
         unassigned: Set when the queue is not ours any more by the group's record.
         stopping: Set while no message may be started.
         arrived: Set when a message may wait in `buffer`.
@@ -57,7 +60,9 @@ class QueueRunner:
         self.token = self.bound_generation = self.lineage = 0
         self.filter = TagFilter(None)
         self.buffer: deque[ReceivedMessage] = deque()
+        self.waiting_bytes = QueueBytes(session.budget)
         self.fenced = False
+        self.flow: FlowReason | None = None
         self.unassigned, self.stopping = asyncio.Event(), asyncio.Event()
         self.arrived, self.freed, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.changed, self.interrupted = asyncio.Event(), asyncio.Event()
@@ -160,6 +165,8 @@ class QueueRunner:
             if not self.may_start():
                 break
             message = self.buffer.popleft()
+            if self.waiting_bytes.remove(len(message.body)):
+                self.session.room_again()
             if self.progress is not None and self.progress.start(message.offset):
                 message.attempts += 1
                 if 2 * len(self.buffer) <= self.session.settings.buffer_messages_max:
@@ -223,9 +230,11 @@ class QueueRunner:
                 self.session.keep_alive_soon.set()
                 break
             self._begin(start)
-            await unless(self.stopping, pull_forever(self))
-            self.buffer.clear()
-            self.arrived.clear()
+            self.waiting_bytes.join()
+            try:
+                await unless(self.stopping, pull_forever(self))
+            finally:
+                self._empty()
             if not self.fenced:
                 await give_back(self)
             if not self.fenced:
@@ -259,6 +268,14 @@ class QueueRunner:
         if not self.assigned:
             self.stopping.set()
         self._tell("granted")
+
+    def _empty(self) -> None:
+        """Nothing waits any more; it comes again if the queue is still ours."""
+        self.buffer.clear()
+        self.arrived.clear()
+        self.waiting_bytes.leave()
+        self.session.room_again()
+        self.flow = None
 
     def _forget(self) -> None:
         self.progress = None

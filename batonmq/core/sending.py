@@ -12,6 +12,8 @@ from batonmq.core.route import QueueId
 Token = TypeVar("Token")
 
 SEQUENCE_LIMIT = 1 << 32
+ONCE_EPOCH = (1 << 32) - 1
+"""Epoch of a producer that sends one batch in its life, whose id is the name of that batch."""
 
 
 @dataclass(slots=True)

@@ -41,6 +41,7 @@ _STARTS: Mapping[int, str] = {
     pb.CONSUME_FROM_UNSPECIFIED: "LAST",
     pb.CONSUME_FROM_LAST: "LAST",
     pb.CONSUME_FROM_FIRST: "FIRST",
+    pb.CONSUME_FROM_TIMESTAMP: "TIMESTAMP",
 }
 _POLICIES: Mapping[int, Policy | None] = {
     pb.SUBSCRIPTION_POLICY_UNSPECIFIED: None,

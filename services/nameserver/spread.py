@@ -54,7 +54,7 @@ def unread_count(end: QueueEnd, group: Group | None, topic: str, committed: int 
     """Messages of the queue that the group still has to read before the queue may go.
 
     A group without progress on the queue is waited for if it may yet want the messages: it
-    subscribes to the topic, and has members, or would start with the first message. The progress
+    subscribes to the topic, and has members, or would not start with what comes next. The progress
     of a broadcasting group is known to its members only, so it is not waited for.
 
     Args:
@@ -66,7 +66,7 @@ def unread_count(end: QueueEnd, group: Group | None, topic: str, committed: int 
     subscribes = group is not None and any(s.topic == topic for s in group.terms.subscriptions)
     if group is None or not subscribes or group.terms.broadcasting:
         return 0
-    wants = bool(group.members) or group.terms.consume_from == "FIRST"
+    wants = bool(group.members) or group.terms.consume_from != "LAST"
     return end.next_offset - end.first_offset if wants else 0
 
 

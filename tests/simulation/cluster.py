@@ -24,7 +24,8 @@ from typing import Any
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, NoQuorum
-from batonmq.consumer import Consumer, Handler
+from batonmq.consumer import Consumer
+from batonmq.consuming.handling import Handler
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
 from batonmq.core.subscription import TagFilter

@@ -6,7 +6,8 @@ derived from the log, so recovery brings it back, from a checkpoint and the log 
 
 A producer that nobody remembers, or that comes with a new epoch, may start at any sequence: its
 earlier state may have expired. A producer that was silent for 7 days, or is the longest silent
-one of more than 100,000, is forgotten.
+one of more than 100,000, is forgotten. Those that send one batch and no more are counted apart, so
+that they, who may be many, push out no others: an id is another producer there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from batonmq.common.errors import DuplicateSequence, ProducerFenced, SequenceGap
 from batonmq.core.records import Header
+from batonmq.core.sending import ONCE_EPOCH
 
 BATCHES_KEPT = 5
 IDLE_MS_MAX = 7 * 24 * 3_600_000
@@ -85,17 +87,15 @@ class ProducerTable:
     """Sequences and receipts by producer and queue.
 
     Args:
-        producers_max: More are not remembered.
-        queues_max: More pairs of producer and queue are not remembered.
+        producers_max: More are not remembered, of either sort.
+        queues_max: More pairs of producer and queue are not remembered, of either sort.
     """
 
     def __init__(self, producers_max: int = PRODUCERS_MAX, queues_max: int = QUEUES_MAX) -> None:
-        self._producers_max, self._queues_max = producers_max, queues_max
-        self._producers: OrderedDict[int, _Producer] = OrderedDict()
-        self._queues_count = self._snapshots = 0
+        self._lasting, self._once = (_Table(producers_max, queues_max) for _ in range(2))
 
     def __len__(self) -> int:
-        return len(self._producers)
+        return len(self._lasting) + len(self._once)
 
     def check(self, header: Header, queue: QueueKey) -> Receipt | None:
         """The receipt of an earlier try of this batch; None if the batch is new.
@@ -106,6 +106,51 @@ class ProducerTable:
             DuplicateSequence: it was stored, but its receipt is forgotten, or it is not the batch
                 that was stored.
         """
+        return self._of(header.producer_epoch).check(header, queue)
+
+    def record(self, header: Header, queue: QueueKey, receipt: Receipt) -> None:
+        """Remember a stored batch, which `check` called new."""
+        self._of(header.producer_epoch).record(header, queue, receipt)
+
+    def expire(self, now_unix_ms: int) -> None:
+        """Forget the producers that were silent for 7 days."""
+        for table in (self._lasting, self._once):
+            table.expire(now_unix_ms)
+
+    def snapshot(self) -> ProducerColumns:
+        """Everything as it is now, longest silent first, the two sorts one after the other.
+
+        Nothing in it changes any more.
+        """
+        lasting, once = self._lasting.snapshot(), self._once.snapshot()
+        return ProducerColumns(
+            lasting.producer_ids + once.producer_ids,
+            lasting.epochs + once.epochs,
+            lasting.used_unix_ms + once.used_unix_ms,
+            lasting.queues + once.queues,
+        )
+
+    def load(self, producers: Iterable[ProducerState]) -> None:
+        """Take what `snapshot` gave into an empty table."""
+        for one in producers:
+            self._of(one.epoch).load(one)
+
+    def _of(self, epoch: int) -> _Table:
+        return self._once if epoch == ONCE_EPOCH else self._lasting
+
+
+class _Table:
+    """The producers of one sort; as `ProducerTable`."""
+
+    def __init__(self, producers_max: int, queues_max: int) -> None:
+        self._producers_max, self._queues_max = producers_max, queues_max
+        self._producers: OrderedDict[int, _Producer] = OrderedDict()
+        self._queues_count = self._snapshots = 0
+
+    def __len__(self) -> int:
+        return len(self._producers)
+
+    def check(self, header: Header, queue: QueueKey) -> Receipt | None:
         producer = self._producers.get(header.producer_id) if header.producer_id > 0 else None
         if producer is None:
             return None
@@ -137,7 +182,6 @@ class ProducerTable:
         )
 
     def record(self, header: Header, queue: QueueKey, receipt: Receipt) -> None:
-        """Remember a stored batch, which `check` called new."""
         if header.producer_id <= 0:
             return
         producer = self._producers.get(header.producer_id)
@@ -160,7 +204,6 @@ class ProducerTable:
             self._forget(next(iter(self._producers)))
 
     def expire(self, now_unix_ms: int) -> None:
-        """Forget the producers that were silent for 7 days."""
         while self._producers:
             producer_id, producer = next(iter(self._producers.items()))
             if producer.used_unix_ms > now_unix_ms - IDLE_MS_MAX:
@@ -168,7 +211,6 @@ class ProducerTable:
             self._forget(producer_id)
 
     def snapshot(self) -> ProducerColumns:
-        """Everything as it is now, longest silent first; nothing in it changes any more."""
         self._snapshots += 1
         producers = list(self._producers.values())
         return ProducerColumns(
@@ -178,13 +220,11 @@ class ProducerTable:
             [one.queues for one in producers],
         )
 
-    def load(self, producers: Iterable[ProducerState]) -> None:
-        """Take what `snapshot` gave into an empty table."""
-        for one in producers:
-            self._producers[one.producer_id] = _Producer(
-                one.epoch, one.used_unix_ms, self._snapshots, one.queues.copy()
-            )
-            self._queues_count += len(one.queues)
+    def load(self, one: ProducerState) -> None:
+        self._producers[one.producer_id] = _Producer(
+            one.epoch, one.used_unix_ms, self._snapshots, one.queues.copy()
+        )
+        self._queues_count += len(one.queues)
 
     def _forget(self, producer_id: int) -> None:
         producer = self._producers.pop(producer_id, None)

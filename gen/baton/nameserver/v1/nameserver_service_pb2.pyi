@@ -225,6 +225,10 @@ class _ConsumeFromEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ConsumeFr
     """After the last message present when the queue is first acquired."""
     CONSUME_FROM_FIRST: _ConsumeFrom.ValueType  # 2
     """At the first message the queue still holds."""
+    CONSUME_FROM_TIMESTAMP: _ConsumeFrom.ValueType  # 3
+    """At the first message stored at or after a time that each member chooses, by default half an hour
+    before it starts; of the members, the one that reads a queue first decides.
+    """
 
 class ConsumeFrom(_ConsumeFrom, metaclass=_ConsumeFromEnumTypeWrapper):
     """Where a group without progress starts."""
@@ -235,6 +239,10 @@ CONSUME_FROM_LAST: ConsumeFrom.ValueType  # 1
 """After the last message present when the queue is first acquired."""
 CONSUME_FROM_FIRST: ConsumeFrom.ValueType  # 2
 """At the first message the queue still holds."""
+CONSUME_FROM_TIMESTAMP: ConsumeFrom.ValueType  # 3
+"""At the first message stored at or after a time that each member chooses, by default half an hour
+before it starts; of the members, the one that reads a queue first decides.
+"""
 Global___ConsumeFrom: _TypeAlias = ConsumeFrom  # noqa: Y015
 
 class _Verdict:

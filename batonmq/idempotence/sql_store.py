@@ -1,0 +1,159 @@
+"""Claims in a table of SQLite or PostgreSQL: one row each, one statement per step."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from batonmq.common.errors import InvalidArgument
+
+PURGE_EVERY = 1_000
+"""After so many calls rows whose time is over are deleted, twice as many at most."""
+
+CLAIMS = sa.Table(
+    "batonmq_claims",
+    sa.MetaData(),
+    sa.Column("namespace", sa.Text, primary_key=True),
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+    sa.Column("expires_unix_ms", sa.BigInteger, nullable=False, index=True),
+)
+
+_NOW: dict[str, sa.ColumnElement[int]] = {
+    "sqlite": sa.literal_column(
+        "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)", sa.BigInteger
+    ),
+    "postgresql": sa.literal_column(
+        "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
+    ),
+}
+"""Milliseconds since the Unix epoch at the database, not at its clients, when it is evaluated."""
+
+
+class SqlStore:
+    """A `Store` in SQLite or PostgreSQL. Use it as an async context manager.
+
+    Entering makes the table `batonmq_claims` if there is none. The calls run in threads, so the
+    engine is a synchronous one.
+
+    Args:
+        engine: `sqlite:///file` or `postgresql+psycopg://…`, or an engine of SQLAlchemy, which
+            stays the caller's. SQLite needs a file: in memory, each thread has its own.
+        namespace: Such as the name of the group; a part of the primary key.
+
+    Raises:
+        InvalidArgument: the engine is asynchronous, in memory, or of another database.
+    """
+
+    def __init__(self, engine: str | sa.Engine, namespace: str) -> None:
+        self._owned = isinstance(engine, str)
+        made = sa.create_engine(engine) if isinstance(engine, str) else engine
+        self._dialect = made.dialect.name
+        problem = _problem(made)
+        if problem:
+            raise InvalidArgument(f"{made.url!r}: {problem}", facts={"field": "engine"})
+        if self._dialect == "postgresql":
+            made = made.execution_options(isolation_level="READ COMMITTED")
+        self._engine, self._namespace = made, namespace
+        self._until_purge = PURGE_EVERY
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._create)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._owned:
+            await asyncio.to_thread(self._engine.dispose)
+
+    async def put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
+        """See `Store.put`."""
+        self._until_purge -= 1
+        if self._until_purge <= 0:
+            self._until_purge = PURGE_EVERY
+            await self.purge()
+        return await asyncio.to_thread(self._put, key, owner, value, keep_ms)
+
+    async def remove(self, key: str, owner: str) -> None:
+        """See `Store.remove`."""
+        mine = sa.delete(CLAIMS).where(self._is(key), CLAIMS.c.value == owner)
+        await asyncio.to_thread(self._run, mine)
+
+    async def purge(self) -> int:
+        """Delete rows whose time is over, of every namespace; `put` does it now and then.
+
+        Returns:
+            How many were deleted; at most twice `PURGE_EVERY`.
+        """
+        return await asyncio.to_thread(self._run, purge_statement(self._dialect))
+
+    def _put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
+        row = {"namespace": self._namespace, "key": key, "value": value}
+        write = put_statement(self._dialect, row, owner, keep_ms)
+        with self._engine.begin() as connection:
+            if connection.execute(write).rowcount == 1:
+                return value
+            # The same transaction: the row is locked, by the statement before.
+            there = connection.execute(sa.select(CLAIMS.c.value).where(self._is(key)))
+            return str(there.scalar_one())
+
+    def _run(self, statement: sa.Delete) -> int:
+        with self._engine.begin() as connection:
+            return connection.execute(statement).rowcount
+
+    def _create(self) -> None:
+        try:
+            CLAIMS.metadata.create_all(self._engine)
+        except sa.exc.DBAPIError:
+            # Two that begin at once both try, and one of them fails.
+            if not sa.inspect(self._engine).has_table(CLAIMS.name):
+                raise
+
+    def _is(self, key: str) -> sa.ColumnElement[bool]:
+        return sa.and_(CLAIMS.c.namespace == self._namespace, CLAIMS.c.key == key)
+
+
+def put_statement(
+    dialect: str, row: dict[str, Any], owner: str, keep_ms: int
+) -> postgresql.Insert | sqlite.Insert:
+    """Write `row` unless the key has a live value that is not `owner`; then no row counts."""
+    now = _NOW[dialect]
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    values: Any = insert(CLAIMS).values(row | {"expires_unix_ms": now + keep_ms})
+    statement: postgresql.Insert | sqlite.Insert = values.on_conflict_do_update(
+        index_elements=[CLAIMS.c.namespace, CLAIMS.c.key],
+        # Not `excluded`: the time after waiting for whoever else writes the row.
+        set_={"value": row["value"], "expires_unix_ms": now + keep_ms},
+        where=sa.or_(CLAIMS.c.expires_unix_ms <= now, CLAIMS.c.value == owner),
+    )
+    return statement
+
+
+def purge_statement(dialect: str) -> sa.Delete:
+    """Delete some rows whose time is over; not those that somebody writes at the moment."""
+    over = (
+        sa.select(CLAIMS.c.namespace, CLAIMS.c.key)
+        .where(CLAIMS.c.expires_unix_ms <= _NOW[dialect])
+        .limit(2 * PURGE_EVERY)
+        .with_for_update(skip_locked=True)
+    )
+    return sa.delete(CLAIMS).where(sa.tuple_(CLAIMS.c.namespace, CLAIMS.c.key).in_(over))
+
+
+def _problem(engine: sa.Engine) -> str:
+    """Why claims can't be kept there; empty if they can."""
+    if engine.dialect.is_async:
+        return "an asynchronous driver; name a synchronous one, such as postgresql+psycopg"
+    if engine.dialect.name not in _NOW:
+        return "neither SQLite nor PostgreSQL"
+    if engine.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:"):
+        return "in memory; use MemoryStore, or a file"
+    return ""

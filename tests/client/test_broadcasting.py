@@ -1,0 +1,253 @@
+"""Broadcasting: every member gets every message, and keeps its progress in a file of its own.
+
+Goal: nothing is missed or repeated over restarts, also when queues are added meanwhile; a file that
+is damaged, another group's or in use is refused with a remedy; what fails again and again is
+skipped, and nothing is sent back.
+Method: the file alone, on disk; members on a real cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.errors import DataLoss, InvalidArgument
+from batonmq.consuming.local_offsets import LocalOffsets, LocalProgress
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.route import QueueId
+from tests.client.group import QUICK, Scene, noting, scene
+from tests.support.waiting import until
+
+Q0, Q1, Q2 = (QueueId("t", "b", queue_id) for queue_id in range(3))
+
+
+def broadcasting(file: Path, base: ConsumerSettings = QUICK) -> ConsumerSettings:
+    return replace(base, model="broadcasting", offsets_file=file)
+
+
+# ---- the file
+
+
+async def written(file: Path) -> None:
+    """A file of group g."""
+    offsets = LocalOffsets(file, "g")
+    await offsets.open()
+    offsets.meet("t", 1, [Q0, Q1])
+    offsets.put(Q0, LocalProgress(7, ((9, 12),)))
+    await offsets.close()
+
+
+async def test_file_brings_back_what_was_put_and_what_had_not_begun(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "offsets.json"
+    await written(file)
+    offsets = LocalOffsets(file, "g")
+    await offsets.open()
+    assert not offsets.meet("t", 1, [Q0, Q1, Q2])
+    assert offsets.get(Q0) == LocalProgress(7, ((9, 12),))
+    assert (offsets.get(Q1), offsets.added(Q1)) == (None, False)
+    assert (offsets.get(Q2), offsets.added(Q2)) == (None, True)
+    await offsets.close()
+    assert {each.name for each in file.parent.iterdir()} == {"offsets.json", "offsets.json.lock"}
+
+
+async def test_topic_created_again_begins_afresh(tmp_path: Path) -> None:
+    await written(tmp_path / "f")
+    offsets = LocalOffsets(tmp_path / "f", "g")
+    await offsets.open()
+    assert offsets.meet("t", 2, [Q0])
+    assert (offsets.get(Q0), offsets.added(Q0)) == (None, False)
+    await offsets.close()
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "emptied": lambda _: b"",
+    "cut off": lambda raw: raw[:-10],
+    "a number changed": lambda raw: raw.replace(b": 7", b": 8"),
+    "no document": lambda _: b"[]",
+    "of a later format": lambda raw: raw.replace(b"-offsets-1", b"-offsets-2"),
+    "no text": lambda _: b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+async def test_damaged_file_is_refused_untouched(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    file = tmp_path / "f"
+    await written(file)
+    raw = damage(file.read_bytes())
+    assert raw != file.read_bytes()
+    file.write_bytes(raw)
+    offsets = LocalOffsets(file, "g")
+    with pytest.raises(DataLoss, match="damaged") as refused:
+        await offsets.open()
+    assert "consume_from" in refused.value.remedy
+    await offsets.close()
+    assert file.read_bytes() == raw
+
+
+async def test_file_of_another_group_is_refused(tmp_path: Path) -> None:
+    await written(tmp_path / "f")
+    with pytest.raises(InvalidArgument, match="is of group g, not h"):
+        await LocalOffsets(tmp_path / "f", "h").open()
+
+
+async def test_file_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> None:
+    first, second = LocalOffsets(tmp_path / "f", "g"), LocalOffsets(tmp_path / "f", "g")
+    await first.open()
+    with pytest.raises(InvalidArgument, match="in use"):
+        await second.open()
+    await first.close()
+    await second.open()
+    await second.close()
+
+
+async def test_save_that_fails_is_made_good_by_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    offsets = LocalOffsets(file, "g")
+    await offsets.open()
+    offsets.meet("t", 1, [Q0])
+    blocker = tmp_path / "f.new"
+    blocker.mkdir()
+    assert not await offsets.save()
+    assert not file.exists()
+    blocker.rmdir()
+    assert await offsets.save()
+    assert file.exists()
+    await offsets.close()
+
+
+def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="offsets_file"):
+        ConsumerSettings(model="broadcasting")
+    with pytest.raises(InvalidArgument, match="offsets_file"):
+        ConsumerSettings(offsets_file=tmp_path / "f")
+    with pytest.raises(InvalidArgument, match="send back"):
+        ConsumerSettings(model="broadcasting", offsets_file=tmp_path / "f", send_back=True)
+
+
+# ---- members
+
+
+def saved(file: Path) -> int:
+    """Offsets that the file says are handled."""
+    topics = json.loads(file.read_bytes())["topics"] if file.exists() else {}
+    return sum(q.get("committed_offset", 0) for topic in topics.values() for q in topic["queues"])
+
+
+def of_all(*first_and_end: int) -> dict[str, int]:
+    return dict.fromkeys(map(str, range(*first_and_end)), 1)
+
+
+@pytest.mark.e2e
+async def test_every_member_gets_every_message_once_also_over_a_restart(
+    nameserver: str, tmp_path: Path
+) -> None:
+    async with scene(nameserver, queue_count=2) as at:
+        other = Scene(nameserver, at.topic, at.group)
+        one, two = broadcasting(tmp_path / "1"), broadcasting(tmp_path / "2")
+        async with noting(other, "b", settings=two):
+            async with noting(at, "a", settings=one):
+                await at.send([str(n) for n in range(50)])
+                await until(lambda: len(at.handled) == len(other.handled) == 50)
+                await until(lambda: saved(tmp_path / "1") == 50)  # not only when it is closed
+            await at.send([str(n) for n in range(50, 80)])
+            await until(lambda: len(other.handled) == 80)
+        assert at.bodies == of_all(50)
+        async with noting(at, "a", settings=one):
+            await until(lambda: len(at.handled) == 80)
+        assert at.bodies == other.bodies == of_all(80)
+
+
+@pytest.mark.e2e
+async def test_queue_added_while_the_member_runs_or_is_away_is_read_from_its_first_message(
+    nameserver: str, tmp_path: Path
+) -> None:
+    last = broadcasting(tmp_path / "f", replace(QUICK, consume_from="last"))
+    async with scene(nameserver, queue_count=1) as at, Admin(nameserver) as admin:
+        await at.send(["before"])
+        async with noting(at, "a", settings=last) as member:
+            await until(lambda: len(member.assignment) == 1)
+            await admin.update_topic(at.topic, queue_count=2)
+            await at.send(["1"], queue_id=1)
+            await until(lambda: at.bodies == {"1": 1})
+        await admin.update_topic(at.topic, queue_count=3)
+        await at.send(["2"], queue_id=2)
+        async with noting(at, "a", settings=last):
+            await until(lambda: len(at.handled) == 2)
+        assert at.bodies == {"1": 1, "2": 1}
+
+
+@pytest.mark.e2e
+async def test_message_that_fails_too_often_is_skipped_and_comes_back_from_nowhere(
+    nameserver: str, tmp_path: Path
+) -> None:
+    settings = broadcasting(tmp_path / "f", replace(QUICK, retries_max=2))
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["bad", "good"])
+        async with at.consumer("a", settings=settings) as member, asyncio.TaskGroup() as tasks:
+
+            async def handle(message: ReceivedMessage) -> None:
+                at.note(member, message)
+                if message.body == b"bad":
+                    raise ValueError("on purpose")
+
+            tasks.create_task(member.run(handle))
+            await until(lambda: at.bodies["good"])
+            member.stop()
+        assert at.bodies == {"bad": 3, "good": 1}
+        await at.send(["next"])
+        async with noting(at, "a", settings=settings):
+            await until(lambda: at.bodies["next"])
+        assert at.bodies == {"bad": 3, "good": 1, "next": 1}
+        async with Admin(nameserver) as admin:
+            topics = {topic.name for topic in await admin.list_topics()}
+        assert not {f"%RETRY%{at.group}", f"%DLQ%{at.group}"} & topics
+
+
+@pytest.mark.e2e
+async def test_topic_created_again_under_a_member_that_is_away_starts_afresh(
+    nameserver: str, tmp_path: Path
+) -> None:
+    settings = broadcasting(tmp_path / "f")
+    async with scene(nameserver, queue_count=1) as at, Admin(nameserver) as admin:
+        await at.send(["1", "2"])
+        async with noting(at, "a", settings=settings):
+            await until(lambda: len(at.handled) == 2)
+        await admin.delete_topic(at.topic)
+        await admin.create_topic(at.topic, 1)
+        await at.send(["3"])
+        async with noting(at, "a", settings=settings):
+            await until(lambda: len(at.handled) == 3)
+        assert at.bodies == {"1": 1, "2": 1, "3": 1}
+
+
+@pytest.mark.e2e
+async def test_members_of_one_group_filter_each_for_itself(nameserver: str, tmp_path: Path) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        other = Scene(nameserver, at.topic, at.group)
+        async with (
+            noting(at, "a", "x", broadcasting(tmp_path / "1")),
+            noting(other, "b", "y", broadcasting(tmp_path / "2")),
+        ):
+            await at.send(["x:1", "y:1", "x:2"])
+            await until(lambda: len(at.handled) == 2 and len(other.handled) == 1)
+        assert (at.bodies, other.bodies) == ({"x:1": 1, "x:2": 1}, {"y:1": 1})
+
+
+@pytest.mark.e2e
+async def test_member_with_a_damaged_file_does_not_join(nameserver: str, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"{")
+    async with scene(nameserver) as at:
+        with pytest.raises(DataLoss, match="damaged"):
+            async with at.consumer("a", settings=broadcasting(tmp_path / "f")):
+                pass
+        async with Admin(nameserver) as admin:
+            assert at.group not in {group.name for group in await admin.list_groups()}

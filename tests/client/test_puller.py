@@ -1,0 +1,372 @@
+"""A puller: queues and places that the caller chooses.
+
+Goal: messages come in order from the chosen place, once, within bounds; progress moves when it is
+committed and not before; what can't be read says why and what to do.
+Method: pullers on a real cluster; for removed messages a lane of its own, fed by the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.errors import (
+    BatonError,
+    Fenced,
+    InvalidArgument,
+    ModeChanged,
+    OffsetAheadOfLog,
+    OffsetOutOfRange,
+    QueueNotFound,
+    TopicNotFound,
+)
+from batonmq.consuming.lanes import Extent, Fetched, Lane, OutOfRange, Source
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.core.flow import ByteBudget, FlowLimits
+from batonmq.core.records import BatchBuilder, Message, encode_record, stamped_head
+from batonmq.core.route import QueueId
+from batonmq.core.subscription import TagFilter
+from batonmq.directory import Directory
+from batonmq.producer import Producer
+from batonmq.puller import AtTime, Puller, PullerSettings
+from tests.client.group import Scene, noting, scene
+from tests.client.test_group_settings import reset
+from tests.support.waiting import until
+
+Found = dict[QueueId, list[ReceivedMessage]]
+FIRST = PullerSettings(consume_from="first")
+
+
+@asynccontextmanager
+async def unowned(nameserver: str, queue_count: int = 2) -> AsyncIterator[Scene]:
+    """A topic, and a group without ownership."""
+    async with scene(nameserver, queue_count) as at:
+        async with Admin(nameserver) as admin:
+            await admin.update_group(at.group, ownership="off")
+        yield at
+
+
+def puller(at: Scene, settings: PullerSettings = FIRST, **filters: str) -> Puller:
+    return Puller(at.nameserver, at.group, settings, filters=filters)
+
+
+def reader(at: Scene, settings: PullerSettings = FIRST) -> Puller:
+    return Puller(at.nameserver, settings=settings)
+
+
+async def gather(reading: Puller, count: int, count_max: int = 7) -> list[ReceivedMessage]:
+    """So many messages, by as many polls as it takes."""
+    messages: list[ReceivedMessage] = []
+    async with asyncio.timeout(20):
+        while len(messages) < count:
+            found = await reading.poll(5_000, count_max)
+            assert sum(map(len, found.values())) <= count_max
+            assert all(m.queue == queue for queue, some in found.items() for m in some)
+            messages += [message for some in found.values() for message in some]
+    return messages
+
+
+def bodies(messages: list[ReceivedMessage]) -> list[str]:
+    return [message.body.decode() for message in messages]
+
+
+def numbers(*first_and_end: int) -> list[str]:
+    return list(map(str, range(*first_and_end)))
+
+
+# ---- with a group
+
+
+@pytest.mark.e2e
+async def test_messages_of_each_queue_come_in_order_and_new_ones_without_delay(
+    nameserver: str,
+) -> None:
+    async with unowned(nameserver) as at, puller(at) as pulling:
+        queues = await pulling.queues(at.topic)
+        await pulling.assign(queues)
+        assert pulling.assignment == queues
+        await at.send(numbers(20), queue_id=0)
+        await at.send(numbers(20, 40), queue_id=1)
+        messages = await gather(pulling, 40)
+        for queue, expected in zip(queues, (numbers(20), numbers(20, 40)), strict=True):
+            assert bodies([m for m in messages if m.queue == queue]) == expected
+            assert await pulling.position(queue) == 20
+        assert await pulling.poll(0) == {}
+        await at.send(["late"])
+        assert bodies(await gather(pulling, 1)) == ["late"]
+
+
+@pytest.mark.e2e
+async def test_next_puller_goes_on_where_the_last_commit_was(nameserver: str) -> None:
+    async with unowned(nameserver, 1) as at:
+        await at.send(numbers(10))
+        async with puller(at) as pulling:
+            (queue,) = await pulling.queues(at.topic)
+            await pulling.assign([queue])
+            assert await pulling.committed(queue) is None
+            await gather(pulling, 4, count_max=4)
+            await pulling.commit()
+            assert await pulling.committed(queue) == 4
+            await gather(pulling, 3, count_max=3)
+        async with puller(at) as pulling:
+            await pulling.assign([queue])
+            assert bodies(await gather(pulling, 6)) == numbers(4, 10)
+            await pulling.commit({queue: 9})
+            assert await pulling.committed(queue) == 9
+
+
+@pytest.mark.e2e
+async def test_commit_after_a_reset_is_refused_and_says_how_to_go_on(nameserver: str) -> None:
+    async with unowned(nameserver, 1) as at, puller(at) as pulling:
+        await at.send(numbers(10))
+        (queue,) = await pulling.queues(at.topic)
+        await pulling.assign([queue])
+        await gather(pulling, 10)
+        await pulling.commit()
+        await reset(at, 3)
+        with pytest.raises(Fenced) as refused:
+            await pulling.commit()
+        assert "committed()" in refused.value.remedy
+        committed = await pulling.committed(queue)
+        assert committed == 3
+        await pulling.seek(queue, committed)
+        assert bodies(await gather(pulling, 7)) == numbers(3, 10)
+        await pulling.commit()
+        assert await pulling.committed(queue) == 10
+
+
+@pytest.mark.e2e
+async def test_group_with_ownership_is_refused_with_the_command_that_helps(nameserver: str) -> None:
+    async with scene(nameserver, 1) as at:
+        await at.send(["1"])
+        async with noting(at, "a"):
+            await until(lambda: bool(at.handled))
+        async with puller(at) as pulling:
+            (queue,) = await pulling.queues(at.topic)
+            await pulling.assign([queue])
+            with pytest.raises(ModeChanged) as refused:
+                await pulling.poll(10_000)
+            assert f"baton group update {at.group} --ownership off" in refused.value.remedy
+            with pytest.raises(ModeChanged) as refused:
+                await pulling.commit({queue: 1})
+            assert "--ownership off" in refused.value.remedy
+
+
+# ---- without one
+
+
+@pytest.mark.e2e
+async def test_reader_seeks_by_offset_time_begin_and_end(nameserver: str) -> None:
+    async with scene(nameserver, 1) as at, Producer(nameserver) as producer:
+        times = [(await producer.send(at.topic, b"0")).store_unix_ms]
+        while times[-1] == times[0] or len(times) < 5:
+            receipt = await producer.send(at.topic, b"%d" % len(times))
+            times.append(receipt.store_unix_ms)
+        count, later = len(times), next(n for n, ms in enumerate(times) if ms > times[0])
+        async with reader(at) as reading:
+            (queue,) = await reading.queues(at.topic)
+            await reading.assign([queue])
+            assert bodies(await gather(reading, count)) == numbers(count)
+            assert await reading.seek(queue, 2) == 2
+            assert bodies(await gather(reading, count - 2)) == numbers(2, count)
+            assert await reading.seek(queue, AtTime(times[later])) == later
+            assert bodies(await gather(reading, count - later)) == numbers(later, count)
+            assert await reading.seek(queue, "begin") == 0
+            assert await reading.position(queue) == 0
+            assert await reading.seek(queue, "end") == count
+            assert await reading.poll(0) == {}
+            await producer.send(at.topic, b"new")
+            assert bodies(await gather(reading, 1)) == ["new"]
+            with pytest.raises(InvalidArgument, match="no group"):
+                await reading.commit()
+
+
+@pytest.mark.e2e
+async def test_filter_and_pause_leave_out_what_they_should(nameserver: str) -> None:
+    async with unowned(nameserver, 2) as at:
+        await at.send([f"{'xy'[n % 2]}:{n}" for n in range(10)], queue_id=0)
+        await at.send(["x:other"], queue_id=1)
+        async with puller(at, FIRST, **{at.topic: "x"}) as pulling:
+            one, two = await pulling.queues(at.topic)
+            await pulling.assign([one, two])
+            pulling.pause(two)
+            assert bodies(await gather(pulling, 5)) == [f"x:{n}" for n in range(0, 10, 2)]
+            assert await pulling.position(one) == 10, "what was filtered counts"
+            assert await pulling.poll(0) == {}
+            pulling.resume(two)
+            assert bodies(await gather(pulling, 1)) == ["x:other"]
+            await pulling.assign([one])
+            await at.send(["x:behind"], queue_id=1)
+            await at.send(["x:more"], queue_id=0)
+            assert bodies(await gather(pulling, 1)) == ["x:more"]
+            with pytest.raises(InvalidArgument, match="not assigned"):
+                await pulling.position(two)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", [puller, reader])
+async def test_deleted_topic_and_unknown_queue_are_errors_of_poll(
+    nameserver: str, kind: Callable[[Scene], Puller]
+) -> None:
+    async with unowned(nameserver, 1) as at, kind(at) as pulling:
+        (queue,) = await pulling.queues(at.topic)
+        none = QueueId(at.topic, queue.broker, 9)
+        await pulling.assign([none])
+        with pytest.raises(QueueNotFound):
+            await pulling.poll(10_000)
+        await at.send(["1"])
+        await pulling.assign([queue])
+        assert bodies(await gather(pulling, 1)) == ["1"]
+        async with Admin(nameserver) as admin:
+            await admin.delete_topic(at.topic)
+        with pytest.raises(TopicNotFound):
+            await pulling.poll(20_000)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", [puller, reader])
+async def test_offset_beyond_the_end_is_met_as_the_settings_say(
+    nameserver: str, kind: Callable[[Scene, PullerSettings], Puller]
+) -> None:
+    async with unowned(nameserver, 1) as at:
+        await at.send(numbers(3))
+        (queue,) = await _queues(at)
+        async with kind(at, PullerSettings(out_of_range="earliest")) as pulling:
+            await pulling.assign([queue])
+            await pulling.seek(queue, 1_000)
+            assert bodies(await gather(pulling, 3)) == numbers(3)
+        async with kind(at, PullerSettings(out_of_range="latest")) as pulling:
+            await pulling.assign([queue])
+            await pulling.seek(queue, 1_000)
+            await until(lambda: _is_at(pulling, queue, 3))
+            await at.send(["new"])
+            assert bodies(await gather(pulling, 1)) == ["new"]
+        async with kind(at, PullerSettings(out_of_range="error")) as pulling:
+            await pulling.assign([queue])
+            await pulling.seek(queue, 1_000)
+            with pytest.raises(OffsetOutOfRange) as refused:
+                await pulling.poll(10_000)
+            assert "out_of_range" in refused.value.remedy
+            await pulling.seek(queue, "begin")
+            assert bodies(await gather(pulling, 4)) == [*numbers(3), "new"]
+
+
+async def _queues(at: Scene) -> tuple[QueueId, ...]:
+    async with reader(at) as reading:
+        return await reading.queues(at.topic)
+
+
+async def _is_at(pulling: Puller, queue: QueueId, offset: int) -> bool:
+    return await pulling.position(queue) == offset
+
+
+# ---- a lane alone: what retention has removed
+
+QUEUE = QueueId("t", "b", 0)
+
+
+class Kept:
+    """A queue of which [first, end) is kept; answers as storage does."""
+
+    def __init__(self, first: int, end: int) -> None:
+        self.first, self.end = first, end
+        self.fetched: list[int] = []
+        self.source = Source(self._begin, self._extent, self._fetch, 1)
+
+    async def _begin(self, _: QueueId) -> int:
+        return 0
+
+    async def _extent(self, _: QueueId) -> Extent:
+        return Extent(self.first, self.end)
+
+    async def _fetch(self, _: QueueId, offset: int, wanted: TagFilter, bytes_max: int) -> Fetched:
+        self.fetched.append(offset)
+        if offset > self.end:
+            raise OffsetAheadOfLog(f"{offset} is beyond {self.end}")
+        begin = max(offset, self.first)
+        end = min(begin + 2, self.end)
+        found = tuple(map(_batch, range(begin, end)))
+        return Fetched(found, end, begin - offset, Extent(self.first, self.end))
+
+
+def _batch(offset: int) -> bytes:
+    message, builder = Message(b"%d" % offset), BatchBuilder()
+    builder.add(message, encode_record(message))
+    raw = builder.encode(topic="t", queue_id=0)
+    head = stamped_head(raw, position=0, first_offset=offset, store_unix_ms=1, topic_id=1, epoch=1)
+    return head + raw[len(head) :]
+
+
+@asynccontextmanager
+async def lane(
+    kept: Kept, policy: OutOfRange, prefetch_max: int = 100
+) -> AsyncIterator[tuple[Lane, ByteBudget]]:
+    budget = ByteBudget(1_000)
+    made = Lane(QUEUE, TagFilter(None), policy, budget, lambda: None)
+    limits = FlowLimits(messages_max=prefetch_max, span_max=1)
+    directory = Directory("127.0.0.1:1", Random(1))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(made.run(kept.source, limits, directory))
+        yield made, budget
+        running.cancel()
+
+
+async def test_removed_messages_are_counted_and_what_is_kept_follows() -> None:
+    kept = Kept(5, 8)
+    async with lane(kept, "earliest") as (made, _):
+        await until(lambda: kept.fetched[-2:] == [8, 8])
+        assert made.position == 0, "nothing is taken yet"
+        assert [m.offset for m in made.take(9)] == [5, 6, 7]
+        assert (made.position, made.lost_count) == (8, 5)
+
+
+async def test_latest_skips_to_the_end_and_counts_what_it_skips() -> None:
+    async with lane(Kept(5, 8), "latest") as (made, _):
+        await until(lambda: made.position == 8)
+        assert made.lost_count == 8
+        assert made.take(9) == []
+
+
+async def test_error_stops_at_removed_messages_until_the_caller_moves() -> None:
+    async with lane(Kept(5, 8), "error") as (made, _):
+        await until(lambda: made.error is not None)
+        error: BatonError | None = made.error
+        assert isinstance(error, OffsetOutOfRange)
+        assert error.facts == {"offset": "0", "first_offset": "5"}
+        assert (made.position, made.lost_count) == (0, 0)
+        made.move(6)
+        await until(lambda: [m.offset for m in made.take(1)] == [6])
+
+
+async def test_what_was_fetched_before_the_rest_was_removed_is_still_handed_out() -> None:
+    kept = Kept(0, 10)
+    async with lane(kept, "latest", prefetch_max=2) as (made, budget):
+        await until(lambda: budget.total == 2)
+        kept.first = 9
+        assert [m.offset for m in made.take(1)] == [0]
+        await until(lambda: made.lost_count == 8)
+        assert [m.offset for m in made.take(9)] == [1]
+        assert made.position == 10
+
+
+async def test_lane_that_ends_gives_back_its_bytes_and_tells_who_waits() -> None:
+    async with lane(Kept(0, 10), "earliest") as (made, budget):
+        await until(lambda: budget.total == 10)
+        made.end()
+        assert isinstance(made.error, InvalidArgument)
+        assert made.known.is_set()
+    assert (budget.total, budget.queue_count) == (0, 0)
+
+
+async def test_lane_fetches_no_more_than_may_wait() -> None:
+    kept = Kept(0, 100)
+    async with lane(kept, "earliest", prefetch_max=4) as (made, budget):
+        await until(lambda: budget.total == 4)
+        made.take(1)
+        await until(lambda: len(kept.fetched) == 3)
+        assert kept.fetched == [0, 2, 4]

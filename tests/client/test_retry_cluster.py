@@ -1,0 +1,314 @@
+"""Retry, dead letters and timeouts, on a real cluster.
+
+Goal: what a handler does not take comes again with all it had, then lies with the dead letters, and
+is never lost, nor stored twice by two members, also when storage is killed meanwhile; a handler
+that hangs holds nothing up.
+Method: real services; handlers fail on purpose and ask for short delays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from baton.common.v1 import queue_pb2
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.consumer import Consumer
+from batonmq.consuming.handling import Handler
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.results import MessageFailed, RetryLater, Suspend
+from batonmq.consuming.retrying import Return, Returns
+from batonmq.consuming.session import ConsumerSettings, Session
+from batonmq.core.retries import Failure, dead_letter_topic
+from batonmq.directory import Directory, Surroundings
+from batonmq.producer import Producer
+from tests.client.group import QUICK, Scene, scene
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+
+BACK = replace(QUICK, send_back=True)
+ORDERLY = replace(QUICK, orderly=True)
+READ = replace(QUICK, drain_timeout_ms=1_000)
+
+
+@asynccontextmanager
+async def handling(
+    at: Scene, handler: Handler, settings: ConsumerSettings, client_id: str = "a"
+) -> AsyncIterator[Consumer]:
+    """A member that hands messages to `handler` until the block ends."""
+    async with (
+        at.consumer(client_id, settings=settings) as consumer,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(consumer.run(handler))
+        yield consumer
+        consumer.stop()
+
+
+async def dead_letters(at: Scene, count: int) -> list[ReceivedMessage]:
+    """The first `count` dead letters of the group."""
+    topic, found = dead_letter_topic(at.group), list[ReceivedMessage]()
+
+    async def is_there() -> bool:
+        async with Admin(at.nameserver) as admin:
+            return topic in {one.name for one in await admin.list_topics()}
+
+    await until(is_there)
+    group = f"g-{secrets.token_hex(4)}"
+    async with Consumer(at.nameserver, group, {topic: "*"}, READ) as consumer:
+        async for message in consumer:
+            found.append(message)
+            if len(found) == count:
+                consumer.stop()
+    return found
+
+
+async def bodies_until(at: Scene, topic: str, last: bytes) -> list[bytes]:
+    """What is in a topic of one queue, up to a message."""
+    found: list[bytes] = []
+    group = f"g-{secrets.token_hex(4)}"
+    async with Consumer(at.nameserver, group, {topic: "*"}, READ) as consumer:
+        async for message in consumer:
+            found.append(message.body)
+            if message.body == last:
+                consumer.stop()
+    return found
+
+
+async def test_message_that_always_fails_ends_as_a_dead_letter_with_all_it_had(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        seen: list[tuple[object, ...]] = []
+
+        async def handle(message: ReceivedMessage) -> object:
+            origin = message.origin
+            seen.append(
+                (message.attempts, message.topic, message.tag, message.keys, message.body,
+                 dict(message.properties), origin.queue, origin.offset, origin.message_id)
+            )  # fmt: skip
+            if message.attempts == 3:
+                raise ValueError("no\x01stock")
+            return RetryLater(0)
+
+        async with Producer(nameserver) as producer:
+            sent = await producer.send(
+                at.topic, b"body", tag="paid", keys=["k1", "k2"], properties={"a": "1"}
+            )
+        async with handling(at, handle, replace(BACK, retries_max=2)):
+            (dead,) = await dead_letters(at, 1)
+        first = (at.topic, "paid", ("k1", "k2"), b"body", {"a": "1"})
+        origin = (sent.queue, sent.offset, sent.message_id)
+        assert seen == [(attempts, *first, *origin) for attempts in (1, 2, 3)]
+        assert (dead.tag, dead.keys, dead.body) == ("paid", ("k1", "k2"), b"body")
+        assert dead.properties == {
+            "a": "1",
+            "baton.origin": f"{at.topic}/{sent.queue.broker}/0/0",
+            "baton.origin_id": sent.message_id,
+            "baton.attempts": "3",
+            "baton.reason": "failed",
+            "baton.error": "ValueError: no stock",
+            "baton.client": "a",
+        }
+        await until(lambda: _no_lag(at))
+
+
+async def _no_lag(at: Scene) -> bool:
+    return await at.lag() == 0
+
+
+async def test_handler_that_hangs_is_ended_and_progress_moves(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["hangs", "behind"])
+        begun, ended = asyncio.Event(), list[str]()
+
+        async def handle(message: ReceivedMessage) -> None:
+            begun.set()
+            if message.body == b"hangs":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append("cancelled")
+            ended.append(message.body.decode())
+
+        async with handling(at, handle, replace(BACK, retries_max=0)) as consumer:
+            await begun.wait()
+            consumer.handle_timeout_ms = 100
+            (dead,) = await dead_letters(at, 1)
+            await until(lambda: "behind" in ended)
+            await until(lambda: _no_lag(at))
+        assert ended == ["cancelled", "behind"]
+        assert dead.body == b"hangs"
+        assert dead.properties["baton.reason"] == "timeout"
+
+
+async def test_thread_that_hangs_holds_up_no_queue_and_its_result_is_ignored(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["hangs", "behind"])
+        let_go, ended = threading.Event(), list[str]()
+
+        def handle(message: ReceivedMessage) -> None:
+            if message.body == b"hangs":
+                let_go.wait(30)
+            ended.append(message.body.decode())
+
+        settings = replace(BACK, retries_max=0, handle_timeout_ms=300)
+        async with handling(at, handle, settings):
+            (dead,) = await dead_letters(at, 1)
+            await until(lambda: ended == ["behind"])
+            await until(lambda: _no_lag(at))
+            let_go.set()
+            await until(lambda: len(ended) == 2)
+        assert dead.body == b"hangs"
+        async with Producer(nameserver) as producer:
+            await producer.send(dead_letter_topic(at.group), b"after")
+        topic = dead_letter_topic(at.group)
+        assert await bodies_until(at, topic, b"after") == [b"hangs", b"after"]
+
+
+async def test_extended_handler_may_take_longer(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["slow", "behind"])
+        failed_after: list[int] = []
+        clock = Clock()
+
+        async def handle(message: ReceivedMessage) -> None:
+            if message.body == b"slow" and message.attempts == 1:
+                begin_ms = clock.monotonic_ms()
+                message.extend(700)
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    failed_after.append(clock.monotonic_ms() - begin_ms)
+
+        async with handling(at, handle, replace(ORDERLY, handle_timeout_ms=100)):
+            await until(lambda: _no_lag(at))
+        (after_ms,) = failed_after
+        assert 790 <= after_ms < 1_800, "exact to a second"
+
+
+async def test_suspended_head_holds_up_its_own_queue_only(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=2) as at:
+        await at.send(["head", "behind"], queue_id=0)
+        await at.send(["other"], queue_id=1)
+        order: list[str] = []
+
+        async def handle(message: ReceivedMessage) -> object:
+            order.append(message.body.decode())
+            hold = message.body == b"head" and (message.attempts < 3 or "other" not in order)
+            return Suspend(10) if hold else None
+
+        settings = replace(ORDERLY, queue_concurrency=8)
+        async with handling(at, handle, settings):
+            await until(lambda: "behind" in order)
+        own = [body for body in order if body != "other"]
+        assert own[-1] == "behind"
+        assert set(own[:-1]) == {"head"}
+        assert len(own) >= 4
+
+
+async def test_orderly_head_that_fails_too_often_goes_to_the_dead_letters(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["bad", "behind"])
+        order: list[str] = []
+
+        async def handle(message: ReceivedMessage) -> None:
+            order.append(message.body.decode())
+            if message.body == b"bad":
+                raise ValueError
+
+        async with handling(at, handle, replace(ORDERLY, retries_max=2)):
+            (dead,) = await dead_letters(at, 1)
+            await until(lambda: order == ["bad", "bad", "bad", "behind"])
+        assert (dead.body, dead.properties["baton.attempts"]) == (b"bad", "3")
+
+
+async def test_consumer_that_is_to_stop_leaves_the_message_to_others(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["bad"])
+
+        async def handle(message: ReceivedMessage) -> None:
+            raise ValueError("on purpose")
+
+        settings = replace(ORDERLY, retries_max=1, exhausted="stop")
+        async with at.consumer("a", settings=settings) as consumer:
+            with pytest.raises(MessageFailed, match="on purpose"):
+                await consumer.run(handle)
+        again: list[ReceivedMessage] = []
+
+        async def take(message: ReceivedMessage) -> None:
+            again.append(message)
+
+        async with handling(at, take, settings, "b"):
+            await until(lambda: again)
+        assert again[0].redelivered
+
+
+class Sender:
+    """What two members of a group have of the send-back, without the rest of a consumer."""
+
+    def __init__(self, at: Scene, client_id: str, tasks: asyncio.TaskGroup) -> None:
+        outside = Surroundings()
+        self.session = Session(
+            group=at.group,
+            incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
+            settings=BACK,
+            directory=Directory(at.nameserver, outside.random),
+            clock=outside.clock,
+            random=outside.random,
+            on_ownership=lambda _: None,
+        )
+        self.loops: list[asyncio.Task[None]] = []
+        self._returns = Returns(
+            self.session, lambda loop: self.loops.append(tasks.create_task(loop))
+        )
+
+    async def send(self, message: ReceivedMessage, delay_ms: int | None) -> bool:
+        failure = Failure("failed", "on purpose")
+        return await self._returns.send(Return(message, 0, failure, delay_ms, lambda: True))
+
+    async def close(self) -> None:
+        for loop in self.loops:
+            loop.cancel()
+        await self.session.directory.close()
+
+
+@pytest.mark.parametrize("delay_ms", [1_000, None], ids=["retry", "dead letter"])
+async def test_two_members_leave_one_copy_also_when_storage_is_killed_in_between(
+    tmp_path: Path, delay_ms: int | None
+) -> None:
+    async with local_cluster(tmp_path) as cluster, scene(cluster.nameserver, 1) as at:
+        await at.send(["1", "2"])
+        messages: list[ReceivedMessage] = []
+        async with at.consumer(settings=READ) as consumer:
+            async for message in consumer:
+                messages.append(message)
+                if len(messages) == 2:
+                    consumer.stop()
+        async with asyncio.TaskGroup() as tasks:
+            zombie, heir = (Sender(at, client_id, tasks) for client_id in ("zombie", "heir"))
+            try:
+                assert await zombie.send(messages[0], delay_ms)
+                await cluster.kill("storage")
+                assert await heir.send(messages[0], delay_ms)
+                assert await heir.send(messages[1], delay_ms)
+                assert await zombie.send(messages[1], delay_ms)
+            finally:
+                await zombie.close()
+                await heir.close()
+        topic = f"%{'DLQ' if delay_ms is None else 'RETRY'}%{at.group}"
+        async with Producer(cluster.nameserver) as producer:
+            await producer.send(topic, b"after", delay_ms=2_000)
+        assert await bodies_until(at, topic, b"after") == [b"1", b"2", b"after"]

