@@ -263,11 +263,11 @@ class Admin:
     async def delete_group(self, name: str) -> int:
         """Delete a group without members, and its progress; on how many queues it had some.
 
-        Asked once: see `GroupNotFound` after a failure.
+        Asked once; asking again after a failure finishes what was begun.
 
         Raises:
             GroupNotFound: there is none.
-            GroupInUse: it has live members.
+            GroupInUse: it has live members, or was created again meanwhile.
         """
         request = pb.DeleteGroupRequest(group=name)
         try:

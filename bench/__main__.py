@@ -32,6 +32,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "delays": delay.delays,
     "handovers": ownership.handovers,
     "checks": ownership.checks,
+    "consumption": ownership.consumption,
     "keep-alives": ownership.keep_alives,
 }
 

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from statistics import quantiles
 from time import perf_counter
+from typing import Literal
 
 import grpc.aio
 from baton.common.v1 import queue_pb2
@@ -22,6 +23,8 @@ from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.admin import Admin
 from batonmq.channels import connect
+from batonmq.consumer import Consumer
+from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.records import Message
 from batonmq.demo.crew import Crew, Member, Part
 from batonmq.demo.journal import handovers_ms, read
@@ -161,6 +164,48 @@ async def checks(setup: Setup) -> list[Figure]:
             "messages/s",
             Goal(ratio_min=0.9),
             reference=rates["free"],
+        )
+    ]
+
+
+async def consumption(setup: Setup) -> list[Figure]:
+    """A backlog of 100 B messages handled by one consumer, with ownership and without."""
+    total = setup.sized(400_000, 40_000)
+    options = ClusterOptions(auto_restart=False, log_level="WARNING")
+    async with (
+        LocalCluster(setup.folder / "cluster", options) as cluster,
+        Admin(cluster.nameserver) as admin,
+    ):
+        await admin.create_topic(TOPIC, CHECKED_QUEUES)
+        setup.say("filling")
+        async with Producer(cluster.nameserver) as producer:
+            for number in range(total):
+                await producer.submit(TOPIC, Message(b"x" * 100), ordering_key=str(number))
+        setup.say("consuming")
+
+        async def rate(ownership: Literal["on", "off"]) -> float:
+            group = f"{ownership}-{next(_groups)}"
+            await admin.update_group(group, ownership=ownership)
+            settings = ConsumerSettings(consume_from="first")
+            async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, settings) as consumer:
+                handled, begin = 0, 0.0
+                async for _ in consumer:
+                    begin = begin or perf_counter()
+                    handled += 1
+                    if handled == total:
+                        consumer.stop()
+                return total / (perf_counter() - begin)
+
+        rates = await interleaved(
+            {"on": lambda: rate("on"), "off": lambda: rate("off")}, setup.sized(5, 1)
+        )
+    return [
+        figure(
+            "one consumer with ownership, 100 B messages",
+            rates["on"],
+            "messages/s",
+            Goal(ratio_min=0.9),
+            reference=rates["off"],
         )
     ]
 

@@ -19,7 +19,7 @@ from services.storage.node import Node
 LOG_BYTES = 5 << 30
 RECORD_BYTES, RECORDS = 1_024, 500
 MANY_QUEUES = 10_000
-TAIL_BYTES = 64 << 20
+TAIL_BYTES = 256 << 20
 """Written behind the last checkpoint: as much as there ever is."""
 
 

@@ -23,12 +23,15 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         except Exception as error:  # noqa: BLE001  raised below, outside of the group
             errors.append(error)
 
-    async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(run())
-        waiting = tasks.create_task(event.wait())
-        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        working.cancel()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(run())
+            waiting = tasks.create_task(event.wait())
+            await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            working.cancel()
+    finally:
+        work.close()  # who is cancelled at once has not begun it
     for error in errors:
         raise error
     return results[0] if results else None

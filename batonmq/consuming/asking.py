@@ -97,7 +97,7 @@ async def _ask(runner: QueueRunner) -> Start:
     progress, extent = runner.progress, await runner.calls.extent(runner.queue)
     item = lockmgr_pb.AcquireItem(
         queue=runner.key,
-        resume=ranges_to_pb(progress.in_hand()[:RESUME_RANGES_MAX] if progress else ()),
+        resume=ranges_to_pb(progress.claim(RESUME_RANGES_MAX) if progress else ()),
         reset_epoch=progress.reset_epoch if progress else 0,
         initial_offset=await _first_offset(runner, extent),
         topic_id=extent.topic_id,

@@ -19,7 +19,7 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 
 from batonmq.common.aio import unless
 from batonmq.common.batcher import Batcher
-from batonmq.common.errors import BatonError, Unreachable
+from batonmq.common.errors import BatonError, NotAssigned, Unreachable
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.consuming.session import Session, queue_of, queue_to_pb
 from batonmq.core.route import QueueId
@@ -86,7 +86,7 @@ class JointCalls:
                 wishes = [wish for wish in self._wishes if not wish.outcome.done()]
                 self._wishes = []
                 for begin in range(0, len(wishes), ITEMS_MAX):
-                    tasks.create_task(self._acquire(wishes[begin : begin + ITEMS_MAX]))
+                    tasks.create_task(self._acquire(tasks, wishes[begin : begin + ITEMS_MAX]))
 
     # ---- what a queue asks
 
@@ -128,7 +128,9 @@ class JointCalls:
         session = self._session
         if not self._gave_up:
             return
-        request = lockmgr_pb.ReleaseAllRequest(incarnation=session.incarnation, group=session.group)
+        request = lockmgr_pb.ReleaseAllRequest(
+            incarnation=session.incarnation, group=session.group, drained=True
+        )
         try:
             stub = await session.directory.lockmgr()
             await _answered(stub.ReleaseAll(request, timeout=CALL_TIMEOUT_S))
@@ -153,10 +155,20 @@ class JointCalls:
 
     # ---- the calls
 
-    async def _acquire(self, wishes: Sequence[_Wish]) -> None:
+    async def _acquire(self, tasks: asyncio.TaskGroup, asked: Sequence[_Wish]) -> None:
         """One stream for many queues; it ends as soon as nobody waits for it any more."""
+        wishes = self._by_the_record(asked)
+        if not wishes:
+            return
         seq = self._session.next_acquire_seq()
         self._open[seq] = wishes
+        request = lockmgr_pb.AcquireRequest(
+            incarnation=self._session.incarnation,
+            acquire_seq=seq,
+            generation=self._session.view.generation,
+            items=[wish.item for wish in wishes],
+            hold_ms=ACQUIRE_HOLD_MS,
+        )
         settled = asyncio.Event()
 
         def look(_: object) -> None:
@@ -167,7 +179,8 @@ class JointCalls:
             wish.outcome.add_done_callback(look)
         error: BatonError = Unreachable("lockmgr ended an Acquire without an outcome")
         try:
-            await unless(settled, self._read(seq, {wish.queue: wish for wish in wishes}))
+            reading = self._read(tasks, request, {wish.queue: wish for wish in wishes})
+            await unless(settled, reading)
         except BatonError as refusal:
             error = refusal
         finally:
@@ -176,15 +189,24 @@ class JointCalls:
         for wish in wishes:
             wish.settle(error)
 
-    async def _read(self, seq: int, wishes: Mapping[QueueId, _Wish]) -> None:
+    def _by_the_record(self, asked: Sequence[_Wish]) -> list[_Wish]:
+        """What may be asked for by the generation of the record that is known now.
+
+        That may be newer than the wish, whose end is on its way then.
+        """
+        view = self._session.view
+        for wish in asked:
+            if wish.queue not in view.assigned:
+                wish.settle(NotAssigned(f"{wish.queue} is not ours any more", retry_after_ms=100))
+        return [wish for wish in asked if not wish.outcome.done()]
+
+    async def _read(
+        self,
+        tasks: asyncio.TaskGroup,
+        request: lockmgr_pb.AcquireRequest,
+        wishes: Mapping[QueueId, _Wish],
+    ) -> None:
         session = self._session
-        request = lockmgr_pb.AcquireRequest(
-            incarnation=session.incarnation,
-            acquire_seq=seq,
-            generation=session.view.generation,
-            items=[wish.item for wish in wishes.values()],
-            hold_ms=ACQUIRE_HOLD_MS,
-        )
         stub = await session.directory.lockmgr()
         sent_ms = session.clock.monotonic_ms()
         stream = stub.Acquire(request, timeout=ACQUIRE_HOLD_MS / 1000 + CALL_TIMEOUT_S)
@@ -194,13 +216,32 @@ class JointCalls:
                 if answer.HasField("error"):
                     wish.settle(error_from_pb(answer.error))
                 elif wish.outcome.done():
-                    hold = lockmgr_pb.Hold(queue=answer.queue, token=answer.grant.token)
-                    await self.release(hold)
+                    tasks.create_task(self._give_back(wish.item, answer.grant))
                 else:
                     session.saw_epoch(answer.grant.offsets_epoch)
                     wish.settle(Granted(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+
+    async def _give_back(self, item: lockmgr_pb.AcquireItem, grant: lockmgr_pb.Grant) -> None:
+        """Give a grant back that nobody waits for; what fails is an orphan of the next keep-alive.
+
+        What the wish claimed to have in hand is in flight under the grant: it was dropped, and
+        the next owner gets it flagged. Grants of other queues do not wait for this.
+        """
+        try:
+            if item.resume:
+                await self.close(
+                    offsets_pb.CloseItem(
+                        queue=item.queue,
+                        token=grant.token,
+                        reset_epoch=grant.reset_epoch,
+                        unfinished=item.resume,
+                    )
+                )
+            await self.release(lockmgr_pb.Hold(queue=item.queue, token=grant.token))
+        except BatonError as error:
+            log.debug("grant not given back queue=%s error=%s", item.queue, error)
 
     async def _ask_extents(
         self, queues: Sequence[QueueId]

@@ -26,6 +26,8 @@ from batonmq.directory import CALL_TIMEOUT_S
 log = logging.getLogger(__name__)
 
 COMMIT_ITEMS_MAX = 1_024
+HOLDS_MAX = 10_000
+"""Queues that one keep-alive renews, at most."""
 COMMIT_GATHER_MS = 10
 """Acks that arrive within this time ride in the same commit."""
 
@@ -132,11 +134,21 @@ class Leases:
                 runner.refused(refusal)
 
     async def _keep_alive(self) -> None:
+        """Renew everything; more than fits into one call takes several.
+
+        Each call names what it does not list as an orphan. Only the first is asked for those; what
+        the others list has a runner with a token, and is none.
+        """
+        held = [(queue, runner.token) for queue, runner in self._runners.items() if runner.token]
+        seen_seq = self._calls.seen_seq
+        for begin in range(0, max(len(held), 1), HOLDS_MAX):
+            await self._renew(dict(held[begin : begin + HOLDS_MAX]), 0 if begin else seen_seq)
+
+    async def _renew(self, held: Mapping[QueueId, int], seen_seq: int) -> None:
         session = self._session
-        held = {queue: r.token for queue, r in self._runners.items() if r.token}
         request = lockmgr_pb.KeepAliveRequest(
             incarnation=session.incarnation,
-            acquire_seq=self._calls.seen_seq,
+            acquire_seq=seen_seq,
             holds=[
                 lockmgr_pb.Hold(queue=session.key(queue), token=token)
                 for queue, token in held.items()

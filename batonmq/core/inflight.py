@@ -53,10 +53,16 @@ class QueueProgress:
     Args:
         running: Handlers that still run; those of offsets that are acked by now count no more.
         finished: What was finished under an earlier token, and perhaps not acked.
+        dropped: What the request for this token claimed and its handler gave up since: offsets
+            does not know that it was started and is not being handled.
     """
 
     def __init__(
-        self, start: Start, running: Iterable[int] = (), finished: Sequence[Range] = ()
+        self,
+        start: Start,
+        running: Iterable[int] = (),
+        finished: Sequence[Range] = (),
+        dropped: Iterable[int] = (),
     ) -> None:
         self.token = start.token
         self.reset_epoch = start.reset_epoch
@@ -67,7 +73,9 @@ class QueueProgress:
         acked = normalize([(0, start.committed), *start.acked])
         self._running = {offset for offset in running if not contains(acked, offset)}
         self._given_up: set[int] = set()
+        self._dropped = {offset for offset in dropped if not contains(acked, offset)}
         self._confirmed = Acks(start.committed, tuple(normalize(start.acked)))
+        self._claimed: Sequence[Range] = ()
         self._version = 1 if finished else 0
         self.unconfirmed_count = 0
 
@@ -97,7 +105,7 @@ class QueueProgress:
 
     def is_redelivered(self, offset: int) -> bool:
         """Whether an earlier holder may have started `offset`."""
-        return contains(self._maybe_seen, offset)
+        return offset in self._dropped or contains(self._maybe_seen, offset)
 
     def note_maybe_seen(self, ranges: Iterable[Range]) -> None:
         """Add to M."""
@@ -127,6 +135,7 @@ class QueueProgress:
         if offset not in self._running:
             return False
         self._running.remove(offset)
+        self._dropped.discard(offset)
         if self._open.pop(offset, 0) == 0:
             self._ahead = normalize([*self._ahead, (offset, offset + 1)])
         self._version += 1
@@ -165,6 +174,11 @@ class QueueProgress:
         running = of_sorted(sorted(self._running))
         return normalize([*subtract(normalize(finished), self._confirmed.ranges), *running])
 
+    def claim(self, ranges_max: int) -> Sequence[Range]:
+        """What a request for the queue claims of `in_hand`; remembered until the next one."""
+        self._claimed = self.in_hand()[:ranges_max]
+        return self._claimed
+
     def renewed(self, start: Start) -> QueueProgress:
         """The progress under a new grant: keeps H and F if the reset epoch is the same.
 
@@ -173,9 +187,12 @@ class QueueProgress:
         if start.reset_epoch != self.reset_epoch:
             return QueueProgress(start)
         finished = subtract(self.in_hand(), of_sorted(sorted(self._running)))
-        return QueueProgress(start, self._running, finished)
+        dropped = (offset for offset in self._given_up if contains(self._claimed, offset))
+        return QueueProgress(start, self._running, finished, dropped)
 
     def closing(self) -> Closing:
         """What a Close says now: handlers that still run count as given up."""
-        unfinished = tuple(of_sorted(sorted(self._running | self._given_up)))
-        return Closing(self.token, self.reset_epoch, self.acks(), unfinished)
+        acks, started = self.acks(), self._running | self._given_up | self._dropped
+        handled = [(0, acks.committed), *acks.ranges]
+        unfinished = tuple(subtract(of_sorted(sorted(started)), handled))
+        return Closing(self.token, self.reset_epoch, acks, unfinished)

@@ -12,9 +12,13 @@ from services.lockmgr.core.locks import QueueKey
 
 CHANGE_WAIT_S = 5.0
 """How long a call waits for a change whose outcome is not known yet."""
-MOVED = NotLeader("this node has stopped leading", retry_after_ms=200)
 
 T = TypeVar("T")
+
+
+def moved() -> NotLeader:
+    """The term is over. A new one each time: an error that is raised keeps the frames it passed."""
+    return NotLeader("this node has stopped leading", retry_after_ms=200)
 
 
 class Changes:
@@ -85,5 +89,5 @@ async def outcome_of(change: asyncio.Task[T]) -> T | None:
 async def _result(task: asyncio.Task[T]) -> T:
     await asyncio.wait({task})
     if task.cancelled():
-        raise MOVED
+        raise moved()
     return task.result()

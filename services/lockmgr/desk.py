@@ -15,7 +15,7 @@ from dataclasses import replace
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 
 from batonmq.common.errors import BatonError, HandoverPending, SubscriptionDraining
-from services.lockmgr.changes import MOVED, Changes, outcome_of
+from services.lockmgr.changes import Changes, moved, outcome_of
 from services.lockmgr.core.access import Deny, Grant
 from services.lockmgr.core.locks import Entry, Incarnation, Pending, QueueKey, Step
 from services.lockmgr.core.table import KeepAlive, Report
@@ -157,7 +157,7 @@ class Desk:
             NotLeader: it is.
         """
         if not self._leads():
-            raise MOVED
+            raise moved()
 
     async def settle(self) -> None:
         """Wait, but not for long, until no change is under way."""
@@ -183,7 +183,7 @@ class Desk:
         until_ms: int,
         decided: asyncio.Queue[tuple[QueueKey, pb.Grant | Exception]],
     ) -> None:
-        outcome: pb.Grant | Exception = MOVED
+        outcome: pb.Grant | Exception = moved()
         try:
             outcome = await self._acquire(wish, until_ms)
         except BatonError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 
 from batonmq.common.errors import BatonError, HandoverPending, NoQuorum, UnknownQueue
-from services.lockmgr.changes import CHANGE_WAIT_S, MOVED, Changes, outcome_of
+from services.lockmgr.changes import CHANGE_WAIT_S, Changes, moved, outcome_of
 from services.lockmgr.core.access import Condition, Free, Grant, decide_clear
 from services.lockmgr.core.locks import (
     Entry,
@@ -83,13 +83,17 @@ class Freeing:
             )
         freed = [None if task.cancelled() else task.result() for task in tasks]
         if None in freed:
-            raise MOVED
+            raise moved()
         return sum(filter(None, freed))
 
-    async def release_all(self, incarnation: Incarnation, group: str) -> tuple[int, list[QueueKey]]:
-        """Free what the incarnation has closed at offsets, or has nothing in hand of.
+    async def release_all(
+        self, incarnation: Incarnation, group: str, *, drained: bool
+    ) -> tuple[int, list[QueueKey]]:
+        """Free what the incarnation has closed at offsets, in one group or in all.
 
-        The fence of the next owner tests that again.
+        Args:
+            drained: Also what it has nothing in hand of; the fence of the next owner tests that
+                again.
 
         Returns:
             How many entries were freed, and those that stay.
@@ -105,7 +109,7 @@ class Freeing:
             if isinstance(seen, BatonError):
                 raise seen
             entry = self._table.get(key)
-            finished = seen.closed or seen.drained
+            finished = seen.closed or (drained and seen.drained)
             if entry is not None and finished and seen.token >= entry.lock.token:
                 holds.append((key, entry.lock.token))
         freed_count = await self.release(incarnation, holds)

@@ -75,7 +75,9 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         incarnation = translate.incarnation_from_pb(request.incarnation)
         group = check_group(request.group) if request.group else ""
         desk = self._leader.desk()
-        released_count, kept = await desk.freeing.release_all(incarnation, group)
+        released_count, kept = await desk.freeing.release_all(
+            incarnation, group, drained=request.drained
+        )
         desk.check_leads()
         return pb.ReleaseAllResponse(
             released_count=released_count, kept=[translate.key_to_pb(key) for key in kept]

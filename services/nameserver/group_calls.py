@@ -136,7 +136,7 @@ class GroupCalls:
         return pb.UpdateGroupResponse(group=group_to_pb(outcome.group))
 
     async def delete(self, request: pb.DeleteGroupRequest) -> pb.DeleteGroupResponse:
-        """See the proto. Progress first: what is left after a crash is a group without it."""
+        """See the proto."""
         name = check_group(request.group)
         self.catalog.check_ready()
         revision, queue_count = await self.store.delete(name, self.progress.forget_group)

@@ -127,30 +127,34 @@ class GroupStore:
         return await self._asked(group, Ask(lambda _: None, tends=True))
 
     async def delete(self, name: str, forget: Callable[[str], Awaitable[int]]) -> tuple[int, int]:
-        """Delete a group without members; the revision, and the sum of what `forget` returned.
+        """Delete a group without members; the revision, and what `forget` returned.
+
+        The record goes first: from then on nobody can join, and nobody who has joined loses
+        progress. Repeating it finishes what was begun.
 
         Args:
-            forget: Ends the group's progress. If it raises, the group stays.
+            forget: Ends the progress of a group that does not exist.
 
         Raises:
-            GroupNotFound: there is none.
+            GroupNotFound: there is none, and no progress of one.
             GroupInUse: a member lives.
         """
-        count = 0
 
         async def attempt() -> int | None:
-            nonlocal count
             view = await self._read(name)
             if view.stored is None:
-                raise group_not_found(name)
+                return 0
             view.ledger.check_unused("it can't be deleted")
-            count += await forget(name)
             key = self._etcd.key("groups", name)
             return await self._etcd.txn(
                 compare=[as_read(key, view.stored)], delete=[key, self._etcd.key("gates", name)]
             )
 
-        return await self._turns.retried(f"groups/{name}", attempt), count
+        revision = await self._turns.retried(f"groups/{name}", attempt)
+        count = await forget(name)
+        if not revision and not count:
+            raise group_not_found(name)
+        return revision, count
 
     async def _asked(self, name: str, ask: Ask) -> Outcome:
         """The outcome of `ask`, which may ride in somebody else's turn."""

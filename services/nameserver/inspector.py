@@ -42,6 +42,8 @@ from services.nameserver.questions import Answer, Key, Questions, Stamp
 
 LOOK_AGAIN_MS = 1_000
 """Time between two looks at queues that were never looked at: do they move?"""
+FRESH_MS = 60_000
+"""If the last look is longer ago, a queue that has moved since may have done so long ago."""
 FORGET_MS = 600_000
 """A queue that nobody has asked about for so long is forgotten."""
 DETAILS_MAX = 2_000
@@ -77,7 +79,7 @@ class _Seen:
         since_ms: When the committed offset was first seen as it is.
         looked_ms: The last look.
         moved: Whether the committed offset was another one before.
-        head: Its oldest message at some look.
+        head: Its oldest message at some look, first read at `head_ms`.
     """
 
     topic_id: int
@@ -86,6 +88,7 @@ class _Seen:
     looked_ms: int
     moved: bool = False
     head: Stamp | None = None
+    head_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +135,13 @@ class Inspector:
         """Why each queue does not move, in the order of the targets.
 
         Args:
-            patient: Look twice if a queue that lags was never looked at.
+            patient: Look twice if a queue that lags was not looked at lately.
         """
         if not any(target.queues for target in targets):
             return []
         self._forget()
-        known = set(self._seen)
+        fresh_ms = self._clock.monotonic_ms() - FRESH_MS
+        known = {key for key, seen in self._seen.items() if seen.looked_ms >= fresh_ms}
         found = await self._look(targets)
         if patient and any(e.lag_count > 0 and e.owner and _key(e) not in known for e in found):
             await asyncio.sleep(LOOK_AGAIN_MS / 1000)
@@ -217,7 +221,8 @@ class Inspector:
         if seen is None or seen.topic_id != topic_id:
             seen = self._seen[key] = _Seen(topic_id, committed_offset, now_ms, now_ms)
         if seen.committed_offset != committed_offset:
-            seen.committed_offset, seen.since_ms, seen.moved = committed_offset, now_ms, True
+            seen.moved = now_ms - seen.looked_ms <= FRESH_MS
+            seen.committed_offset, seen.since_ms = committed_offset, now_ms
         seen.looked_ms = now_ms
         return seen
 
@@ -246,7 +251,10 @@ class Inspector:
         return e
 
     async def _with_head(self, e: Evidence, queue: QueueId) -> Evidence:
-        """With the oldest message that is not handled."""
+        """With the oldest message that is not handled.
+
+        It is at least as old as our knowledge of it, whatever the wall clock of its broker says.
+        """
         seen = self._seen.get(_key(e))
         stamp = seen.head if seen is not None else None
         if stamp is None or stamp.offset != e.head_offset:
@@ -256,10 +264,11 @@ class Inspector:
                 return replace(e, damage=Damage(position, answer.error))
             stamp = answer.value
             if seen is not None:
-                seen.head = stamp
+                seen.head, seen.head_ms = stamp, self._clock.monotonic_ms()
         if stamp is None:
             return e
-        age_ms = max(0, self._clock.unix_ms() - stamp.store_unix_ms)
+        known_ms = self._clock.monotonic_ms() - seen.head_ms if seen is not None else 0
+        age_ms = max(known_ms, self._clock.unix_ms() - stamp.store_unix_ms)
         return replace(e, head=Head(stamp.offset, stamp.message_id, age_ms))
 
 

@@ -10,7 +10,7 @@ import grpc.aio
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 
-from batonmq.common.errors import BatonError, OffsetsUnreachable, Unreachable
+from batonmq.common.errors import BatonError, GroupInUse, OffsetsUnreachable, Unreachable
 from batonmq.common.rpc import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,13 @@ class Progress:
             log.info("progress forgotten topic=%s queues=%d", topic, answer.queue_count)
 
     async def forget_group(self, group: str) -> int:
-        """End the progress of a group; the number of queues that had some.
+        """End the progress of a deleted group; the number of queues that had some.
+
+        Repeating it, early or late, does no harm: offsets looks whether the group exists.
 
         Raises:
-            OffsetsUnreachable: not known whether it has ended.
+            GroupInUse: it does, as it was created again.
+            OffsetsUnreachable: not known whether the progress has ended.
         """
         request = pb.DeleteGroupRequest(group=group, offsets_epoch=self._epoch)
         answer = await self._call(lambda stub: stub.DeleteGroup(request, timeout=CALL_TIMEOUT_S))
@@ -58,8 +61,9 @@ class Progress:
     ) -> Answer:
         try:
             answer = await call(self._offsets())
-        except grpc.aio.AioRpcError as error:
-            raise _unreachable(from_rpc_error(error)) from error
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+            raise (error if isinstance(error, GroupInUse) else _unreachable(error)) from failure
         except Unreachable as error:
             raise _unreachable(error) from error
         if answer.offsets_epoch < self._epoch:
@@ -73,6 +77,7 @@ class Progress:
 
 def _unreachable(error: BatonError) -> OffsetsUnreachable:
     return OffsetsUnreachable(
-        f"nothing is changed: offsets did not say that it has forgotten: {error.message}",
+        f"offsets did not say that it has forgotten: {error.message}",
+        remedy="Try again: it is safe to repeat.",
         retry_after_ms=500,
     )

@@ -57,13 +57,14 @@ class Sessions:
         self._telemetry, self._grace_ms = telemetry, grace_ms
         self._open: Counter[SessionKey] = Counter()
         self._broken: dict[SessionKey, tuple[int, int]] = {}
+        self._heard: dict[SessionKey, int] = {}  # of those that are open, or broken
         self._noticed = asyncio.Event()
 
     @contextmanager
     def open(self, key: SessionKey) -> Iterator[None]:
         """A session that breaks when the block ends."""
         self._open[key] += 1
-        self._broken.pop(key, None)
+        self.heard(key)
         try:
             yield
         finally:
@@ -75,8 +76,11 @@ class Sessions:
                 self._noticed.set()
 
     def heard(self, key: SessionKey) -> None:
-        """A heartbeat of the member was accepted here."""
+        """A heartbeat of the member was accepted here, or it has opened a session."""
         self._broken.pop(key, None)
+        self._heard.pop(key, None)
+        if key in self._open:
+            self._heard[key] = self._etcd.clock.monotonic_ms()
 
     async def run(self) -> None:
         """Remove for ever; to be run as one task."""
@@ -84,7 +88,7 @@ class Sessions:
             self._noticed.clear()
             now_ms = self._etcd.clock.monotonic_ms()
             for key, (broken_ms, look_ms) in list(self._broken.items()):
-                if look_ms <= now_ms:
+                if look_ms <= now_ms and key in self._broken:
                     await self._look(key, broken_ms)
             now_ms = self._etcd.clock.monotonic_ms()
             due_ms = min(
@@ -109,16 +113,16 @@ class Sessions:
             silent_ms = self._etcd.clock.monotonic_ms() - broken_ms
             self._broken[key] = broken_ms, broken_ms + next_look_ms(silent_ms, self._grace_ms)
         else:
-            del self._broken[key]
+            del self._broken[key], self._heard[key]
 
     async def _silence(self, key: SessionKey, broken_ms: int) -> Silence:
         live = self._catalog.live.values.get(f"{key.group}/{key.client_id}")
         if live is None or live.value != str(key.incarnation_id).encode():
             return Silence.OVER
-        before_ms = self._etcd.clock.monotonic_ms() - broken_ms
+        asked_ms, heard_ms = self._etcd.clock.monotonic_ms(), self._heard[key]
         left_s, granted_s = await self._etcd.time_to_live(live.lease_id)
         after_ms = self._etcd.clock.monotonic_ms() - broken_ms
-        return silence_of(left_s, granted_s, before_ms, after_ms)
+        return silence_of(left_s, granted_s, asked_ms - heard_ms, asked_ms - broken_ms, after_ms)
 
     async def _remove(self, key: SessionKey) -> None:
         outcome = await self._store.leave(key.group, key.client_id, key.incarnation_id)

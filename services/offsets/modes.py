@@ -1,8 +1,8 @@
-"""Which calls a group allows: those under a token, or those without (protocol 15)."""
+"""Which calls a group allows: under a token or without (protocol 15), or once it is gone."""
 
 from __future__ import annotations
 
-from batonmq.common.errors import ModeChanged, NotServing
+from batonmq.common.errors import GroupInUse, ModeChanged, NotServing
 from services.runtime.gates import Gates
 from services.runtime.mirror import Mirror
 
@@ -36,3 +36,22 @@ class Modes:
                 f"group {group} is broadcasting: its members keep their progress",
                 facts={"group": group, "model": "broadcasting", "ownership": "off"},
             )
+
+    async def check_deleted(self, group: str) -> None:
+        """Refuse to end the progress of a group that exists at this moment.
+
+        Raises:
+            GroupInUse: it does.
+            NoQuorum: that is not known.
+        """
+        if await self._mirror.now(group) is not None:
+            raise group_in_use(group)
+
+
+def group_in_use(group: str) -> GroupInUse:
+    """The refusal to end the progress of a group that exists, or exists again."""
+    return GroupInUse(
+        f"group {group} exists: its progress stays",
+        remedy="Delete the group; its progress ends with it.",
+        facts={"group": group},
+    )

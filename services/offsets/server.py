@@ -43,7 +43,7 @@ from services.offsets.core.ranges import RangeSet
 from services.offsets.core.resets import Outcome, Resets, Step
 from services.offsets.core.table import ProgressTable
 from services.offsets.group_commit import GroupCommit
-from services.offsets.modes import Modes
+from services.offsets.modes import Modes, group_in_use
 from services.offsets.persistence import DurableKey
 from services.offsets.telemetry import Telemetry
 from services.offsets.wire import Reader, check_single, number, topic_or_all
@@ -205,9 +205,18 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     async def DeleteGroup(
         self, request: pb.DeleteGroupRequest, context: Context
     ) -> pb.DeleteGroupResponse:
-        """See the proto."""
+        """See the proto.
+
+        A call that comes late finds the group created again, or somebody in it who had a queue
+        granted while etcd was asked: then it does nothing.
+        """
         self._check_change(request.offsets_epoch)
         group, topic = check_group(request.group), topic_or_all(request.topic)
+        before = self._table.standing(group)
+        await self._modes.check_deleted(group)
+        self._check_change(request.offsets_epoch)
+        if self._table.standing(group) != before:
+            raise group_in_use(group)
         ended = self._table.delete_group(group, topic, self._now())
         for key in ended:
             self._commits.changed(key)

@@ -20,7 +20,6 @@ from batonmq.common.rpc import abort
 log = logging.getLogger(__name__)
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-STOPPING = NotServing("the service is stopping", retry_after_ms=500)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -105,7 +104,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             NoDeadline: the caller set none.
         """
         if self.draining:
-            raise STOPPING
+            raise _stopping()
         if not method.startswith("Watch") and context.time_remaining() is None:
             raise NoDeadline(f"{method} was called without a deadline")
 
@@ -171,12 +170,16 @@ class _Edge:
             if not self._owner.draining:
                 raise error
             _this_task().uncancel()
-            error = STOPPING
+            error = _stopping()
         if not isinstance(error, BatonError):
             log.error("unexpected error method=%s", self._method, exc_info=error)
             error = Internal("internal error; see the server's log")
         outcome.reason = error.reason
         await abort(context, error)
+
+
+def _stopping() -> NotServing:
+    return NotServing("the service is stopping", retry_after_ms=500)
 
 
 def _this_task() -> asyncio.Task[Any]:

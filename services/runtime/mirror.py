@@ -47,6 +47,14 @@ class Mirror:
         while self.revision < revision:
             await self._moved.wait()
 
+    async def now(self, key: str) -> Stored | None:
+        """What etcd has at this moment, whatever has arrived here.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        return await self._session.get(self._prefix + key)
+
     async def watch(self) -> AsyncIterator[frozenset[str]]:
         """Sets of changed keys; the first holds all. What changes meanwhile is joined."""
         await self._ready.wait()

@@ -12,7 +12,7 @@ from services.storage.node import Node
 
 log = logging.getLogger(__name__)
 
-BYTES_MAX = 64 * 1024 * 1024
+BYTES_MAX = 256 * 1024 * 1024
 """A checkpoint is due once the log has grown by so much."""
 INTERVAL_S = 30
 """A checkpoint is due after so long, if the log has grown at all."""

@@ -26,8 +26,9 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, Held, Unreachable
+from batonmq.common.errors import BatonError, Held, NotAssigned, Unreachable
 from batonmq.common.rpc import error_to_pb
+from batonmq.consuming.group import GroupView
 from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.session import ConsumerSettings, Session
 from batonmq.core.route import QueueId
@@ -36,6 +37,8 @@ from tests.support.serving import serving_at
 from tests.support.waiting import until
 
 TOPIC, BROKER, GROUP = "orders", "broker-a", "billing"
+ASSIGNED = 3
+"""So many queues are the consumer's by the record it knows."""
 
 
 class Lockmgr(pb_grpc.LockmgrServiceServicer):
@@ -45,6 +48,7 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
         answers: Token of the grant, or the refusal, by queue id.
         ended: Number of Acquire streams that are over.
         failing: Acquire ends without outcomes.
+        mute: Release is not answered until it is set; None answers at once.
     """
 
     def __init__(self) -> None:
@@ -55,6 +59,7 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
         self.released_all: list[str] = []
         self.ended = 0
         self.failing = False
+        self.mute: asyncio.Event | None = None
 
     def answer(self, answers: dict[int, int | BatonError]) -> None:
         self.answers |= answers
@@ -67,9 +72,9 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
         left = {item.queue.queue.queue_id: item.queue for item in request.items}
         try:
             while left and not self.failing:
+                self.answered.clear()
                 for queue_id in left.keys() & self.answers.keys():
                     yield _response(left.pop(queue_id), self.answers[queue_id])
-                self.answered.clear()
                 if left:
                     await self.answered.wait()
         finally:
@@ -77,6 +82,8 @@ class Lockmgr(pb_grpc.LockmgrServiceServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         self.releases.append([hold.token for hold in request.holds])
+        if self.mute is not None:
+            await self.mute.wait()
         return pb.ReleaseResponse()
 
     async def ReleaseAll(
@@ -114,11 +121,13 @@ class Offsets(offsets_grpc.OffsetsServiceServicer):
 
     def __init__(self) -> None:
         self.closes: list[int] = []
+        self.items: list[offsets_pb.CloseItem] = []
 
     async def Close(
         self, request: offsets_pb.CloseRequest, context: Any
     ) -> offsets_pb.CloseResponse:
         self.closes.append(len(request.items))
+        self.items += request.items
         closed = offsets_pb.Committed(committed_offset=1)
         return offsets_pb.CloseResponse(
             offsets_epoch=1,
@@ -176,6 +185,9 @@ async def scene() -> AsyncIterator[tuple[JointCalls, Lockmgr, Others]]:
             clock=Clock(),
             random=Random(1),
             on_ownership=lambda _: None,
+            view=GroupView(
+                generation=5, member=True, assigned=frozenset(queue(n) for n in range(ASSIGNED))
+            ),
         )
         calls = JointCalls(session)
         async with asyncio.TaskGroup() as tasks:
@@ -254,6 +266,49 @@ async def test_a_grant_that_nobody_waits_for_any_more_is_released() -> None:
         gone.cancel()
         lockmgr.answer({0: 70})
         await until(lambda: lockmgr.releases == [[70]])
+        lockmgr.answer({1: 71})
+        assert await waits == 71
+
+
+async def test_a_grant_does_not_wait_for_the_release_of_another_that_nobody_wants() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        lockmgr.mute = asyncio.Event()
+        gone = tasks.create_task(acquired(calls, 0))
+        waits = tasks.create_task(acquired(calls, 1))
+        await until(lambda: len(lockmgr.acquires) == 1)
+        gone.cancel()
+        lockmgr.answer({0: 70})
+        await until(lambda: lockmgr.releases == [[70]])
+        lockmgr.answer({1: 71})
+        assert await waits == 71
+        lockmgr.mute.set()
+
+
+async def test_what_is_not_ours_by_the_record_is_not_asked_for_by_its_generation() -> None:
+    """A wish outlives a newer record by a moment; both together would claim what is another's."""
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        lockmgr.answer({0: 70})
+        asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in (0, ASSIGNED)]
+        assert await asked[0] == 70
+        assert isinstance(await asked[1], NotAssigned)
+        (request,) = lockmgr.acquires
+        assert [item.queue.queue.queue_id for item in request.items] == [0]
+        assert request.generation == 5
+
+
+async def test_a_grant_given_back_is_closed_first_if_it_brought_work_along() -> None:
+    """Section 11: what is dropped comes again flagged, and at once, not after the lease."""
+    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
+        resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
+        item = pb.AcquireItem(queue=_key(0), resume=[resume])
+        gone = tasks.create_task(calls.acquire(queue(0), item))
+        waits = tasks.create_task(acquired(calls, 1))
+        await until(lambda: len(lockmgr.acquires) == 1)
+        gone.cancel()
+        lockmgr.answer({0: 70})
+        await until(lambda: lockmgr.releases == [[70]])
+        (closed,) = others.offsets.items
+        assert (closed.token, list(closed.unfinished), list(closed.acked)) == (70, [resume], [])
         lockmgr.answer({1: 71})
         assert await waits == 71
 

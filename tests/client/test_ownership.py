@@ -24,6 +24,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, Held, NotAssigned, NotMember, SubscriptionDraining
 from batonmq.consumer import Consumer
+from batonmq.consuming import leases
 from batonmq.consuming.group import GroupView
 from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.message import ReceivedMessage
@@ -177,6 +178,24 @@ async def test_a_member_that_was_removed_keeps_its_queues_until_it_is_back() -> 
 
 
 # ---- session
+
+
+async def test_more_queues_than_one_keep_alive_takes_are_renewed_by_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "HOLDS_MAX", 2)
+    async with twins(5) as at, living(at, keep_alive_ms=10) as life:
+        at.nameserver.give("a", range(5))
+        await parked(at, *range(5))
+
+        def renewed() -> bool:
+            recent = at.lockmgr.kept[-6:]
+            named = {hold.queue.queue.queue_id for call in recent for hold in call}
+            return [len(call) for call in recent].count(1) == 2 and len(named) == 5
+
+        await until(renewed)
+        assert life.queues() == set(range(5))
+        assert max(map(len, at.lockmgr.kept)) == 2
 
 
 async def test_the_group_watch_names_its_member_and_a_broken_one_brings_a_heartbeat_at_once() -> (

@@ -8,6 +8,7 @@ Method: events that the tests set themselves.
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -36,6 +37,26 @@ async def test_unless_cancels_the_work_when_the_event_comes() -> None:
 
     assert await unless(event, work()) is None
     assert ended == ["cancelled"]
+
+
+async def test_unless_leaves_no_work_behind_that_was_never_begun() -> None:
+    """As at the end of a program, when every task is cancelled; it would be warned of."""
+
+    async def work() -> int:
+        return 7
+
+    async def outer() -> None:
+        await unless(asyncio.Event(), work())
+
+    before = asyncio.all_tasks()
+    task = asyncio.get_running_loop().create_task(outer())
+    await asyncio.sleep(0)  # it has begun, and its work has not
+    for each in asyncio.all_tasks() - before:
+        each.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    del task
+    gc.collect()
 
 
 async def test_unless_prefers_the_result_if_both_happen() -> None:

@@ -84,6 +84,35 @@ def test_message_whose_handler_runs_through_a_new_grant_is_not_started_again() -
     assert told(progress.acks()) == {0}
 
 
+def test_story_09_message_given_up_after_it_was_claimed_is_told_as_started() -> None:
+    """offsets was told that it is in hand, so offsets does not flag it: we have to."""
+    before = QueueProgress(Start(1, 0, 0))
+    before.receive(2, [0, 1])
+    assert before.start(0)
+    assert before.claim(10) == [(0, 1)]
+    before.give_up(0)
+    progress = before.renewed(Start(2, 0, 0))
+    assert not progress.is_done(0), "it comes again"
+    assert progress.is_redelivered(0)
+    assert not progress.is_redelivered(1)
+    assert progress.closing().unfinished == ((0, 1),), "whoever owns the queue next flags it too"
+    progress.receive(1, [0])
+    handle(progress, 0)
+    assert progress.closing().unfinished == ()
+
+
+def test_message_given_up_before_the_claim_is_left_to_offsets() -> None:
+    """It is not claimed, so the fence flags it, and nothing says that it is below D."""
+    before = QueueProgress(Start(1, 0, 0))
+    before.receive(1, [0])
+    assert before.start(0)
+    before.give_up(0)
+    assert before.claim(10) == []
+    progress = before.renewed(Start(2, 0, 0, maybe_seen=((0, 1),)))
+    assert progress.is_redelivered(0)
+    assert progress.closing().unfinished == ()
+
+
 def test_result_of_a_message_that_another_owner_has_acked_meanwhile_does_not_count() -> None:
     before = QueueProgress(Start(1, 0, 0))
     before.receive(2, [0, 1])
@@ -160,6 +189,8 @@ class Naive:
         self.handled = acked | finished
         self.running = running - acked
         self.given_up: set[int] = set()
+        self.dropped: set[int] = set()
+        self.claimed: set[int] = set()
         self.waiting: set[int] = set()
         self.known_acked = set(acked)
 
@@ -225,7 +256,8 @@ class OneQueue(RuleBasedStateMachine):
         unwanted = set(arrived) - set(wanted) - self.naive.running - self.naive.given_up
         self.naive.handled |= unwanted
         for offset in arrived:
-            assert self.real.is_redelivered(offset) == (offset in self.maybe_seen)
+            flagged = offset in self.maybe_seen or offset in self.naive.dropped
+            assert self.real.is_redelivered(offset) == flagged
 
     @precondition(lambda self: self.naive.startable)
     @rule(pick=PICKS)
@@ -246,6 +278,7 @@ class OneQueue(RuleBasedStateMachine):
         assert self.real.finish(offset)
         self.naive.running.discard(offset)
         self.naive.waiting.discard(offset)
+        self.naive.dropped.discard(offset)
         self.naive.handled.add(offset)
 
     @precondition(lambda self: self.naive.running)
@@ -278,6 +311,11 @@ class OneQueue(RuleBasedStateMachine):
         self.real.confirm(acks)
         self.naive.known_acked |= told(acks)
 
+    @rule()
+    def claim(self) -> None:
+        self.naive.claimed = members(self.real.claim(100))
+        assert self.naive.claimed == self.naive.in_hand
+
     @rule(handled_elsewhere=st.just(set()) | SETS, flagged=SETS)
     def granted_again(self, handled_elsewhere: set[int], flagged: set[int]) -> None:
         self.server |= handled_elsewhere
@@ -286,6 +324,7 @@ class OneQueue(RuleBasedStateMachine):
         self.maybe_seen = flagged
         self.real = self.real.renewed(self._start())
         self.naive = Naive(set(self.server), set(before.running), finished)
+        self.naive.dropped = (before.given_up & before.claimed) - self.server
         self.committed = self.real.committed
 
     @rule(to=OFFSETS)
@@ -323,7 +362,8 @@ class OneQueue(RuleBasedStateMachine):
     def closing_says_all_of_it(self) -> None:
         closing = self.real.closing()
         assert closing.acks == self.real.acks()
-        assert members(closing.unfinished) == self.naive.started
+        started = self.naive.started | self.naive.dropped
+        assert members(closing.unfinished) == started - told(closing.acks)
         assert not members(closing.unfinished) & told(closing.acks)
         assert self.real.running == self.naive.running
 

@@ -134,6 +134,7 @@ async def test_nothing_that_a_frozen_owner_does_after_its_lease_is_accepted(
         await owning(heir, 1)
         old = zombie.ownerships()[-1].token
         await until(lambda: crew.done() == set(range(400)), timeout_s=60)
+        await until(lambda: _committed(cluster, crew.group, 400))
         before = await _progress(cluster, crew.group)
         resumed_us = now_us()
         zombie.thaw()
@@ -181,6 +182,10 @@ async def _progress(cluster: LocalCluster, group: str) -> offsets_pb.Progress:
         )
     (progress,) = answer.queues
     return progress
+
+
+async def _committed(cluster: LocalCluster, group: str, offset: int) -> bool:
+    return (await _progress(cluster, group)).committed_offset == offset
 
 
 async def _acked_but_one(cluster: LocalCluster, group: str) -> bool:

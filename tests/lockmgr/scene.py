@@ -342,9 +342,11 @@ class Member:
         )
         return (await stub_of(at).Release(request, timeout=TIMEOUT_S)).released_count
 
-    async def release_all(self, at: Node | Stub, group: str = "") -> pb.ReleaseAllResponse:
-        """Give everything back that is closed."""
-        request = pb.ReleaseAllRequest(incarnation=self.incarnation, group=group)
+    async def release_all(
+        self, at: Node | Stub, group: str = "", *, drained: bool = False
+    ) -> pb.ReleaseAllResponse:
+        """Give everything back that is closed, or also what is drained."""
+        request = pb.ReleaseAllRequest(incarnation=self.incarnation, group=group, drained=drained)
         return await stub_of(at).ReleaseAll(request, timeout=TIMEOUT_S)
 
     @asynccontextmanager

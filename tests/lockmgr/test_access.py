@@ -324,10 +324,14 @@ def test_phantom_is_cleared_by_what_offsets_knows_of_it(now_ms: int) -> None:
     assert decision == Grant((CLOSED_OR_DRAINED, IDLE), 8)
 
 
-def test_token_newer_than_what_offsets_knows_is_left_to_its_owner_for_its_lease() -> None:
-    old_backup = Observation(token=6, closed=True)
+@pytest.mark.parametrize("token", [0, 6])
+def test_token_newer_than_what_offsets_knows_is_left_to_its_owner_for_its_lease(token: int) -> None:
+    """Then it is freed without a fence: a queue without progress can't be fenced to nobody."""
+    old_backup = Observation(token=token, closed=True)
     assert decide_clear(owned(), old_backup, LEASE_END_MS, POLICY) is None
-    assert decide_clear(owned(), old_backup, LEASE_END_MS + 1, POLICY) == Grant((IDLE,), 6)
+    assert decide_clear(owned(), old_backup, LEASE_END_MS + 1, POLICY) == Free()
+    held = replace(old_backup, closed=False)
+    assert decide_clear(owned(), held, LEASE_END_MS + 1, POLICY) == Grant((IDLE,), token)
 
 
 # A topic that was deleted and created again

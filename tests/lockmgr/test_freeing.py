@@ -74,11 +74,14 @@ async def test_release_all_frees_what_is_closed_or_drained_and_names_what_is_in_
         for queue_id in (0, 2):
             await s.close(1, queue_id=queue_id)
         answer = await a.release_all(node)
-        assert answer.released_count == 3, "0 and 2 are closed, 3 is drained"
-        assert [kept.queue.queue_id for kept in answer.kept] == [1, 4]
+        assert answer.released_count == 2, "0 and 2 are closed"
+        assert [kept.queue.queue_id for kept in answer.kept] == [1, 3, 4]
         states = [entry.state for entry in await entries(node)]
         free, held = pb.LOCK_STATE_FREE, pb.LOCK_STATE_HELD
-        assert states == [free, held, free, free, held]
+        assert states == [free, held, free, held, held]
+        ended = await a.release_all(node, drained=True)
+        assert ended.released_count == 1, "3 is drained"
+        assert [kept.queue.queue_id for kept in ended.kept] == [1, 4]
         again = await a.release_all(node)
         assert (again.released_count, len(again.kept)) == (0, 2)
 

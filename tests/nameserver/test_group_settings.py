@@ -7,6 +7,9 @@ Method: in-process replicas with the real offsets service.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +17,12 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
+from batonmq.common.errors import GroupInUse
 from services.offsets.app import Offsets
+from services.offsets.core.calls import Instant, Place, QueueKey, Source
 from services.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
+    Direct,
     Replica,
     grant,
     ids,
@@ -167,36 +173,75 @@ async def test_group_deleted_and_created_again_has_a_higher_generation(
     assert created.subscription_generation == 1
 
 
-async def test_deleting_a_group_ends_its_progress(
+class ForgettingTwin(offsets_grpc.OffsetsServiceServicer):
+    """Offsets as far as a deletion sees it, which does something of the test's first."""
+
+    def __init__(self, first: Callable[[], Awaitable[object]]) -> None:
+        self._first = first
+
+    async def DeleteGroup(self, request: Any, context: Any) -> offsets_pb.DeleteGroupResponse:
+        await self._first()
+        return offsets_pb.DeleteGroupResponse(queue_count=3, offsets_epoch=request.offsets_epoch)
+
+
+@asynccontextmanager
+async def forgetting(
+    nameserver: Replica, etcd: EtcdSession, epoch: int, first: Callable[[], Awaitable[object]]
+) -> AsyncIterator[None]:
+    """The twin in the place of offsets."""
+    twin = ForgettingTwin(first)  # type: ignore[abstract]
+    add = partial(offsets_grpc.add_OffsetsServiceServicer_to_server, twin)
+    async with serving_at(add) as address:
+        await nameserver.runtime.nodes.reached(await register_offsets(etcd, address, epoch))
+        yield
+
+
+async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
     nameserver: Replica, offsets: Offsets, etcd: EtcdSession
 ) -> None:
-    answer = offsets_pb.DeleteGroupResponse(queue_count=3)
-    asked: list[str] = []
-
-    class Twin(offsets_grpc.OffsetsServiceServicer):
-        async def DeleteGroup(self, request: Any, context: Any) -> offsets_pb.DeleteGroupResponse:
-            asked.append(request.group)
-            assert await etcd.get(etcd.key("groups", "g")), "progress first"
-            answer.offsets_epoch = request.offsets_epoch
-            return answer
+    async def gone() -> None:
+        assert await etcd.get(etcd.key("groups", "g")) is None
+        assert await etcd.get(etcd.key("gates", "g")) is None
 
     await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
-    async with serving_at(
-        lambda server: offsets_grpc.add_OffsetsServiceServicer_to_server(Twin(), server)  # type: ignore[abstract]
-    ) as address:
-        revision = await register_offsets(etcd, address, offsets.table.epoch + 1)
-        await nameserver.runtime.nodes.reached(revision)
+    async with forgetting(nameserver, etcd, offsets.table.epoch + 1, gone):
         assert await nameserver.delete_group("g") == 3
-    assert asked == ["g"]
 
 
-async def test_group_stays_while_offsets_is_away(nameserver: Replica, etcd: EtcdSession) -> None:
+async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
+    nameserver: Replica, offsets: Offsets, direct: Direct
+) -> None:
+    key = QueueKey("g", "flights", "broker-a", 0)
+    offsets.table.move(key, Place(5), Source.RESET, Instant(0, 0), dry_run=False)
+
+    async def forget_late(group: str) -> int:
+        await nameserver.join(group, "c1")
+        return await direct.groups.progress.forget_group(group)
+
     await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
-    revision = await register_offsets(etcd, "127.0.0.1:1", 2**40)
+    with pytest.raises(GroupInUse):
+        await direct.groups.store.delete("g", forget_late)
+    assert offsets.table.query(key).committed_offset == 5
+    assert ids(await nameserver.group("g")) == ["c1"]
+    await nameserver.leave("g", "c1")
+    assert await nameserver.delete_group("g") == 1
+
+
+async def test_deletion_that_offsets_did_not_confirm_is_finished_by_repeating_it(
+    nameserver: Replica, offsets: Offsets, etcd: EtcdSession
+) -> None:
+    async def nothing() -> None:
+        return
+
+    await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
+    epoch = offsets.table.epoch
+    revision = await register_offsets(etcd, "127.0.0.1:1", epoch + 1)
     await nameserver.runtime.nodes.reached(revision)
-    error = await refusal(nameserver.delete_group("g"))
-    assert error.reason == "OFFSETS_UNREACHABLE"
-    assert (await nameserver.group("g")).policy == pb.SUBSCRIPTION_POLICY_WARN
+    for _ in range(2):
+        assert (await refusal(nameserver.delete_group("g"))).reason == "OFFSETS_UNREACHABLE"
+    assert (await refusal(nameserver.group("g"))).reason == "GROUP_NOT_FOUND"
+    async with forgetting(nameserver, etcd, epoch + 2, nothing):
+        assert await nameserver.delete_group("g") == 3
 
 
 async def test_group_with_a_live_member_is_not_deleted_and_one_of_the_dead_is(

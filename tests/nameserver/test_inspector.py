@@ -23,7 +23,7 @@ from batonmq.common.rpc import error_to_pb
 from batonmq.core.route import QueueId
 from services.nameserver.core.diagnosis import Reason
 from services.nameserver.core.groups import Group, Pause, Staged, Subscription
-from services.nameserver.inspector import LOOK_AGAIN_MS, Diagnosis, Target, state_of
+from services.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
 from services.nameserver.lookout import Lookout, StuckMetrics
 from services.runtime.etcd import Stored
 from services.runtime.events import EventHub
@@ -317,6 +317,35 @@ async def test_a_queue_that_was_looked_at_is_not_waited_for_again(asked: Scene) 
     assert asked.clock.monotonic_ms() - begin_ms < LOOK_AGAIN_MS
     assert reasons(found) == [Reason.HEAD_OF_LINE] * 4
     assert found[0].evidence.unmoved_ms >= LOOK_AGAIN_MS
+
+
+async def test_a_queue_that_moved_at_some_time_since_an_old_look_is_not_moving_now(
+    asked: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 12, unacked_count=1)
+    await why(asked, group)
+    asked.progress(group, 13, unacked_count=1)
+    later_ms = asked.clock.monotonic_ms() + FRESH_MS + 1
+    monkeypatch.setattr(asked.clock, "monotonic_ms", lambda: later_ms)
+    assert reasons(await why(asked, group, patient=True)) == [Reason.HEAD_OF_LINE] * 4
+    assert asked.calls()["QueryGroup"] == 3
+
+
+async def test_a_message_from_a_clock_that_is_ahead_does_not_stay_new(
+    asked: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked.topic("t", 1, batches=1, age_ms=-3_600_000)
+    group = asked.group("g", "c1")
+    asked.own(group, "c1")
+    asked.progress(group, 5, unacked_count=1)
+    assert reasons(await why(asked, group)) == [Reason.MOVING] * 2
+    later_ms = asked.clock.monotonic_ms() + 20_000
+    monkeypatch.setattr(asked.clock, "monotonic_ms", lambda: later_ms)
+    found = await why(asked, group)
+    assert reasons(found) == [Reason.HEAD_OF_LINE] * 2
+    assert 20_000 <= found[0].evidence.lag_ms < 21_000
 
 
 # ---- the state of a group

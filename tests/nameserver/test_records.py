@@ -195,8 +195,8 @@ def test_silence_is_told_from_whole_seconds_of_the_lease(
     since_break_ms: int, heartbeat_ms: int, expected: Silence
 ) -> None:
     left_s = (30_000 - (since_break_ms - heartbeat_ms)) // 1_000
-    assert silence_of(left_s, 30, since_break_ms, since_break_ms + 2) is expected
-    assert silence_of(-1, 30, since_break_ms, since_break_ms + 2) is Silence.OVER
+    assert silence_of(left_s, 30, 0, since_break_ms, since_break_ms + 2) is expected
+    assert silence_of(-1, 30, 0, since_break_ms, since_break_ms + 2) is Silence.OVER
 
 
 def test_the_look_comes_after_the_grace_just_before_a_full_second() -> None:

@@ -35,17 +35,22 @@ async def there(etcd_endpoint: str, cluster: str, here: Replica) -> AsyncIterato
 
 async def broken(at: Replica, client_id: str, *, as_member: bool = True) -> None:
     """Open a session and let it break, a second after the last heartbeat."""
+    with at.watch_group("g", session=client_id if as_member else "") as call:
+        await next_group(call)
+        await aged(at, client_id)
+
+
+async def aged(at: Replica, client_id: str) -> None:
+    """Until the last heartbeat is more than a second old."""
     etcd = at.runtime.etcd
     live = await etcd.get(etcd.key("live", "g", client_id))
     assert live is not None
-    with at.watch_group("g", session=client_id if as_member else "") as call:
-        await next_group(call)
 
-        async def aged() -> bool:
-            left_s, granted_s = await etcd.time_to_live(live.lease_id)
-            return left_s < granted_s - 1
+    async def old() -> bool:
+        left_s, granted_s = await etcd.time_to_live(live.lease_id)
+        return left_s < granted_s - 1
 
-        await until(aged)
+    await until(old)
 
 
 async def removed(at: Replica, client_id: str) -> None:
@@ -92,6 +97,20 @@ async def test_member_that_reconnects_elsewhere_and_sends_a_heartbeat_is_kept(
     await here.join("g", "c1")
     await broken(here, "c1")
     await there.join("g", "c1")
+    await marked(here)
+    assert ids(await here.group("g")) == ["c1"]
+
+
+async def test_break_that_is_noticed_long_after_the_member_has_moved_removes_nobody(
+    here: Replica, there: Replica
+) -> None:
+    """This replica was frozen: the member has been heard elsewhere, but not since the break."""
+    await here.join("g", "c1")
+    with here.watch_group("g", session="c1") as call:
+        await next_group(call)
+        await aged(here, "c1")
+        await there.join("g", "c1")
+        await aged(here, "c1")
     await marked(here)
     assert ids(await here.group("g")) == ["c1"]
 

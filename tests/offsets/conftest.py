@@ -1,11 +1,12 @@
 """The offsets service in this process: a real disk, a real server, a real channel.
 
-The groups it knows are what a test puts into its mirror of the gates: there is no etcd.
+The groups it knows are what a test puts into its mirror of the gates, which does not follow etcd.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,11 +27,18 @@ from tests.support.serving import serving
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
+async def etcd(etcd_endpoint: str) -> AsyncIterator[EtcdSession]:
+    """The keys of a cluster of one's own."""
+    async with EtcdSession(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as session:
+        yield session
+
+
+@pytest.fixture
+async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     limits = Limits(ack_ranges_max=1_000)
-    gates = Mirror(EtcdSession("127.0.0.1:1", "unused", clock), PREFIX)
+    gates = Mirror(etcd, PREFIX)
     with Disk(tmp_path) as disk:
         offsets = recovered(disk, limits, clock, registry, hub, gates)
         async with asyncio.TaskGroup() as tasks:

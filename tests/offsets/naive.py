@@ -161,7 +161,7 @@ class Naive:
         self.acked = set(range(offset))
         self.delivered = self.reserved = offset
 
-    def reset(self, move: Move) -> tuple[int, ...]:
+    def reset(self, move: Move, now_ms: int) -> tuple[int, ...]:
         """Counts one by one. What was started lies below everything that is known of the queue."""
         done = self.moves.get(move.op_id)
         if done is not None and not move.dry_run:
@@ -184,7 +184,7 @@ class Naive:
         self.delivered = self.reserved = self.committed
         self.token, self.reset_epoch = self.token + 1, self.reset_epoch + 1
         self.holder, self.closed, self.answer = None, True, None
-        self.generation, self.source = 0, move.kind
+        self.generation, self.source, self.access_ms = 0, move.kind, now_ms
         counts = len(before - after), len(after - before)
         answer = (committed, self.committed, *counts, self.reset_epoch, self.token)
         self.moves[move.op_id] = Done(move, answer, frozenset(before))

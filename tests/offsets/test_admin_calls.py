@@ -7,17 +7,22 @@ Method: the real service behind a real channel, with its real disk.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch, ProgressReset
 from baton.offsets.v1 import offsets_service_pb2 as pb
 
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import from_rpc_error
 from services.offsets.codec import encode_key
 from services.offsets.core.calls import QueueKey
 from services.offsets.persistence import RESET
-from tests.offsets.service import Service, call, queue, reasons, refusal, run
+from services.runtime.etcd import EtcdSession, Stored
+from tests.offsets.service import TERM, Service, call, queue, reasons, refusal, run, wish
 from tests.support.waiting import until
 
 
@@ -37,6 +42,12 @@ def undo(**fields: Any) -> pb.ResetRequest:
 def clone(**fields: Any) -> pb.CloneRequest:
     order = {"op_id": "copy", "by": "admin", "reason": "new"}
     return pb.CloneRequest(**(order | {"from_group": "readers", "to_group": "others"} | fields))
+
+
+async def refused(calling: Awaitable[object]) -> BatonError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await calling
+    return from_rpc_error(caught.value)
 
 
 STEP = pb.ResetStep(
@@ -173,6 +184,52 @@ async def test_delete_group_leaves_tombstones(service: Service) -> None:
     commit = pb.CommitItem(queue=queue(), token=1, committed_offset=7)
     answer = await call(service, "Commit", pb.CommitRequest(items=[commit]))
     assert answer.outcomes[0].error.facts["why"] == "RESET"
+
+
+async def test_a_group_that_exists_keeps_its_progress(service: Service, etcd: EtcdSession) -> None:
+    """A deletion that comes late, or twice, meets a group that was created again."""
+    await worked(service)
+    before = await progress(service)
+    await etcd.put(etcd.key("gates", "readers"), b"")
+    for topic in ("", "news"):
+        request = pb.DeleteGroupRequest(group="readers", topic=topic)
+        code, error = await refusal(service, "DeleteGroup", request)
+        assert (code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "GROUP_IN_USE")
+    after = await progress(service)
+    assert (after.token, after.committed_offset) == (before.token, before.committed_offset)
+    await etcd.delete(etcd.key("gates", "readers"))
+    request = pb.DeleteGroupRequest(group="readers")
+    assert (await call(service, "DeleteGroup", request)).queue_count == 1
+
+
+async def test_a_queue_that_is_granted_while_etcd_is_asked_keeps_its_progress(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What etcd says is as of some moment before it is heard: somebody may have come since."""
+    await worked(service)
+    asked, answer = asyncio.Event(), asyncio.Event()
+    now = service.offsets.gates.now
+
+    async def slowly(key: str) -> Stored | None:
+        found = await now(key)
+        asked.set()
+        await answer.wait()
+        return found
+
+    monkeypatch.setattr(service.offsets.gates, "now", slowly)
+    token = (await progress(service)).token
+    async with asyncio.TaskGroup() as tasks:
+        request = pb.DeleteGroupRequest(group="readers")
+        deleting = tasks.create_task(refused(call(service, "DeleteGroup", request)))
+        await asked.wait()
+        again = wish(
+            attempt="second", expected_token=token, condition=pb.FENCE_CONDITION_SAME_HOLDER
+        )
+        fenced = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[again]))
+        assert fenced.outcomes[0].HasField("fenced")
+        answer.set()
+    assert deleting.result().reason == "GROUP_IN_USE"
+    assert (await progress(service)).token == token + 1
 
 
 async def test_moves_are_published_and_counted_and_repetitions_are_not_published(

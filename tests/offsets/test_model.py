@@ -328,7 +328,9 @@ class Machine(RuleBasedStateMachine):
             "touch": lambda: model.touch(args, self.now_ms),
             "delete": lambda: model.delete(args, self.start_ms),
             "delete_group": lambda: model.end(model.topic_id, self.start_ms) or None,
-            "reset": lambda: (copy.deepcopy(model) if args.dry_run else model).reset(args),
+            "reset": lambda: (copy.deepcopy(model) if args.dry_run else model).reset(
+                args, self.now_ms
+            ),
         }
         try:
             return asked[name]()

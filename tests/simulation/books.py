@@ -61,7 +61,7 @@ class Queue:
         generation_of: Generation that a token is bound to, 0 for none.
         revoked: Tokens that a reset or an operator ended, unknown to their owner; and by what.
         told: Tokens of which their owner knows that they are over.
-        fell: Whether a reset may have moved C back since the last durable write.
+        resets: How many have come that are not durable yet.
         moved_ms: When delivered or committed changed last; `committed_ms`, when committed did.
         etcd_token: Token in etcd; with it `owner`, None if it is free, and `acquire_seq`.
     """
@@ -79,7 +79,7 @@ class Queue:
     generation_of: dict[int, int] = field(default_factory=dict)
     revoked: dict[int, str] = field(default_factory=dict)
     told: dict[int, None] = field(default_factory=dict)
-    fell: bool = False
+    resets: int = 0
     moved_ms: int = 0
     committed_ms: int = 0
     etcd_token: int = 0

@@ -72,12 +72,3 @@ def commit_all_received(patch: pytest.MonkeyPatch) -> None:
         return Acks(self.next_offset, (), self._version)
 
     patch.setattr(QueueProgress, "acks", acks)
-
-
-def starts_after_being_told(patch: pytest.MonkeyPatch) -> None:
-    """A client that was told that its token is over goes on with what it has."""
-
-    def may_start(self: QueueRunner) -> bool:
-        return self.progress is not None and self.assigned
-
-    patch.setattr(QueueRunner, "may_start", may_start)

@@ -83,7 +83,7 @@ def stored_token_on_renewal(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_per_contender(patch: pytest.MonkeyPatch) -> None:
-    """Every look counts as a slot without change, so that many contenders wait less."""
+    """Every look counts as a slot without change, and every contender may look at any time."""
 
     def needs_look(self: LockTable, key: QueueKey, *_: object) -> bool:
         entry = self.get(key)
@@ -96,6 +96,9 @@ def count_per_contender(patch: pytest.MonkeyPatch) -> None:
         same, entry.seen, entry.seen_ms = entry.seen == seen, seen, now_ms
         entry.slots = entry.slots + 1 if same else 0
 
+    patch.setattr(
+        LockTable, "due_ms", lambda self, key, now_ms: self.get(key).seen_ms + 50 - now_ms
+    )
     patch.setattr(LockTable, "needs_look", needs_look)
     patch.setattr(LockTable, "observe", observe)
 

@@ -134,14 +134,19 @@ class Service:
 
 
 class Process:
-    """One life of one process."""
+    """One life of one process.
+
+    Attributes:
+        alive: Whether it has not ended yet.
+        leaving: Whether it was told to stop; `stopping` is set once it has noticed.
+    """
 
     def __init__(self, world: World, name: str, life: int) -> None:
         self.world, self.name = world, name
         self.clock = JumpingClock()
         self.host = world.host(name)
         self.random = world.random(f"{name}/{life}")
-        self.alive = True
+        self.alive, self.leaving = True, False
         self.stopping = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
 
@@ -155,6 +160,7 @@ class Process:
 
     def stop(self) -> None:
         """Ask for an end, as SIGTERM does."""
+        self.leaving = True
         self.host.post(self.stopping.set)
 
     def kill(self, *, noticed: bool = True) -> None:

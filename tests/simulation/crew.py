@@ -52,15 +52,13 @@ class Crew:
         return [
             member
             for member in self._members.values()
-            if member.alive and not member.frozen and not member.stopping.is_set()
+            if member.alive and not member.frozen and not member.leaving
         ]
 
     def join(self, name: str = "") -> None:
         """Somebody joins, who asks for what the newest members ask for."""
-        if len(self.present()) < MEMBERS_MAX:
-            self._join(name)
-
-    def _join(self, name: str) -> None:
+        if len(self.present()) >= MEMBERS_MAX:
+            return
         if not name:
             self._names += 1
             name = f"c{self._names}"
@@ -111,11 +109,11 @@ class Crew:
         for member in self.processes:
             if member.alive:
                 member.thaw()
-        old = [member for member in self.present() if member.expression != self._expression]
-        for member in old:
-            member.stop()
-        if len(old) == len(self.present()):
-            self._join("")
+        for member in self.present():
+            if member.expression != self._expression:
+                member.stop()
+        if not self.present():
+            self.join()
 
     async def _roll(self, expression: str) -> None:
         for member in self.present():

@@ -39,6 +39,8 @@ class OffsetsChecks:
     def watch_table(self, table: ProgressTable) -> None:
         """See every operation that the table of a new life of offsets accepts."""
         self._books.table = table
+        for queue in self._books.queues.values():
+            queue.resets = 0
         real = {name: getattr(table, name) for name in _WATCHED}
 
         def fence(key: QueueKey, term: int, wish: Fence, now: Instant) -> Grant:
@@ -158,7 +160,7 @@ class OffsetsChecks:
         books, queue = self._books, self._books.queues[key]
         books.counts["resets"] += 1
         queue.epochs[after.reset_epoch] = Epoch(done(after))
-        queue.fell = True
+        queue.resets += 1
         queue.moved_ms = queue.committed_ms = books.now_ms()
         if before is not None:
             books.counts["back resets"] += after.committed_offset < before.committed_offset
@@ -230,11 +232,11 @@ class OffsetsChecks:
         if now.reset_epoch < before.reset_epoch:
             self._fail("V5", f"{key}: R fell from {before.reset_epoch} to {now.reset_epoch}")
         lost = done(before).difference(done(now))
-        if lost and not queue.fell:
+        if lost and not queue.resets:
             rule = "V5" if now.committed_offset < before.committed_offset else "V9"
             self._fail(rule, f"{key}: {lost} was acked, and is no more; no reset has come")
-        if lost or now.reset_epoch > before.reset_epoch:
-            queue.fell = False
+        risen = now.reset_epoch - before.reset_epoch
+        queue.resets = max(0, queue.resets - max(risen, int(bool(lost))))
 
     def _fail(self, rule: str, text: str) -> None:
         self._books.fail(rule, text)

@@ -146,7 +146,8 @@ class Operator:
             answer = await self._directory.nameserver().WhyStuck(request, timeout=ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return
-        checker.explained(before, asked_ms, answer.queues)
+        clocks_agree = not self._stage.options.jumps
+        checker.explained(before, asked_ms, answer.queues, clocks_agree=clocks_agree)
 
     async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
         """The answer; None if there will never be one."""

@@ -55,7 +55,7 @@ class Options:
         service_pauses: Weight of a service that is frozen.
         service_restarts: Weight of a service that is stopped gracefully, and started again.
         cuts: Weight of a link, or a process, that is cut off for a while.
-        deaf: Weight of a member that reaches only storage and offsets for a while.
+        deaf: Weight of a member that reaches no lock manager, or no nameserver, for a while.
         jumps: Weight of a wall clock that jumps.
         resets: Weight of an operator who moves queues back or forth, and perhaps undoes it.
         forces: Weight of an operator who takes a queue from its owner.

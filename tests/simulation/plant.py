@@ -77,12 +77,13 @@ class Plant:
         return self._apart(one, pairs)
 
     def deafen(self) -> Later:
-        """A member reaches storage and offsets, and no lock manager."""
+        """A member reaches storage and offsets, and no lock manager, or no nameserver."""
         random, present = self._stage.random, self._crew.present()
         if not present:
             return None
         member = random.choice(present).name
-        unheard = ("lock-a", "lock-b", *random.choice([(), ("ns-a", "ns-b")]))
+        locks, names = ("lock-a", "lock-b"), ("ns-a", "ns-b")
+        unheard = random.choice([locks, names, locks + names])
         pairs = {(member, one) for one in unheard} | {(one, member) for one in unheard}
         return self._apart(member, pairs)
 
@@ -107,7 +108,7 @@ class Plant:
         return [
             process
             for process in self._running.values()
-            if process.alive and not process.frozen and not process.stopping.is_set()
+            if process.alive and not process.frozen and not process.leaving
         ]
 
     def _crash_disk(self) -> None:

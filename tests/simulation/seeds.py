@@ -13,7 +13,7 @@ from tests.simulation.options import Options
 class SimSettings(Settings):
     """Read from the environment."""
 
-    seeds: int = Field(50, ge=1)
+    seeds: int = Field(200, ge=1)
     """How many runs with faults are played."""
     first_seed: int = Field(1, ge=0)
     """Their numbers count from here."""

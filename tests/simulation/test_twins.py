@@ -7,8 +7,12 @@ do in the same situation.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
+import grpc.aio
 import pytest
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
@@ -47,6 +51,26 @@ class Offsets(pb_grpc.OffsetsServiceServicer):
             raise OldEpoch("term is over", facts={"current": 5})
         self.announced.append(request.term)
         return pb.AnnounceResponse(offsets_epoch=request.term)
+
+
+class Locks(lockmgr_grpc.LockmgrServiceServicer):
+    """Lists after two seconds; a watch brings one thing, and ends when its client gives it up."""
+
+    def __init__(self) -> None:
+        self.heard = self.ended = 0
+
+    async def List(self, request: lockmgr_pb.ListRequest, _: object) -> lockmgr_pb.ListResponse:
+        await asyncio.sleep(2)
+        return lockmgr_pb.ListResponse()
+
+    async def Watch(
+        self, request: lockmgr_pb.WatchRequest, _: object
+    ) -> AsyncGenerator[lockmgr_pb.WatchResponse, None]:
+        yield lockmgr_pb.WatchResponse()
+        try:
+            await asyncio.sleep(1_000)
+        finally:
+            self.ended += 1
 
 
 class Pair:
@@ -201,6 +225,38 @@ def test_the_clients_of_a_killed_server_notice_or_wait_for_their_deadline() -> N
 
     assert run_virtual(main(noticed=True)) < 1.1
     assert run_virtual(main(noticed=False)) == pytest.approx(5)
+
+
+def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
+    async def main() -> None:
+        world, loop = World("streams"), asyncio.get_running_loop()
+        client, host = Host("client"), Host("server")
+        locks = Locks()  # type: ignore[abstract]
+        edge = EdgeInterceptor(JumpingClock(), CollectorRegistry())
+        server = Server(world.network, host, "server:1", edge)
+        lockmgr_grpc.add_LockmgrServiceServicer_to_server(locks, server)  # type: ignore[arg-type]
+        server.start()
+        stub = lockmgr_grpc.LockmgrServiceStub(connector(world.network, client)("server:1"))
+
+        async def read() -> BaseException:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                async for _ in stub.Watch(lockmgr_pb.WatchRequest()):
+                    locks.heard += 1
+            return from_rpc_error(raised.value)
+
+        async def ask() -> float:
+            await stub.List(lockmgr_pb.ListRequest(), timeout=5)
+            return loop.time()
+
+        reading, asking = client.spawn(read()), client.spawn(ask())
+        await asyncio.sleep(1)
+        assert world.network.break_streams(client) == 1
+        assert isinstance(await reading, Unreachable)
+        assert loop.time() == pytest.approx(1, abs=0.1)
+        assert (locks.heard, locks.ended) == (1, 1)
+        assert await asking > 2
+
+    run_virtual(main())
 
 
 def session(world: World, name: str) -> TwinSession:

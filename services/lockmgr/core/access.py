@@ -87,15 +87,15 @@ def decide_clear(
     """How to get an owned queue to nobody while the subscription of its group changes, if at all.
 
     An owner that lives closes and releases by itself. The owner of a phantom can't, nor acquire
-    anew: offsets alone decides what is in its hands.
+    anew: offsets alone decides what is in its hands. An offsets that was restored from an old
+    backup may not know the token, or the queue, which can't be fenced to nobody then.
     """
-    if seen.closed and seen.token >= entry.lock.token:
+    silent = now_ms - entry.lease_start_ms > policy.lease_ms
+    if seen.closed and (silent or seen.token >= entry.lock.token):
         return Free()
     if seen.token > entry.lock.token:
         return Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), seen.token)
-    if now_ms - entry.lease_start_ms > policy.lease_ms:
-        return Grant((Condition.IDLE,), seen.token)
-    return None
+    return Grant((Condition.IDLE,), seen.token) if silent else None
 
 
 def has_no_owner(entry: Entry, seen: Observation) -> bool:

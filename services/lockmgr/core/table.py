@@ -102,8 +102,8 @@ class LockTable:
         return sorted(self._owned.get(incarnation, ()))
 
     def owned_in(self, group: str) -> list[QueueKey]:
-        """Queues of the group that somebody owns."""
-        return list(self._owned_in.get(group, ()))
+        """Queues of the group that somebody owns, ascending."""
+        return sorted(self._owned_in.get(group, ()))
 
     def owning_groups(self) -> list[str]:
         """Groups of which somebody owns a queue."""
@@ -113,9 +113,9 @@ class LockTable:
         """Queues the incarnation was refused and still waits for, ascending."""
         return sorted(self._waited.get(incarnation, ()))
 
-    def waited_for_in(self, group: str) -> set[QueueKey]:
-        """Queues of the group that somebody waits for."""
-        return {key for keys in self._waited.values() for key in keys if key.group == group}
+    def waited_for_in(self, group: str) -> list[QueueKey]:
+        """Queues of the group that somebody waits for, ascending."""
+        return sorted({key for keys in self._waited.values() for key in keys if key.group == group})
 
     def counts(self) -> Counter[LockState]:
         """How many entries are in which state."""

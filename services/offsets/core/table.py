@@ -218,6 +218,11 @@ class ProgressTable:
         """Queues of a group, ascending."""
         return sorted(self._groups.get(group, ()))
 
+    def standing(self, group: str) -> dict[QueueKey, tuple[int, int, RangeSet]]:
+        """Token, C and A of the queues of a group: what changes if anybody uses it."""
+        queues = self._groups.get(group, {})
+        return {key: (p.token, p.committed_offset, p.acked) for key, p in queues.items()}
+
     def items(self) -> Iterator[tuple[QueueKey, Progress | Tombstone]]:
         """All queues, those of deleted topics and groups too."""
         yield from self._queues.items()

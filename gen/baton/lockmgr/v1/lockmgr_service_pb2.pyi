@@ -491,8 +491,13 @@ class ReleaseAllRequest(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Only this group; empty for all."""
+    drained: _builtins.bool
+    """Give back too what is not closed, but has nothing in hand. For an owner that has ended, and may
+    have been granted what it does not know of.
+    """
     @_builtins.property
     def incarnation(self) -> _queue_pb2.Incarnation:
         """The owner. Required."""
@@ -502,10 +507,11 @@ class ReleaseAllRequest(_message.Message):
         *,
         incarnation: _queue_pb2.Incarnation | None = ...,
         group: _builtins.str = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "group", b"group", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,7 +529,7 @@ class ReleaseAllResponse(_message.Message):
     """Number of entries that were freed."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.GroupQueue]:
-        """Entries that stay: the owner has messages of them in hand."""
+        """Entries that stay: the owner has not closed them, or has messages of them in hand."""
 
     def __init__(
         self,

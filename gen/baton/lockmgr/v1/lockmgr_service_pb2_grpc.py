@@ -117,8 +117,8 @@ class LockmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseAll(self, request, context):
-        """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets, or
-        has nothing in hand of. The rest stays until it is drained or its lease ends.
+        """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
+        rest stays until it is drained or its lease ends.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
         OFFSETS_UNREACHABLE).

@@ -57,8 +57,8 @@ class LockmgrServiceStub:
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
     """
     ReleaseAll: _grpc.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseAllRequest, _lockmgr_service_pb2.ReleaseAllResponse]
-    """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets, or
-    has nothing in hand of. The rest stays until it is drained or its lease ends.
+    """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
+    rest stays until it is drained or its lease ends.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
     OFFSETS_UNREACHABLE).
@@ -117,8 +117,8 @@ class LockmgrServiceAsyncStub(LockmgrServiceStub):
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM).
     """
     ReleaseAll: _aio.UnaryUnaryMultiCallable[_lockmgr_service_pb2.ReleaseAllRequest, _lockmgr_service_pb2.ReleaseAllResponse]  # type: ignore[assignment]
-    """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets, or
-    has nothing in hand of. The rest stays until it is drained or its lease ends.
+    """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
+    rest stays until it is drained or its lease ends.
 
     Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
     OFFSETS_UNREACHABLE).
@@ -198,8 +198,8 @@ class LockmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lockmgr_service_pb2.ReleaseAllRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lockmgr_service_pb2.ReleaseAllResponse, _abc.Awaitable[_lockmgr_service_pb2.ReleaseAllResponse]]:
-        """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets, or
-        has nothing in hand of. The rest stays until it is drained or its lease ends.
+        """Gives back everything an incarnation owns in one group, or in all, and has closed at offsets. The
+        rest stays until it is drained or its lease ends.
 
         Statuses: INVALID_ARGUMENT, UNAVAILABLE (NOT_LEADER, NOT_SERVING, NO_QUORUM,
         OFFSETS_UNREACHABLE).

@@ -272,11 +272,13 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteGroup(self, request, context):
-        """Deletes a group without members, and its progress at offsets.
+        """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
+        was begun; a group that was created again meanwhile keeps the progress.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-        (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-        OFFSETS_UNREACHABLE: nothing was deleted).
+        (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
+        (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
+        and it is not known whether its progress is).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

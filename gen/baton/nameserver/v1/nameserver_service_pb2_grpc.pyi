@@ -128,11 +128,13 @@ class NameserverServiceStub:
     (NO_QUORUM, NOT_SERVING).
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteGroupRequest, _nameserver_service_pb2.DeleteGroupResponse]
-    """Deletes a group without members, and its progress at offsets.
+    """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
+    was begun; a group that was created again meanwhile keeps the progress.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-    (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-    OFFSETS_UNREACHABLE: nothing was deleted).
+    (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
+    (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
+    and it is not known whether its progress is).
     """
     WhyStuck: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.WhyStuckRequest, _nameserver_service_pb2.WhyStuckResponse]
     """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
@@ -241,11 +243,13 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     (NO_QUORUM, NOT_SERVING).
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DeleteGroupRequest, _nameserver_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
-    """Deletes a group without members, and its progress at offsets.
+    """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
+    was begun; a group that was created again meanwhile keeps the progress.
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-    (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-    OFFSETS_UNREACHABLE: nothing was deleted).
+    (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
+    (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
+    and it is not known whether its progress is).
     """
     WhyStuck: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.WhyStuckRequest, _nameserver_service_pb2.WhyStuckResponse]  # type: ignore[assignment]
     """Why the queues of a group are not moving: asks the lock manager, offsets and storage.
@@ -441,11 +445,13 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.DeleteGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.DeleteGroupResponse, _abc.Awaitable[_nameserver_service_pb2.DeleteGroupResponse]]:
-        """Deletes a group without members, and its progress at offsets.
+        """Deletes a group without members, and then its progress at offsets. Repeating it finishes what
+        was begun; a group that was created again meanwhile keeps the progress.
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND), FAILED_PRECONDITION
-        (GROUP_IN_USE), RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
-        OFFSETS_UNREACHABLE: nothing was deleted).
+        (GROUP_IN_USE: a member lives, or the group was created again), RESOURCE_EXHAUSTED
+        (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE: the group is deleted,
+        and it is not known whether its progress is).
         """
 
     @_abc_1.abstractmethod

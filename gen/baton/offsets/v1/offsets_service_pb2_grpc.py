@@ -240,9 +240,12 @@ class OffsetsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteGroup(self, request, context):
-        """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+        """Ends what a deleted group had, as DeleteTopic does for a topic: no progress is left, tokens are
+        kept. Whether the group exists, etcd is asked at that moment: so a call that comes late can't
+        harm a group that was created again.
 
-        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH, GROUP_IN_USE: the group exists),
+        UNAVAILABLE (NO_QUORUM).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -119,9 +119,12 @@ class OffsetsServiceStub:
     Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]
-    """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+    """Ends what a deleted group had, as DeleteTopic does for a topic: no progress is left, tokens are
+    kept. Whether the group exists, etcd is asked at that moment: so a call that comes late can't
+    harm a group that was created again.
 
-    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH, GROUP_IN_USE: the group exists),
+    UNAVAILABLE (NO_QUORUM).
     """
     ListResets: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.ListResetsRequest, _offsets_service_pb2.ListResetsResponse]
     """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
@@ -220,9 +223,12 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
-    """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+    """Ends what a deleted group had, as DeleteTopic does for a topic: no progress is left, tokens are
+    kept. Whether the group exists, etcd is asked at that moment: so a call that comes late can't
+    harm a group that was created again.
 
-    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH, GROUP_IN_USE: the group exists),
+    UNAVAILABLE (NO_QUORUM).
     """
     ListResets: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.ListResetsRequest, _offsets_service_pb2.ListResetsResponse]  # type: ignore[assignment]
     """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
@@ -390,9 +396,12 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _offsets_service_pb2.DeleteGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_offsets_service_pb2.DeleteGroupResponse, _abc.Awaitable[_offsets_service_pb2.DeleteGroupResponse]]:
-        """Ends what a group has, as DeleteTopic does for a topic: no progress is left, tokens are kept.
+        """Ends what a deleted group had, as DeleteTopic does for a topic: no progress is left, tokens are
+        kept. Whether the group exists, etcd is asked at that moment: so a call that comes late can't
+        harm a group that was created again.
 
-        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH).
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH, GROUP_IN_USE: the group exists),
+        UNAVAILABLE (NO_QUORUM).
         """
 
     @_abc_1.abstractmethod
