@@ -158,7 +158,9 @@ class Handling:
             future = self._threads.submit(self._handler, message)
             loop = asyncio.get_running_loop()
             future.add_done_callback(lambda ended: self._thread_ended(loop, ended))
-            return await asyncio.wrap_future(future)
+            result = await asyncio.wrap_future(future)
+            # A plain function that has only made a coroutine, such as a lambda, is not done yet.
+            return await result if inspect.isawaitable(result) else result
         try:
             return await cast(Awaitable[object], self._handler(message))
         finally:

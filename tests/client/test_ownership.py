@@ -701,3 +701,30 @@ async def test_mode_changed_from_a_server_brings_the_record_and_drops_what_is_in
         life.gate.set()
         await until(lambda: life.ended == ["0", "1"])
         assert life.started == ["0", "0", "1"]
+
+
+async def test_a_message_is_not_handled_while_what_its_handler_returned_is_not_awaited() -> None:
+    """A plain function may return a coroutine, as lambdas often do."""
+    gate = asyncio.Event()
+    seen: list[str] = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        seen.append(message.body.decode())
+        await gate.wait()
+
+    def plain(message: ReceivedMessage) -> object:
+        return handle(message)
+
+    async with twins(1) as at:
+        consumer = Consumer(at.address, GROUP, {TOPIC: "*"}, SETTINGS, client_id="a")
+        async with consumer, asyncio.TaskGroup() as tasks:
+            tasks.create_task(consumer.run(plain))
+            at.nameserver.give("a", [0])
+            at.storage.send(0, "first", "second")
+            await until(lambda: seen == ["first"])
+            assert at.committed(0) == 0
+            gate.set()
+            await until(lambda: seen == ["first", "second"])
+            at.nameserver.give("b", [0])
+            await until(lambda: at.committed(0) == 2)
+            consumer.stop()
