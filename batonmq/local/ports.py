@@ -2,7 +2,8 @@
 
 A port is taken from below the range the kernel uses for outgoing connections: from inside it, a
 client that connects again and again to a port nobody listens on can be given that very port as
-its own, and then the server can't have it back.
+its own, and then the server can't have it back. Between its choice and the moment when its server
+listens a port is claimed in a folder that all clusters of the user share.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from random import SystemRandom
 HOST = "127.0.0.1"
 _FIRST_PORT = 10_000
 _TRIES = 200
+_CLAIM_S = 120
+"""A server listens on the port that was chosen for it sooner than this, or never."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -82,7 +86,7 @@ def _any_port(taken: set[int]) -> int:
     end = _ephemeral_first()
     for _ in range(_TRIES if end > _FIRST_PORT + _TRIES else 0):
         port = random.randrange(_FIRST_PORT, end)
-        if port not in taken and is_free(port):
+        if port not in taken and is_free(port) and _claim(port):
             return port
     for _ in range(_TRIES):
         with socket.socket() as probe:
@@ -91,6 +95,20 @@ def _any_port(taken: set[int]) -> int:
         if port not in taken:
             return port
     raise NoFreePort(f"no free port on {HOST}")
+
+
+def _claim(port: int) -> bool:
+    """Whether nobody else has chosen the port lately; then it is ours."""
+    folder = Path(tempfile.gettempdir(), f"baton-ports-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(lock.fileno())
+        now, claim = os.fstat(lock.fileno()).st_mtime, folder / str(port)
+        if claim.exists() and now - claim.stat().st_mtime < _CLAIM_S:
+            return False
+        claim.touch()
+    return True
 
 
 def _ephemeral_first() -> int:

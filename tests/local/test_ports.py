@@ -37,6 +37,17 @@ def test_ports_are_distinct_free_and_kept(tmp_path: Path) -> None:
     assert keep_ports(tmp_path / "ports.json", NAMES) == first
 
 
+def test_clusters_that_start_at_one_time_get_different_ports(tmp_path: Path) -> None:
+    """Nobody listens yet, so all of the ports look free to everybody."""
+    names = [str(number) for number in range(10)]
+    chosen = [
+        port
+        for number in range(60)
+        for port in keep_ports(tmp_path / f"{number}.json", names).values()
+    ]
+    assert len(set(chosen)) == 600
+
+
 def test_port_taken_meanwhile_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
     first = keep_ports(tmp_path / "ports.json", NAMES)
     with _occupied(first["b"]):

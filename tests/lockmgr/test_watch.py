@@ -217,7 +217,8 @@ async def test_draining_group_is_told_to_its_owners_and_the_end_of_it_to_those_w
             assert told == {(0, 1, "", "SUBSCRIPTION"), (1, 1, "", "SUBSCRIPTION")}
             with pytest.raises(SubscriptionDraining):
                 await b.acquire(node, generation)
-            assert await owner.wanted() == (0, 1, "b", "SUBSCRIPTION")
+            while (again := await owner.wanted()) != (0, 1, "b", "SUBSCRIPTION"):
+                assert again in told, "the same may be said twice"
             await s.close(1)
             await a.release(node, 1)
             (entry, _) = await entries(node)
