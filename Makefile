@@ -33,8 +33,8 @@ fmt: $(SETUP)   ## rewrite code to the house format
 lint: $(SETUP) types layers proto-check ## style of Python and protos, types, layers, generated code
 	ruff format --check . && ruff check . && buf lint && buf format -d --exit-code
 
-types: $(SETUP) ## mypy, strict, package and tests
-	mypy && mypy tests bench --explicit-package-bases
+types: $(SETUP) ## mypy, strict, package, tests and examples
+	mypy && mypy tests bench examples --explicit-package-bases
 
 layers: $(SETUP) ## who may import whom
 	lint-imports

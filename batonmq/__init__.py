@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
     from batonmq.core.records import Message
     from batonmq.core.route import QueueId
-    from batonmq.producer import Durability, Pending, Producer, ProducerSettings, Receipt
+    from batonmq.producer import Producer
+    from batonmq.producing.receipts import Pending, Receipt
+    from batonmq.producing.settings import Durability, ProducerSettings
     from batonmq.puller import AtTime, Puller, PullerSettings
     from batonmq.scheduling import PendingSchedule, ScheduleReceipt
 
@@ -66,18 +68,18 @@ _HOMES = {
     "BlockingProducer": "batonmq.blocking",
     "Consumer": "batonmq.consumer",
     "ConsumerSettings": "batonmq.consuming.session",
-    "Durability": "batonmq.producer",
+    "Durability": "batonmq.producing.settings",
     "Message": "batonmq.core.records",
     "MessageFailed": "batonmq.consuming.results",
     "OwnershipEvent": "batonmq.consuming.session",
-    "Pending": "batonmq.producer",
+    "Pending": "batonmq.producing.receipts",
     "PendingSchedule": "batonmq.scheduling",
     "Producer": "batonmq.producer",
-    "ProducerSettings": "batonmq.producer",
+    "ProducerSettings": "batonmq.producing.settings",
     "Puller": "batonmq.puller",
     "PullerSettings": "batonmq.puller",
     "QueueId": "batonmq.core.route",
-    "Receipt": "batonmq.producer",
+    "Receipt": "batonmq.producing.receipts",
     "ReceivedMessage": "batonmq.consuming.message",
     "Retry": "batonmq.common.errors",
     "RetryLater": "batonmq.consuming.results",

@@ -17,7 +17,9 @@ from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.route import QueueId
-from batonmq.producer import Producer, ProducerSettings, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
+from batonmq.producing.settings import ProducerSettings
 from batonmq.scheduling import ScheduleReceipt
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from time import perf_counter
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
-from batonmq.producer import Durability, Producer, ProducerSettings
+from batonmq.producer import Producer
+from batonmq.producing.settings import Durability, ProducerSettings
 from bench.figures import MIB, Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup, batch
 from bench.site import TIMEOUT_S, Site, site

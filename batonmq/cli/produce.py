@@ -18,7 +18,8 @@ from batonmq.common.errors import BatonError, InvalidArgument
 from batonmq.core.delays import LEVEL_NAMES, parse_duration_ms
 from batonmq.core.records import BODY_BYTES_MAX, Message
 from batonmq.core.route import QueueId
-from batonmq.producer import Pending, Producer, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Pending, Receipt
 from batonmq.scheduling import PendingSchedule, ScheduleReceipt
 
 _PENDING_MAX = 10_000

@@ -46,8 +46,6 @@ BATCH_MAX = 32
 """Calls about one group that one transaction answers. Each may need three of etcd's 128 steps."""
 RECORD_BYTES_MAX = 1_400_000
 """Largest record of a group: etcd takes requests of 1.5 MiB."""
-
-
 DEALT_IN_LOOP_MAX = 2_048
 """Queues that are dealt out within the event loop: about 15 ms."""
 
@@ -313,7 +311,7 @@ async def _let_others_run() -> None:
 
 
 async def _dealt(ledger: Ledger, topics: Sequence[Topic]) -> Group | None:
-    """See `Ledger.dealt`. 65,536 queues take half a second, so many are dealt in a thread."""
+    """See `Ledger.dealt`. 65,536 queues take 0.3 s, so many are dealt in a thread."""
     count = sum(part.queue_count for topic in topics for part in topic.spread)
     if count <= DEALT_IN_LOOP_MAX:
         return ledger.dealt(topics)

@@ -28,7 +28,9 @@ from batonmq.common.errors import (
 )
 from batonmq.core.records import Header, Message
 from batonmq.core.route import QueueId, queue_of_key
-from batonmq.producer import Durability, Pending, Producer, ProducerSettings, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Pending, Receipt
+from batonmq.producing.settings import Durability, ProducerSettings
 from tests.client.twins import BROKER, NOWHERE, Gate, bodies, failing, twins
 from tests.support.waiting import until
 

@@ -29,7 +29,8 @@ from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.delays import AHEAD_MS_MAX
 from batonmq.core.records import Message
 from batonmq.core.route import QueueId
-from batonmq.producer import Producer, ProducerSettings
+from batonmq.producer import Producer
+from batonmq.producing.settings import ProducerSettings
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 

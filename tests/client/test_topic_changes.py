@@ -21,7 +21,9 @@ from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.records import Message
 from batonmq.core.route import QueueId
-from batonmq.producer import Producer, ProducerSettings, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
+from batonmq.producing.settings import ProducerSettings
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 

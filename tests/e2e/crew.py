@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from batonmq.core.records import Message
-from batonmq.producer import Producer, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,8 @@ from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.records import Message
 from batonmq.core.route import QueueId
-from batonmq.producer import Producer, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 

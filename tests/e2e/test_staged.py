@@ -19,7 +19,7 @@ from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from batonmq.admin import Admin
 from batonmq.channels import connect
 from batonmq.core.route import QueueId
-from batonmq.producer import Receipt
+from batonmq.producing.receipts import Receipt
 from tests.e2e.crew import crew_of, send, started_again
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

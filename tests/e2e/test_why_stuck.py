@@ -30,7 +30,8 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.group_reports import Diagnosis
 from batonmq.local.cluster import LocalCluster
-from batonmq.producer import Producer, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
 from services.nameserver.core.diagnosis import LATELY_MS
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

@@ -12,7 +12,8 @@ from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
 from batonmq.core.records import Message
 from batonmq.directory import CALL_TIMEOUT_S, Directory
-from batonmq.producer import Producer, ProducerSettings
+from batonmq.producer import Producer
+from batonmq.producing.settings import ProducerSettings
 from tests.simulation.cluster import NAMESERVERS, TOPIC, Process
 from tests.simulation.stage import Stage
 

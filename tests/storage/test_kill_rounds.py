@@ -25,7 +25,9 @@ from batonmq.common.errors import BatonError
 from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.route import QueueId
-from batonmq.producer import Durability, Producer, Receipt
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
+from batonmq.producing.settings import Durability
 from tests.storage.test_process import read, send, site
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

@@ -121,10 +121,6 @@ class LockTable:
         """How many entries are in which state."""
         return Counter(entry.state for entry in self._entries.values() if entry.revision)
 
-    def pending_count(self) -> int:
-        """How many changes are under way."""
-        return sum(entry.pending is not None for entry in self._entries.values())
-
     # A leader begins
 
     def load(

@@ -1,0 +1,46 @@
+"""How a producer behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.storage.v1 import storage_service_pb2 as pb
+
+
+class Durability(Enum):
+    """How safe a message is when its receipt is given."""
+
+    MEMORY = pb.DURABILITY_MEMORY
+    """In the page cache of one node: survives kill -9, not a power cut."""
+    FSYNCED = pb.DURABILITY_FSYNCED
+    """On the disk of one node."""
+    REPLICATED = pb.DURABILITY_REPLICATED
+    """On the disk of the in-sync set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerSettings:
+    """How a producer behaves.
+
+    Attributes:
+        durability: What a receipt has to mean.
+        linger_ms: Wait so long for more messages before a batch leaves; 0 sends at once, and
+            what arrives while a request is under way still travels together.
+        batch_bytes_max: A batch of one queue takes no more than this.
+        batch_messages_max: Nor more messages than this, up to 65,535.
+        in_flight_requests_max: Requests under way to one broker.
+        in_flight_bytes_max: Messages that wait or travel; beyond, `send` waits.
+        delivery_timeout_ms: A batch without an outcome for so long after its first message was
+            handed over fails.
+        request_timeout_ms: Bound of one request.
+    """
+
+    durability: Durability = Durability.FSYNCED
+    linger_ms: int = 0
+    batch_bytes_max: int = 512 * 1024
+    batch_messages_max: int = 1_000
+    in_flight_requests_max: int = 4
+    in_flight_bytes_max: int = 64 * 1024 * 1024
+    delivery_timeout_ms: int = 120_000
+    request_timeout_ms: int = 10_000
