@@ -9,7 +9,7 @@ PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e check bench demo up clean
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e check bench demo examples docs up clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -73,9 +73,15 @@ bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and d
 demo: $(SETUP)  ## the main job: a real data set, moving queues, nothing lost, nothing twice
 	baton demo
 
+examples: $(SETUP) ## every program in examples/, on a cluster of its own
+	python examples
+
+docs: $(SETUP)  ## API reference, into build/docs
+	python -m tests.docs.reference && echo build/docs/batonmq.html
+
 up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
 	baton up --data-dir .data
 
 clean:          ## forget everything that was made here
-	rm -rf $(VENV) .data .gen-check .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) .data .gen-check build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batonmq.admin import Admin
-    from batonmq.blocking import BlockingConsumer, BlockingProducer
+    from batonmq.blocking import BlockingConsumer, BlockingProducer, BlockingPuller
+    from batonmq.common import errors
     from batonmq.common.errors import BatonError, Retry
     from batonmq.consumer import Consumer
     from batonmq.consuming.membership import Verdict
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from batonmq.consuming.results import MessageFailed, RetryLater, Suspend
     from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
     from batonmq.core.records import Message
+    from batonmq.core.retries import Origin
     from batonmq.core.route import QueueId
+    from batonmq.metrics import ClientMetrics
     from batonmq.producer import Producer
     from batonmq.producing.receipts import Pending, Receipt
     from batonmq.producing.settings import Durability, ProducerSettings
@@ -38,11 +41,14 @@ __all__ = [
     "BatonError",
     "BlockingConsumer",
     "BlockingProducer",
+    "BlockingPuller",
+    "ClientMetrics",
     "Consumer",
     "ConsumerSettings",
     "Durability",
     "Message",
     "MessageFailed",
+    "Origin",
     "OwnershipEvent",
     "Pending",
     "PendingSchedule",
@@ -58,6 +64,7 @@ __all__ = [
     "ScheduleReceipt",
     "Suspend",
     "Verdict",
+    "errors",
 ]
 
 _HOMES = {
@@ -66,11 +73,14 @@ _HOMES = {
     "BatonError": "batonmq.common.errors",
     "BlockingConsumer": "batonmq.blocking",
     "BlockingProducer": "batonmq.blocking",
+    "BlockingPuller": "batonmq.blocking",
+    "ClientMetrics": "batonmq.metrics",
     "Consumer": "batonmq.consumer",
     "ConsumerSettings": "batonmq.consuming.session",
     "Durability": "batonmq.producing.settings",
     "Message": "batonmq.core.records",
     "MessageFailed": "batonmq.consuming.results",
+    "Origin": "batonmq.core.retries",
     "OwnershipEvent": "batonmq.consuming.session",
     "Pending": "batonmq.producing.receipts",
     "PendingSchedule": "batonmq.scheduling",
@@ -91,6 +101,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Load a public name when it is first used: services need only parts of the library."""
+    if name == "errors":
+        return importlib.import_module("batonmq.common.errors")
     if name not in _HOMES:
         raise AttributeError(f"module 'batonmq' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -9,9 +9,9 @@ messages are looked up in `batonmq.query`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from random import Random
 from typing import Any, Literal, Self, TypeVar
 
 import grpc.aio
@@ -20,10 +20,18 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 
-from batonmq.common.errors import BatonError, Retry, Unreachable
+from batonmq.common.errors import (
+    BatonError,
+    GroupNotFound,
+    InvalidName,
+    Retry,
+    TopicNotFound,
+    Unreachable,
+)
 from batonmq.common.rpc import from_rpc_error
+from batonmq.core.retries import retry_topic
 from batonmq.core.route import QueueId
-from batonmq.directory import CALL_TIMEOUT_S, Directory
+from batonmq.directory import CALL_TIMEOUT_S, Directory, Surroundings
 from batonmq.group_reports import (
     Diagnosis,
     Group,
@@ -61,10 +69,18 @@ class Admin:
         nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
         timeout_s: Bound of every question to a service. What may be asked again (the service
             starts, moves, or can't be reached) is, within that bound.
+        surroundings: Randomness and transport; the real ones by default.
     """
 
-    def __init__(self, nameserver: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        self.directory = Directory(nameserver, Random())
+    def __init__(
+        self,
+        nameserver: str,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        outside = surroundings or Surroundings()
+        self.directory = Directory(nameserver, outside.random, outside.connect)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -81,6 +97,7 @@ class Admin:
         """Create a topic, or find it with the same settings.
 
         Args:
+            name: 1 to 127 characters of A-Z a-z 0-9 _ % -.
             queue_count: On all brokers together; 0 for the server's default, 8.
 
         Raises:
@@ -252,6 +269,8 @@ class Admin:
     async def resume_group(self, name: str, by: str, reason: str = "") -> Group:
         """Let the deliveries of a paused group go on; no error if they do.
 
+        `by` and `reason` are as for `pause_group`.
+
         Raises:
             GroupNotFound: there is none.
         """
@@ -263,6 +282,9 @@ class Admin:
     async def delete_group(self, name: str) -> int:
         """Delete a group without members, and its progress; on how many queues it had some.
 
+        Its retry topic goes too, with what still waits there to be handled again. Its dead letters
+        stay: they are nobody's progress, and somebody may want them.
+
         Asked once; asking again after a failure finishes what was begun.
 
         Raises:
@@ -273,8 +295,16 @@ class Admin:
         try:
             answer = await self.directory.nameserver().DeleteGroup(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure) from failure
+            error = from_rpc_error(failure)
+            if isinstance(error, GroupNotFound):
+                await self._delete_retries(name)
+            raise error from failure
+        await self._delete_retries(name)
         return answer.queue_count
+
+    async def _delete_retries(self, group: str) -> None:
+        with contextlib.suppress(TopicNotFound, InvalidName):  # or none can be of that name
+            await self.delete_topic(retry_topic(group))
 
     async def why_stuck(
         self, group: str, topic: str = "", broker: str = "", queue_id: int | None = None

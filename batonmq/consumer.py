@@ -12,7 +12,10 @@ from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.common.aio import only_error
-from batonmq.consuming.handling import Handler, Handling
+from batonmq.common.errors import TopicNotFound
+from batonmq.consuming.forms import BatchHandler, Form, Handler, InBatches, OneByOne
+from batonmq.consuming.handling import Handling
+from batonmq.consuming.held import Held
 from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.leases import Leases
 from batonmq.consuming.local_offsets import LocalOffsets
@@ -20,7 +23,7 @@ from batonmq.consuming.membership import Membership, Verdict
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.notices import Notices
 from batonmq.consuming.results import MessageFailed
-from batonmq.consuming.retrying import Returns, create_retry_topic, restore
+from batonmq.consuming.retrying import Returns, create_retry_topic
 from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import (
     CONSUME_FROM,
@@ -29,15 +32,14 @@ from batonmq.consuming.session import (
     OwnershipEvent,
     Session,
 )
+from batonmq.consuming.turns import Turns
 from batonmq.core.flow import FlowReason
 from batonmq.core.retries import retry_topic
 from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import parse_filter
 from batonmq.directory import Directory, Surroundings
+from batonmq.metrics import ClientMetrics
 from batonmq.routes import follow_route, queues_of
-
-FAIR_RUN = 64
-"""Messages of one queue handed out before another queue, and the rest of the loop, have a turn."""
 
 
 def _ignore(_: OwnershipEvent) -> None:
@@ -49,18 +51,24 @@ class Consumer:
 
     Either iterate (`async for message in consumer`): the message is acknowledged when the next
     one is asked for; one that was not, as after `break`, is delivered again, flagged. Or hand a
-    function to `run`. Messages of one queue are handled one after the other, in order, unless
-    `queue_concurrency` says otherwise; then they are acknowledged as they end.
+    function to `run`, or to `run_batches`. Messages of one queue are handled one after the other,
+    in order, unless `queue_concurrency` says otherwise; then they are acknowledged as they end.
+    What a function does not take comes again later, by default by way of the group's retry topic.
 
     Leaving the block closes gracefully: nothing new starts, what runs ends, acks are committed
-    and the queues pass to other members, who go on where this one stopped.
+    and the queues pass to other members, who go on where this one stopped. `close` does so within
+    the block, and says how long that may take.
 
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
-        subscriptions: Topic to tag expression (`*`, or tags joined by `||`). All members of the
+        group: 1 to 127 characters of A-Z a-z 0-9 _ % -; it is made when somebody joins it.
+        subscriptions: Topic to expression: `*`, tags joined by `||`, or `sql:` and a condition on
+            properties, as in `sql: price > 5 AND region IN ('eu', 'us')`. All members of the
             group need the same; what happens else is the group's policy, see `verdict`.
-        client_id: Unique within the group; by default host and a random part.
+        client_id: Unique within the group, up to 255 visible ASCII characters without `/`; by
+            default host and a random part.
         on_ownership: Called, in the event loop, when a queue comes or goes.
+        metrics: Counts what happens here, if given.
         surroundings: Clock, randomness and transport; the real ones by default.
 
     Raises on entering:
@@ -80,6 +88,7 @@ class Consumer:
         *,
         client_id: str = "",
         on_ownership: Callable[[OwnershipEvent], None] = _ignore,
+        metrics: ClientMetrics | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
         outside = surroundings or Surroundings()
@@ -87,6 +96,7 @@ class Consumer:
         chosen = settings or ConsumerSettings()
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
+        counted = None if metrics is None else metrics.of_consumer(group, self.client_id)
         self._session = Session(
             group=group,
             incarnation=queue_pb2.Incarnation(
@@ -97,9 +107,10 @@ class Consumer:
             clock=outside.clock,
             random=random,
             on_ownership=on_ownership,
+            metrics=counted,
             local=LocalOffsets(Path(chosen.offsets_file), group) if chosen.offsets_file else None,
         )
-        if chosen.send_back:
+        if chosen.sends_back:
             subscriptions = {**subscriptions, retry_topic(group): "*"}
         self._topics = sorted(subscriptions)
         heartbeat = pb.HeartbeatRequest(
@@ -107,7 +118,7 @@ class Consumer:
             incarnation=self._session.incarnation,
             subscriptions=[
                 pb.Subscription(
-                    topic=topic, expression=TagFilter.parse(subscriptions[topic]).canonical()
+                    topic=topic, expression=parse_filter(subscriptions[topic]).canonical()
                 )
                 for topic in self._topics
             ],
@@ -128,9 +139,7 @@ class Consumer:
         self._handling: Handling | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
-        self._current: tuple[QueueRunner, ReceivedMessage] | None = None
-        self._turn: list[QueueRunner] = []
-        self._run_left = 0
+        self._turns = Turns()
         self._stopped = asyncio.Event()
         self._emptied = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -152,21 +161,36 @@ class Consumer:
 
         `count`: `buffer_messages_max` messages of the queue wait. `bytes`: `buffer_bytes_max` bytes
         of all queues wait. `span`: a message is not acknowledged, and the queue has gone on for
-        `span_max` offsets behind it.
+        `span_max` offsets behind it. `paused`: by `pause`.
         """
         return {queue: r.flow for queue, r in self._runners.items() if r.flow is not None}
+
+    def pause(self, queue: QueueId) -> None:
+        """Pull and hand out no message of a queue until `resume`; what runs, goes on.
+
+        The queue stays ours. One that is not ours waits once it is.
+        """
+        self._session.paused.add(queue)
+        if (runner := self._runners.get(queue)) is not None:
+            runner.pause()
+
+    def resume(self, queue: QueueId) -> None:
+        """Go on with a queue."""
+        self._session.paused.discard(queue)
+        if (runner := self._runners.get(queue)) is not None:
+            runner.resume()
 
     async def __aenter__(self) -> Consumer:
         session = self._session
         try:
             if session.local is not None:
                 await session.local.open()
-            if session.settings.send_back:
-                await create_retry_topic(session)
-            await self._membership.join(session.settings.start_timeout_ms)
+            await self._join()
         except BaseException:
             await self._let_go()
             raise
+        if session.metrics is not None:
+            session.metrics.watch(Held(self._runners))
         await self._tasks.__aenter__()
         loops = (
             self._calls.run,
@@ -199,7 +223,21 @@ class Consumer:
             finally:
                 if self._handling is not None:
                     self._handling.close()
+                if self._session.metrics is not None:
+                    self._session.metrics.unwatch()
                 await self._let_go()
+
+    async def close(self, *, drain_ms: int | None) -> None:
+        """Close now, within the block: hand out nothing more, drain, and let the queues go.
+
+        Not for handlers, which it would wait for.
+
+        Args:
+            drain_ms: So long handlers may run on, in place of `drain_timeout_ms` of the settings;
+                0 waits for none, None for all.
+        """
+        self._session.drain_timeout_ms = drain_ms
+        await self._close()
 
     def stop(self) -> None:
         """Hand out no more messages: `run` and the iteration end."""
@@ -213,18 +251,12 @@ class Consumer:
 
     async def __anext__(self) -> ReceivedMessage:
         """Acknowledge the message before and wait for the next."""
-        if self._current is not None:
-            runner, message = self._current
-            self._current = None
-            runner.finish(message)
-        if self._run_left == 0:
+        self._turns.finish()
+        if self._turns.ended:
             await asyncio.sleep(0)
         while not self._stopped.is_set():
-            found = self._take()
-            if found is not None:
-                restore(found[1], self._session.group)
-                self._current = found
-                return found[1]
+            if (message := self._turns.take()) is not None:
+                return message
             self._session.available.clear()
             await self._session.available.wait()
         raise StopAsyncIteration
@@ -241,8 +273,30 @@ class Consumer:
         Raises:
             MessageFailed: a message has failed too often, and the settings say to stop then.
         """
+        await self._run(OneByOne(handler))
+
+    async def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
+        """Hand lists of messages to `handler` until `stop`; each of one queue, in order.
+
+        A list has what waits at that moment, at least one message. One that has failed before comes
+        in a list of its own, so that it takes no other with it if it fails again.
+
+        Args:
+            handler: As for `run`. It returns None when all are handled, or a list with what it has
+                to say of each, in order. If it raises, or takes longer than `handle_timeout_ms` for
+                the whole list, all have failed; `extend` of any message is for all of the list.
+                With `orderly` only what stands before the first failure is handled: the rest is
+                handed over again, message by message.
+            messages_max: Length of a list, at most.
+
+        Raises:
+            MessageFailed: as `run`.
+        """
+        await self._run(InBatches(handler, messages_max))
+
+    async def _run(self, form: Form) -> None:
         self._handling = Handling(
-            self._session, handler, self._returns, self._tasks, self._stop_failed
+            self._session, form, self._returns, self._tasks, self._stop_failed
         )
         self._handling.deadlines.set(self._handle_timeout_ms)
         for runner in self._runners.values():
@@ -269,17 +323,16 @@ class Consumer:
     def _spawn(self, loop: Coroutine[object, object, None]) -> None:
         self._loops.append(self._tasks.create_task(loop))
 
-    def _take(self) -> tuple[QueueRunner, ReceivedMessage] | None:
-        """The next message, a run of one queue at a time."""
-        for _ in range(len(self._turn) + 1):
-            if self._run_left > 0 and self._turn:
-                message = self._turn[0].take()
-                if message is not None:
-                    self._run_left -= 1
-                    return self._turn[0], message
-            self._turn = self._turn[1:] + self._turn[:1]
-            self._run_left = FAIR_RUN
-        return None
+    async def _join(self) -> None:
+        """Join the group; the first member of all creates what it sends back to."""
+        session, retries = self._session, retry_topic(self._session.group)
+        try:
+            await self._membership.join(session.settings.start_timeout_ms)
+        except TopicNotFound as error:
+            if not session.settings.sends_back or error.facts.get("topic") != retries:
+                raise
+            await create_retry_topic(session)
+            await self._membership.join(session.settings.start_timeout_ms)
 
     async def _follow(self, topic: str) -> None:
         """End the consumer with TopicNotFound when the topic is deleted."""
@@ -318,7 +371,7 @@ class Consumer:
             self._loops.append(self._tasks.create_task(self._notices.run()))
         runner = QueueRunner(self._session, self._calls, queue)
         self._runners[queue] = runner
-        self._turn.append(runner)
+        self._turns.add(runner)
         self._tasks.create_task(self._run_queue(runner))
         if self._handling is not None:
             self._handling.begin(runner)
@@ -327,7 +380,7 @@ class Consumer:
         try:
             await runner.run()
         finally:
-            self._turn.remove(runner)
+            self._turns.remove(runner)
             del self._runners[runner.queue]
             if self._handling is not None:
                 self._handling.leave(runner.queue)
@@ -338,10 +391,7 @@ class Consumer:
     async def _close(self) -> None:
         """Leave, drain, commit, release: in that order, so that the others wait already."""
         self.stop()
-        if self._current is not None:
-            runner, message = self._current
-            self._current = None
-            runner.give_up(message)
+        self._turns.give_up()
         for runner in self._runners.values():
             runner.unassign()
         await self._membership.leave()

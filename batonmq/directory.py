@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
 """Bound of a call that is not held by the server."""
+_CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 
 
@@ -98,6 +99,30 @@ class Directory:
         """
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return storage_grpc.StorageServiceStub(self._channel(address))
+
+    async def connected_storage(
+        self, broker: str, timeout_s: float
+    ) -> storage_grpc.StorageServiceAsyncStub:
+        """As `storage`, once there is a connection: what fails before that was never sent.
+
+        Raises:
+            Unreachable: it is not registered, no nameserver answers, or it can't be connected to.
+        """
+        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        channel = self._channel(address)
+        state = channel.get_state(try_to_connect=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while state in _CONNECTING:
+                    await channel.wait_for_state_change(state)
+                    state = channel.get_state(try_to_connect=True)
+        except TimeoutError:
+            pass
+        if state is not grpc.ChannelConnectivity.READY:
+            raise Unreachable(
+                f"no connection to storage node {broker} at {address}", facts={"service": "storage"}
+            )
+        return storage_grpc.StorageServiceStub(channel)
 
     async def schedule(self, broker: str) -> schedule_grpc.ScheduleServiceAsyncStub:
         """A stub for messages for later at the storage node of `broker`.

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import overload
+from typing import Any, overload
 
-from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.aio import only_error
-from batonmq.common.errors import (
-    BatonError,
-    NotWritable,
-    Unreachable,
-)
+from batonmq.common.aio import Lines, only_error, unless
+from batonmq.common.errors import BatonError, Unreachable
 from batonmq.core.delays import deliver_time
 from batonmq.core.records import Message, encode_record
 from batonmq.core.route import QueueId
-from batonmq.core.sending import Batch, QueueSender
 from batonmq.directory import Directory, Surroundings
-from batonmq.producing.broker import BrokerLoop, Landing
-from batonmq.producing.receipts import Outcome, Pending, Receipt
+from batonmq.metrics import ClientMetrics
+from batonmq.producing.placing import Placing, ProducerClosed
+from batonmq.producing.receipts import ANY, Pending, Receipt, Wish
 from batonmq.producing.settings import ProducerSettings
 from batonmq.producing.topic import TopicQueues
 from batonmq.routes import follow_route, wait_for_route
@@ -30,18 +24,20 @@ from batonmq.scheduling import PendingSchedule, ScheduleReceipt, Scheduling
 
 log = logging.getLogger(__name__)
 
-_ANY = (None, None)
-
 
 class Producer:
     """Sends messages to topics. Use it as an async context manager; share one per process.
 
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
+        metrics: Counts what happens here, if given.
         surroundings: Clock, randomness and transport; the real ones by default.
 
     Every send is idempotent: a batch that had to be repeated is stored once, and the receipt is
     that of the first time, also when the storage node was killed in between.
+
+    Leaving the block closes it, see `close`; leaving it by an error waits for nothing: what has no
+    outcome then fails, stored or not.
     """
 
     def __init__(
@@ -49,26 +45,29 @@ class Producer:
         nameserver: str,
         settings: ProducerSettings | None = None,
         *,
+        metrics: ClientMetrics | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
         outside = surroundings or Surroundings()
+        self._metrics = None if metrics is None else metrics.of_producer()
         self._settings = settings or ProducerSettings()
-        self._clock, self._random = outside.clock, outside.random
-        self._directory = Directory(nameserver, self._random, outside.connect)
-        self._topics: dict[str, TopicQueues] = {}
-        self._senders: dict[QueueId, QueueSender[Outcome]] = {}
-        self._brokers: dict[str, BrokerLoop] = {}
-        self._room = self._settings.in_flight_bytes_max
-        self._landed = asyncio.Event()
-        self._closed = False
+        self._clock = outside.clock
+        self._directory = Directory(nameserver, outside.random, outside.connect)
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
+        self._lines, self._closing = Lines(), asyncio.Event()
+        self._placing = Placing(
+            self._settings, self._directory, outside, self._start, self._metrics
+        )
         self._scheduling = Scheduling(
-            self._directory, self._clock, self._random, self._tasks, self._settings
+            self._directory, self._clock, outside.random, self._tasks, self._settings
         )
 
     async def __aenter__(self) -> Producer:
         await self._tasks.__aenter__()
+        if self._metrics is not None:
+            bound = self._settings.in_flight_bytes_max
+            self._metrics.watch(lambda: bound - self._placing.room)
         return self
 
     async def __aexit__(
@@ -79,9 +78,9 @@ class Producer:
     ) -> None:
         try:
             if error is None:
-                await self.flush()
+                await self.close()
         finally:
-            self._closed = True
+            self._closing.set()
             self._scheduling.close()
             for task in self._loops:
                 task.cancel()
@@ -90,7 +89,9 @@ class Producer:
             except BaseExceptionGroup as group:
                 raise only_error(group) from None
             finally:
-                self._abandon()
+                self._placing.abandon()
+                if self._metrics is not None:
+                    self._metrics.unwatch()
                 await self._directory.close()
 
     @overload
@@ -146,8 +147,9 @@ class Producer:
             tag: For filters; at most 127 bytes, no white space, no `|`.
             keys: For look-ups.
             properties: At most 32 KiB.
-            ordering_key: Messages with the same key go to the same queue, in order, as long as
-                the topic's queues stay the same.
+            ordering_key: Messages with the same key go to the same queue, in the order in which
+                this producer was given them. When queues are added, few keys move to a new queue:
+                such a message leaves once what was under way of its key has its outcome.
             queue: Exactly this queue.
             deliver_at_unix_ms: When, up to 40 days ahead; a time that has passed means at once.
             delay_ms: How much later than now, by this machine's clock.
@@ -162,13 +164,13 @@ class Producer:
         message = Message(body, tag, tuple(keys), properties or {})
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
-            return await (await self._schedule(topic, message, when, (ordering_key, queue)))
+            return await (await self._schedule(topic, message, when, Wish(ordering_key, queue)))
         record = encode_record(message)
-        known = self._topics.get(topic)
-        if known is None or len(record) > self._room:
-            known = await self._admitted(topic, record)
-        wanted = _ANY if ordering_key is None and queue is None else (ordering_key, queue)
-        outcome, index = self._place(known, wanted, message, record)
+        known = self._ready(topic, record, ordering_key) or await self._admitted(
+            topic, record, ordering_key
+        )
+        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
+        outcome, index = self._placing.place(known, wish, message, record)
         return await outcome.wait(index)
 
     @overload
@@ -215,14 +217,50 @@ class Producer:
 
         Raises:
             TopicNotFound, LimitExceeded: as `send`.
-            Unreachable: the producer is closed.
+            ProducerClosed: the producer is closed.
         """
         if not (deliver_at_unix_ms is delay_ms is delay_level is None):
             when = (deliver_at_unix_ms, delay_ms, delay_level)
-            return await self._schedule(topic, message, when, (ordering_key, queue))
+            return await self._schedule(topic, message, when, Wish(ordering_key, queue))
         record = encode_record(message)
-        known = await self._admitted(topic, record)
-        return Pending(*self._place(known, (ordering_key, queue), message, record))
+        known = self._ready(topic, record, ordering_key) or await self._admitted(
+            topic, record, ordering_key
+        )
+        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
+        return Pending(*self._placing.place(known, wish, message, record))
+
+    async def send_one_way(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueId | None = None,
+    ) -> None:
+        """Hand over a message whose receipt nobody wants; waits only as `submit` does.
+
+        It is repeated, and stored once, like any other. If it fails all the same, that is counted
+        in `one_way_failures`, and the log tells of it at most every 10 s. `flush` waits for its
+        outcome, as leaving the producer does. Arguments and their limits are those of `send`.
+
+        Raises:
+            TopicNotFound, LimitExceeded: as `send`.
+            ProducerClosed: the producer is closed.
+        """
+        message = Message(body, tag, tuple(keys), properties or {})
+        record = encode_record(message)
+        known = self._ready(topic, record, ordering_key) or await self._admitted(
+            topic, record, ordering_key
+        )
+        self._placing.place(known, Wish(ordering_key, queue, one_way=True), message, record)
+
+    @property
+    def one_way_failures(self) -> int:
+        """How many messages of `send_one_way` have failed since the producer was made."""
+        return self._placing.losses.count
 
     async def cancel(self, schedule_id: str) -> None:
         """Take back a message that was sent for later.
@@ -240,55 +278,54 @@ class Producer:
     async def flush(self) -> None:
         """Wait until every message handed over has an outcome, good or bad."""
         await self._scheduling.flush()
-        while any(not sender.idle for sender in self._senders.values()):
-            self._landed.clear()
-            await self._landed.wait()
+        await self._placing.flush()
 
-    async def _admitted(self, topic: str, record: bytes) -> TopicQueues:
-        """The topic, once there is room for the record."""
-        known = self._topics.get(topic) or await self._open_topic(topic)
-        while len(record) > self._room < self._settings.in_flight_bytes_max:
-            self._landed.clear()
-            await self._landed.wait()
-        return known
+    async def close(self) -> None:
+        """Take nothing more, and wait until every message handed over has an outcome.
 
-    def _place(
-        self,
-        known: TopicQueues,
-        wanted: tuple[str | None, QueueId | None],
-        message: Message,
-        record: bytes,
-    ) -> tuple[Outcome, int]:
-        """Put the message into a batch; `wanted` is its ordering key and its queue, if it has.
-
-        Returns:
-            Outcome of the batch, and the message's index there.
+        Those of `send_one_way` and those for later count too. What is sent from now on, and what
+        still waits for room or for its topic, is refused with `ProducerClosed`. Doing it again is
+        harmless; the end of the block does it by itself.
         """
-        if self._closed:
-            raise Unreachable("the producer is closed")
-        if wanted == _ANY:
-            sender = known.current = known.current or self._sender(known.choose(*_ANY))
-        else:
-            sender = self._sender(known.choose(*wanted))
-        batch = sender.open_batch(len(record))
-        if batch is None:
-            outcome = Outcome(sender.queue)
-            batch = sender.begin_batch(outcome, self._clock.monotonic_ms())
-            known.next_turn()
-            self._brokers[sender.queue.broker].wake(sender)
-        index, outcome = batch.builder.add(message, record), batch.token
-        if wanted != _ANY:
-            outcome.wants[index] = wanted
-        outcome.bytes_count += len(record)
-        self._room -= len(record)
-        return outcome, index
+        self._closing.set()
+        await self.flush()
+
+    def _ready(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues | None:
+        """The topic; None if the record has to wait for anything."""
+        known = self._placing.topics.get(topic)
+        waits = (
+            known is None
+            or self._closing.is_set()
+            or len(record) > self._placing.room
+            or (self._lines.count and (topic, ordering_key) in self._lines)
+            or (ordering_key is not None and known.has_to_wait(ordering_key))
+        )
+        return None if waits else known
+
+    async def _admitted(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues:
+        """The topic, once it is the record's turn: nothing of its key overtakes it."""
+        begin_ms = self._clock.monotonic_ms()
+        async with self._lines.turn((topic, ordering_key)):
+            known = self._placing.topics.get(topic)
+            if known is None:
+                known = await self._open_topic(topic, self._clock.monotonic_ms() - begin_ms)
+            self._refuse_if_closing()
+            await self._placing.admit(known, record, ordering_key)
+            self._refuse_if_closing()
+            return known
+
+    def _refuse_if_closing(self) -> None:
+        if self._closing.is_set():
+            raise ProducerClosed(
+                "the producer is closed", remedy="Open another Producer: this message was not sent."
+            )
 
     async def _schedule(
         self,
         topic: str,
         message: Message,
         when: tuple[int | None, int | None, int | None],
-        wanted: tuple[str | None, QueueId | None],
+        wish: Wish,
     ) -> PendingSchedule:
         at_unix_ms, delay_ms, level = when
         deliver_unix_ms = deliver_time(
@@ -297,91 +334,48 @@ class Producer:
             delay_ms=delay_ms,
             delay_level=level,
         )
-        known = self._topics.get(topic) or await self._open_topic(topic)
+        record = encode_record(message)
+        known = self._placing.topics.get(topic) or await self._open_topic(topic)
 
         def choose() -> QueueId:
-            queue = known.choose(*wanted)
+            queue = known.choose(wish, self._clock.monotonic_ms())
             known.next_turn()
             return queue
 
-        if self._closed:
-            raise Unreachable("the producer is closed")
-        return await self._scheduling.submit(message, deliver_unix_ms, choose)
+        await self._scheduling.admit(record)
+        self._refuse_if_closing()
+        return self._scheduling.submit(message, record, deliver_unix_ms, choose)
 
-    async def _open_topic(self, topic: str) -> TopicQueues:
-        route = await wait_for_route(self._directory, topic, self._settings.delivery_timeout_ms)
-        known = self._topics.get(topic)
+    async def _open_topic(self, topic: str, waited_ms: int = 0) -> TopicQueues:
+        """The topic, once a nameserver has told of it.
+
+        Raises:
+            TopicNotFound: there is no such topic.
+            Unreachable: nobody tells, or the producer is closed.
+        """
+        timeout_ms = self._settings.delivery_timeout_ms - waited_ms
+        if timeout_ms <= 0:
+            raise Unreachable(f"no nameserver told of topic {topic} in time")
+        route = await unless(self._closing, wait_for_route(self._directory, topic, timeout_ms))
+        self._refuse_if_closing()
+        assert route is not None
+        topics = self._placing.topics
+        known = topics.get(topic)
         if known is None:
-            known = self._topics[topic] = TopicQueues(route)
-            self._loops.append(self._tasks.create_task(self._follow(topic, known)))
+            known = topics[topic] = TopicQueues(route, self._placing.troubled)
+            self._start(self._follow(topic, known))
         return known
 
     async def _follow(self, topic: str, known: TopicQueues) -> None:
         try:
-            await follow_route(self._directory, topic, known.change)
+            await follow_route(
+                self._directory,
+                topic,
+                lambda route: known.change(route, self._placing.last(known)),
+            )
         except BatonError as error:
             log.warning("topic lost topic=%s error=%s", topic, error)
-            self._topics.pop(topic, None)
+            self._placing.topics.pop(topic, None)
 
-    def _sender(self, queue: QueueId) -> QueueSender[Outcome]:
-        sender = self._senders.get(queue)
-        if sender is None:
-            sender = self._senders[queue] = QueueSender(
-                queue,
-                self._random.getrandbits(63) or 1,
-                self._settings.batch_bytes_max,
-                self._settings.batch_messages_max,
-            )
-            if queue.broker not in self._brokers:
-                landing = Landing(self._settle, self._takes, self._move)
-                loop = BrokerLoop(
-                    queue.broker, self._settings, self._directory, self._clock, landing
-                )
-                self._brokers[queue.broker] = loop
-                self._loops.append(self._tasks.create_task(loop.run()))
-        return sender
-
-    def _settle(self, batch: Batch[Outcome], outcome: pb.AppendReceipt | BatonError) -> None:
-        batch.token.settle(outcome)
-        self._room += batch.token.bytes_count
-        self._landed.set()
-
-    def _takes(self, queue: QueueId) -> bool:
-        """Whether the queue takes messages, as far as is known here."""
-        known = self._topics.get(queue.topic)
-        return known is None or queue in known.queues
-
-    def _move(self, sender: QueueSender[Outcome], error: BatonError) -> None:
-        """Give what waits for a queue that takes no messages to others of the topic."""
-        known = self._topics.get(sender.queue.topic)
-        for batch in (sender.refused(), *sender.drop()):
-            if known is None or (batch.unsure and not isinstance(error, NotWritable)):
-                self._settle(batch, error)
-                continue
-            moved = [
-                self._placed_anew(known, batch.token.wants.get(index, _ANY), *message)
-                for index, message in enumerate(batch.builder.messages())
-            ]
-            batch.token.move(moved)
-            self._room += batch.token.bytes_count
-            self._landed.set()
-
-    def _placed_anew(
-        self,
-        known: TopicQueues,
-        wanted: tuple[str | None, QueueId | None],
-        message: Message,
-        record: bytes,
-    ) -> Pending:
-        try:
-            return Pending(*self._place(known, wanted, message, record))
-        except BatonError as error:
-            refused = Outcome(wanted[1] or QueueId("", "", 0))
-            refused.settle(error)
-            return Pending(refused, 0)
-
-    def _abandon(self) -> None:
-        """Tell those who still wait that nobody sends any more."""
-        for sender in self._senders.values():
-            for batch in sender.drop():
-                self._settle(batch, Unreachable("the producer was closed"))
+    def _start(self, loop: Coroutine[Any, Any, None]) -> None:
+        self._loops.append(self._tasks.create_task(loop))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, SupportsIndex, TypeVar
 
 import grpc.aio
 from baton.common.v1 import queue_pb2
@@ -21,6 +22,8 @@ from batonmq.common.errors import (
     Fenced,
     InvalidArgument,
     ModeChanged,
+    OffsetAheadOfLog,
+    QueueNotFound,
     Unreachable,
 )
 from batonmq.common.rpc import error_from_pb, from_rpc_error
@@ -31,12 +34,13 @@ from batonmq.core.flow import ByteBudget, FlowLimits
 from batonmq.core.names import check_group
 from batonmq.core.route import QueueId
 from batonmq.core.starting import TIMESTAMP_AGE_MS, ConsumeFrom, first_offset
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import Filter, TagFilter, parse_filter
 from batonmq.directory import CALL_TIMEOUT_S, Directory, Surroundings
 from batonmq.routes import query_route, queues_of
 
 T = TypeVar("T")
 COMMIT_ITEMS_MAX = 1_024
+_PLACE_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class Puller:
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
         group: Empty for none.
-        filters: Topic to tag expression; everything of topics that are not named.
+        filters: Topic to expression, as a consumer's; everything of topics that are not named.
         surroundings: Clock, randomness and transport; the real ones by default.
     """
 
@@ -113,7 +117,7 @@ class Puller:
         outside = surroundings or Surroundings()
         self._group = check_group(group) if group else ""
         self._settings = settings or PullerSettings()
-        self._filters = {topic: TagFilter.parse(text) for topic, text in (filters or {}).items()}
+        self._filters = {topic: parse_filter(text) for topic, text in (filters or {}).items()}
         self._random = outside.random
         self._directory = Directory(nameserver, outside.random, outside.connect)
         start_unix_ms = self._settings.start_unix_ms
@@ -203,18 +207,17 @@ class Puller:
 
         Raises:
             TopicNotFound, QueueNotFound: the queue is gone.
+            InvalidArgument: `to` is no place.
             Unreachable: storage did not answer.
         """
         lane = self._lane(queue)
         if isinstance(to, AtTime):
-            offset = await self._search(queue, to.unix_ms)
-        elif isinstance(to, int):
-            offset = to
-        else:
+            offset = await self._search(queue, _checked_place(to.unix_ms))
+        elif to in ("begin", "end"):
             extent = await self._extent(queue)
             offset = extent.first_offset if to == "begin" else extent.next_offset
-        if offset < 0:
-            raise InvalidArgument(f"offset {offset} is below 0", facts={"field": "to"})
+        else:
+            offset = _checked_place(to)
         lane.move(offset)
         self._look_again()
         return offset
@@ -249,6 +252,7 @@ class Puller:
         Returns as soon as there are some.
 
         Args:
+            timeout_ms: Wait so long for the first one; 0 takes only what is there.
             count_max: At most so many, of all queues together.
 
         Raises:
@@ -314,13 +318,15 @@ class Puller:
     async def commit(self, offsets: Mapping[QueueId, int] | None = None) -> None:
         """Make it durable that everything below is handled, of the queues that are named.
 
-        Progress never moves back this way; `baton group reset` does that.
+        Progress never moves back this way; `baton group reset-offsets` does that.
 
         Args:
             offsets: By default the positions of all assigned queues.
 
         Raises:
-            InvalidArgument: the puller has no group.
+            InvalidArgument: the puller has no group, or an offset is none.
+            TopicNotFound, QueueNotFound: there is no such queue; nothing is committed.
+            OffsetAheadOfLog: the queue does not reach so far; nothing is committed.
             Fenced: the group was reset on a queue meanwhile: seek to what `committed` says. Other
                 queues may be committed.
             ModeChanged: the queues of the group are owned, or it is broadcasting.
@@ -331,6 +337,8 @@ class Puller:
         if offsets is None:
             known = {queue: lane.position for queue, lane in self._lanes.items()}
             offsets = {queue: place for queue, place in known.items() if place is not None}
+        offsets = {queue: _checked_place(offset) for queue, offset in offsets.items()}
+        await self._check_inside(offsets)
         for queue in offsets.keys() - self._reset_epochs.keys():
             await self.committed(queue)
         items = [
@@ -343,6 +351,33 @@ class Puller:
         ]
         for start in range(0, len(items), COMMIT_ITEMS_MAX):
             await self._commit(items[start : start + COMMIT_ITEMS_MAX])
+
+    async def _check_inside(self, offsets: Mapping[QueueId, int]) -> None:
+        """Refuse what no queue reaches; of queues that are read, fetching tells how far they do."""
+        unseen = [
+            queue
+            for queue, offset in offsets.items()
+            if queue not in self._lanes or offset > self._lanes[queue].end_offset
+        ]
+        for topic in sorted({queue.topic for queue in unseen}):
+            there = Counter(queue.broker for queue in await self.queues(topic))
+            for queue in (one for one in unseen if one.topic == topic):
+                if queue.queue_id >= (count := there[queue.broker]):
+                    raise QueueNotFound(
+                        f"there is no queue {queue}",
+                        remedy="Commit queues that queues() names.",
+                        facts={"topic": topic, "queue_id": queue.queue_id, "queue_count": count},
+                    )
+        for queue in unseen:
+            end = (await self._extent(queue)).next_offset
+            if offsets[queue] > end:
+                raise OffsetAheadOfLog(
+                    f"offset {offsets[queue]} of queue {queue} is beyond its end, {end}",
+                    remedy="Commit the offset behind the last message that is handled.",
+                    facts={"offset": offsets[queue], "next_offset": end},
+                )
+            if queue in self._lanes:
+                self._lanes[queue].end_offset = end
 
     async def _commit(self, items: list[offsets_pb.CommitItem]) -> None:
         request = offsets_pb.CommitRequest(offsets_epoch=self._offsets_epoch, items=items)
@@ -399,9 +434,7 @@ class Puller:
             raise error_from_pb(outcome.error)
         return Extent(outcome.offsets.first_offset, outcome.offsets.next_offset)
 
-    async def _read(
-        self, queue: QueueId, offset: int, wanted: TagFilter, bytes_max: int
-    ) -> Fetched:
+    async def _read(self, queue: QueueId, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
         request = query_pb.ReadRequest(
             queue=queue_to_pb(queue),
             offset=offset,
@@ -414,9 +447,7 @@ class Puller:
         extent = Extent(answer.queue_first_offset, answer.queue_next_offset)
         return Fetched(tuple(answer.batches), answer.next_offset, 0, extent)
 
-    async def _pull(
-        self, queue: QueueId, offset: int, wanted: TagFilter, bytes_max: int
-    ) -> Fetched:
+    async def _pull(self, queue: QueueId, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
         hold_ms = self._settings.pull_hold_ms
         request = pb.PullRequest(
             queue=self._key(queue),
@@ -458,3 +489,15 @@ class Puller:
                 f"{self._group} --ownership off, or another group."
             )
         return error
+
+
+def _checked_place(place: SupportsIndex | str) -> int:
+    """A place that fits into a request."""
+    number = place.__index__() if isinstance(place, SupportsIndex) else -1
+    if not 0 <= number <= _PLACE_MAX:
+        raise InvalidArgument(
+            f"{place!r} is no offset and no time: these go from 0 to 2^63 - 1",
+            remedy='Name an offset, AtTime(unix_ms=...), "begin" or "end".',
+            facts={"field": "to"},
+        )
+    return number

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.storage.v1 import query_service_pb2 as pb
 
 from batonmq.admin import Admin
 from batonmq.common.errors import InvalidArgument, MessageNotFound
-from batonmq.core.records import check_batch, decode_records
+from batonmq.core.records import Header, Record, check_batch, decode_records, record_lengths
 from batonmq.core.route import QueueId
 from batonmq.reports import queue_to_pb
 
@@ -23,6 +23,11 @@ class StoredMessage:
         message_id: As in the producer's receipt.
         born_unix_ms: Producer's wall clock, of the batch.
         store_unix_ms: Storage's wall clock, of the batch.
+        topic_id: Of the queue's topic; a later topic of the name has a greater one.
+        producer_id: Of the batch, as are `producer_epoch` and `sequence`; 0 for none; negative
+            if it came by the schedule.
+        record_bytes: Length of the message in its batch before compression, all of it.
+        batch_count: Messages in its batch.
     """
 
     message_id: str
@@ -34,6 +39,25 @@ class StoredMessage:
     keys: tuple[str, ...]
     properties: Mapping[str, str]
     body: bytes
+    topic_id: int = 0
+    producer_id: int = 0
+    producer_epoch: int = 0
+    sequence: int = 0
+    record_bytes: int = 0
+    batch_count: int = 1
+
+    @property
+    def scheduled_unix_ms(self) -> int | None:
+        """When it was to be delivered, if it was sent for later: such a batch names that time."""
+        return -self.producer_id if self.producer_id < 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a queue; what comes behind it begins at `next_offset`."""
+
+    messages: tuple[StoredMessage, ...]
+    next_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +144,32 @@ class Queries:
             MessageNotFound: the queue ends there.
             OffsetOutOfRange: it is beyond the end, or no longer kept.
         """
-        request = pb.ReadRequest(queue=queue_to_pb(queue), offset=offset, messages_max=1)
+        for message in (await self.page(queue, offset, count_max=1)).messages:
+            return message
+        raise MessageNotFound(
+            f"queue {queue} has no message at offset {offset} yet", facts={"offset": offset}
+        )
+
+    async def page(self, queue: QueueId, offset: int, count_max: int = 1_000) -> Page:
+        """Messages of a queue from an offset on, about 1 MiB at most; none at its end.
+
+        Raises:
+            OffsetOutOfRange: the offset is beyond the end, or no longer kept.
+        """
+        request = pb.ReadRequest(queue=queue_to_pb(queue), offset=offset, messages_max=count_max)
 
         async def ask(limit_s: float) -> pb.ReadResponse:
             stub = await self._admin.directory.query(queue.broker)
             return await stub.Read(request, timeout=limit_s)
 
         answer = await self._admin.ask(ask)
-        for batch in answer.batches:
-            first_offset = check_batch(batch, stamped=True).first_offset
-            return _decoded(queue.broker, batch, offset - first_offset)
-        raise MessageNotFound(
-            f"queue {queue} has no message at offset {offset} yet", facts={"offset": offset}
+        messages = (
+            message
+            for batch in answer.batches
+            for message in _decoded_from(queue.broker, batch, offset)
+            if message.offset < answer.next_offset
         )
+        return Page(tuple(messages), answer.next_offset)
 
     async def offset_at(self, queue: QueueId, unix_ms: int) -> int:
         """The first offset of a queue that was stored at or after a time; its end if none was."""
@@ -160,14 +197,34 @@ def _decoded_all(broker: str, messages: Sequence[pb.StoredMessage]) -> tuple[Sto
 def _decoded(broker: str, batch: bytes, index: int) -> StoredMessage:
     header = check_batch(batch, stamped=True)
     (record,) = decode_records(batch, header, [index])
+    return _message(broker, header, record, int(record_lengths(batch, header)[index]))
+
+
+def _decoded_from(broker: str, batch: bytes, offset: int) -> Iterator[StoredMessage]:
+    """The messages of a batch that are not below `offset`."""
+    header = check_batch(batch, stamped=True)
+    indexes = range(max(offset - header.first_offset, 0), header.count)
+    lengths = record_lengths(batch, header).tolist()
+    for record in decode_records(batch, header, indexes):
+        length = lengths[record.offset - header.first_offset]
+        yield _message(broker, header, record, length)
+
+
+def _message(broker: str, header: Header, record: Record, record_bytes: int) -> StoredMessage:
     return StoredMessage(
-        f"{broker}-{header.position:x}-{index:x}",
-        QueueId(header.topic, broker, header.queue_id),
-        record.offset,
-        header.born_unix_ms,
-        header.store_unix_ms,
-        record.tag,
-        record.keys,
-        record.properties,
-        record.body,
+        message_id=f"{broker}-{header.position:x}-{record.offset - header.first_offset:x}",
+        queue=QueueId(header.topic, broker, header.queue_id),
+        offset=record.offset,
+        born_unix_ms=header.born_unix_ms,
+        store_unix_ms=header.store_unix_ms,
+        tag=record.tag,
+        keys=record.keys,
+        properties=record.properties,
+        body=record.body,
+        topic_id=header.topic_id,
+        producer_id=header.producer_id,
+        producer_epoch=header.producer_epoch,
+        sequence=header.sequence,
+        record_bytes=record_bytes,
+        batch_count=header.count,
     )

@@ -8,7 +8,7 @@ goes; a dry run says what that would do, and changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.common.v1 import error_pb2, queue_pb2
@@ -18,8 +18,9 @@ from batonmq.admin import Admin
 from batonmq.common.aio import only_error
 from batonmq.common.errors import InvalidArgument, QueueNotFound, TopicNotFound, Unreachable
 from batonmq.common.rpc import error_from_pb
+from batonmq.core.retries import retry_topic
 from batonmq.core.route import QueueId
-from batonmq.core.targets import Place, Standing, Target, ToTime, place
+from batonmq.core.targets import Place, Standing, Target, ToEarliest, ToOffset, ToTime, place
 from batonmq.group_reports import Group
 from batonmq.operation import Operation
 from batonmq.query import Queries
@@ -34,7 +35,8 @@ class Scope:
     """Which queues of a group are meant.
 
     Attributes:
-        topic: Only this topic; empty for all that the group subscribes to or has progress on.
+        topic: Only this topic; empty for all that the group subscribes to or has progress on, but
+            for its retry topic: what was sent back there comes again in any case.
         queue: Only this broker and queue id of the topic; None for all.
     """
 
@@ -132,21 +134,34 @@ class Resets:
             InvalidArgument: there is nothing to move.
             Unreachable: a broker or service does not answer.
         """
-        found = await self._admin.describe_group(group)
-        if found.model == "broadcasting":
-            raise InvalidArgument(
-                f"group {group} is broadcasting: each member keeps its progress itself",
-                remedy="Reset it where its members keep it.",
-                facts={"field": "group"},
-            )
+        found = await self._movable(group)
         progress = await self._admin.progress(group)
         committed = {queue_from_pb(p.queue.queue): p.committed_offset for p in progress}
         queues = queues_in(scope, found, committed, await self._admin.list_topics())
         standings = await self._standings(queues, committed, target)
         places = {queue: place(target, standing) for queue, standing in standings.items()}
-        if op_id:
-            places |= {q: at for q, at in (await self._moved_by(op_id, group)) if q in places}
-        return _plan(group, places)
+        return _plan(group, places | await self._moved_by(op_id, group, places))
+
+    async def plan_offsets(
+        self, group: str, offsets: Mapping[QueueId, int], op_id: str = ""
+    ) -> Plan:
+        """An offset of its own for each queue, as far as the queue goes.
+
+        Args:
+            op_id: As for `plan`.
+
+        Raises:
+            GroupNotFound, QueueNotFound: as they say.
+            InvalidArgument: there is nothing to move.
+            Unreachable: a broker or service does not answer.
+        """
+        await self._movable(group)
+        standings = await self._standings(sorted(offsets), {}, ToEarliest())
+        places = {
+            queue: place(ToOffset(offsets[queue]), standing)
+            for queue, standing in standings.items()
+        }
+        return _plan(group, places | await self._moved_by(op_id, group, places))
 
     async def reset(self, plan: Plan, operation: Operation, *, dry_run: bool = False) -> Done:
         """Move the queues of a plan."""
@@ -196,7 +211,8 @@ class Resets:
         """Give one group the progress of another, acks above the committed offsets included.
 
         Args:
-            topic: Only this topic; empty for all.
+            topic: Only this topic; empty for all, but the retry topic of `from_group`.
+            dry_run: Tell what it would do, and change nothing.
 
         Raises:
             GroupNotFound: nobody ever joined or created `from_group`.
@@ -228,13 +244,29 @@ class Resets:
 
         return tuple(map(_recorded_from_pb, (await self._admin.ask(ask)).resets))
 
-    async def _moved_by(self, op_id: str, group: str) -> list[tuple[QueueId, Place]]:
-        return [
-            (QueueId(step.topic, step.broker, step.queue_id), Place(step.to_offset))
+    async def _movable(self, group: str) -> Group:
+        found = await self._admin.describe_group(group)
+        if found.model == "broadcasting":
+            raise InvalidArgument(
+                f"group {group} is broadcasting: each member keeps its progress itself",
+                remedy="Reset it where its members keep it.",
+                facts={"field": "group"},
+            )
+        return found
+
+    async def _moved_by(
+        self, op_id: str, group: str, queues: Collection[QueueId]
+    ) -> dict[QueueId, Place]:
+        """Where an operation, if there was one of this id, has put which of the queues."""
+        if not op_id:
+            return {}
+        return {
+            queue: Place(step.to_offset)
             for recorded in await self.history(group)
             if recorded.op_id == op_id
             for step in recorded.steps
-        ]
+            if (queue := QueueId(step.topic, step.broker, step.queue_id)) in queues
+        }
 
     async def _reset(self, request: pb.ResetRequest) -> Sequence[pb.ResetOutcome]:
         async def ask(limit_s: float) -> pb.ResetResponse:
@@ -289,7 +321,7 @@ def queues_in(
         raise TopicNotFound(f"topic {scope.topic} does not exist", facts={"topic": scope.topic})
     wanted = {subscription.topic for subscription in group.subscriptions}
     wanted |= {queue.topic for queue in progress}
-    names = {scope.topic} if scope.topic else wanted & there.keys()
+    names = {scope.topic} if scope.topic else wanted & there.keys() - {retry_topic(group.name)}
     queues = sorted(queue for name in names for queue in there[name].queues)
     if not queues:
         raise InvalidArgument(

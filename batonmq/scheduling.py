@@ -20,6 +20,7 @@ from batonmq.common.batcher import Batcher
 from batonmq.common.clock import Clock
 from batonmq.common.errors import (
     BatonError,
+    DuplicateSequence,
     InvalidArgument,
     NotWritable,
     QueueNotFound,
@@ -27,9 +28,10 @@ from batonmq.common.errors import (
     Unreachable,
 )
 from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.core.records import BatchBuilder, Message, encode_record
+from batonmq.core.compression import Packing
+from batonmq.core.records import BatchBuilder, Message
 from batonmq.core.route import QueueId
-from batonmq.core.sending import SEQUENCE_LIMIT
+from batonmq.core.sending import SEQUENCE_LIMIT, doubtful
 from batonmq.directory import Directory
 
 REQUEST_ITEMS_MAX = 1_024
@@ -84,6 +86,11 @@ class SchedulingSettings(Protocol):
         """See ProducerSettings."""
         ...
 
+    @property
+    def packing(self) -> Packing:
+        """See ProducerSettings."""
+        ...
+
 
 class Scheduling:
     """See the module.
@@ -101,7 +108,7 @@ class Scheduling:
         settings: SchedulingSettings,
     ) -> None:
         self._directory, self._clock, self._random = directory, clock, random
-        self._group, self._settings = tasks, settings
+        self._group, self._settings, self._packing = tasks, settings, settings.packing
         self._batchers: dict[str, Batcher[pb.ScheduleItem, _Outcome]] = {}
         self._lanes: dict[QueueId, list[_Lane]] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -109,26 +116,36 @@ class Scheduling:
         self._bytes = 0
         self._landed = asyncio.Event()
 
-    async def submit(
-        self, message: Message, deliver_unix_ms: int, choose: Callable[[], QueueId]
-    ) -> PendingSchedule:
-        """Hand over a message; waits only while too much is in flight.
-
-        Args:
-            choose: Gives the queue; asked again if that one takes no messages any more.
-
-        Raises:
-            LimitExceeded, BadBatch: the message can't be sent.
-            QueueNotFound, NotWritable: no queue can be chosen.
-        """
-        record = encode_record(message)
+    async def admit(self, record: bytes) -> None:
+        """Wait until there is room for the record."""
         bytes_max = self._settings.in_flight_bytes_max
         while self._pending and (
             self._bytes + len(record) > bytes_max or len(self._pending) >= IN_FLIGHT_MAX
         ):
             self._landed.clear()
             await self._landed.wait()
-        sending = _Sending(message, record, deliver_unix_ms, choose, self._clock.monotonic_ms())
+
+    def submit(
+        self,
+        message: Message,
+        record: bytes,
+        deliver_unix_ms: int,
+        choose: Callable[[], QueueId],
+    ) -> PendingSchedule:
+        """Hand over a message.
+
+        Args:
+            record: The message, encoded.
+            choose: Gives the queue; asked again if that one takes no messages any more.
+
+        Raises:
+            QueueNotFound, NotWritable: no queue can be chosen.
+        """
+        builder = BatchBuilder(self._packing)
+        builder.add(message, record)
+        sending = _Sending(
+            builder, len(record), deliver_unix_ms, choose, self._clock.monotonic_ms()
+        )
         queue = choose()
         future: asyncio.Future[ScheduleReceipt] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_retrieve)
@@ -198,7 +215,7 @@ class Scheduling:
             if not future.done():
                 future.set_result(receipt)
         finally:
-            self._bytes -= len(sending.record)
+            self._bytes -= sending.bytes_count
             self._pending.discard(future)
             self._landed.set()
 
@@ -243,11 +260,12 @@ class Scheduling:
             outcome = await self._batcher(queue.broker).call(item)
             if isinstance(outcome, pb.ScheduleReceipt):
                 return outcome
+            doubt = unsure and not isinstance(outcome, DuplicateSequence)
             unsure = unsure or outcome.kind in ("UNAVAILABLE", "INTERNAL")
             moved = isinstance(outcome, NotWritable) and not unsure
             over = self._clock.monotonic_ms() >= late_ms
             if over or moved or outcome.retry is Retry.NEVER:
-                raise _Refused(outcome, unsure)
+                raise _Refused(doubtful(outcome) if doubt else outcome, unsure)
             await self._directory.pause(outcome, failures)
             failures += 1
 
@@ -310,16 +328,14 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    message: Message
-    record: bytes
+    builder: BatchBuilder
+    bytes_count: int
     deliver_unix_ms: int
     choose: Callable[[], QueueId]
     begin_ms: int
 
     def item(self, queue: QueueId, lane: _Lane, born_unix_ms: int) -> pb.ScheduleItem:
-        builder = BatchBuilder()
-        builder.add(self.message, self.record)
-        batch = builder.encode(
+        batch = self.builder.encode(
             topic=queue.topic,
             queue_id=queue.queue_id,
             producer=(lane.producer_id, lane.epoch),

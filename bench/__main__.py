@@ -13,7 +13,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from bench import core, delay, growth, memory, ownership, pages, pulls, rebuilds, starts, wire
+from bench import (
+    consumers,
+    core,
+    delay,
+    growth,
+    memory,
+    ownership,
+    pages,
+    pulls,
+    rebuilds,
+    starts,
+    wire,
+)
 from bench.figures import Figure, write
 from bench.setup import Setup
 
@@ -26,6 +38,7 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "latency": wire.latency,
     "sends": wire.sends,
     "pulls": pulls.pulls,
+    "consumers": consumers.consumers,
     "memory": memory.memory,
     "starts": starts.starts,
     "rebuilds": rebuilds.rebuilds,

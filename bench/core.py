@@ -11,11 +11,13 @@ from time import monotonic, perf_counter
 
 from batonmq.common.errors import BatonError
 from batonmq.core.records import tag_hash
+from batonmq.core.subscription import SqlFilter
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import BATCH_BYTES, TOPIC, Setup, batch
 from services.storage.core.filter import HashFilter
 from services.storage.core.store import TopicQueues, Wanted, check
 from services.storage.node import Node, opened
+from services.storage.requests import filter_of
 
 SEGMENT_BYTES = 1 << 30
 BYTES_WRITTEN = 3 * SEGMENT_BYTES // 2
@@ -80,13 +82,24 @@ async def _append_rates(setup: Setup, record_bytes: int) -> tuple[dict[str, floa
 
 
 async def scan(setup: Setup) -> list[Figure]:
-    """How many entries a filter that keeps 1 message in 100 scans, reading what it keeps."""
+    """How many messages filters that keep 1 in 100 scan, reading what they keep."""
     setup.say("filter scan")
     tags = (KEPT_TAG, *(f"tag{number}" for number in range(1, TAGS)))
     raw = batch(100, count=1_000, tags=tags)
-    wanted = HashFilter(frozenset({tag_hash(KEPT_TAG)}))
-    with open_node(setup.folder / "scan") as node:
-        for _ in range(setup.sized(2_000, 100)):
+    by_tag = await _scan(setup, "tags", raw, HashFilter(frozenset({tag_hash(KEPT_TAG)})))
+    properties = [{"price": str(number), "region": "eu"} for number in range(100)]
+    raw = batch(100, count=1_000, properties=properties)
+    by_sql = await _scan(setup, "sql", raw, filter_of("sql: price > 98 AND region = 'eu'"))
+    return [
+        figure("filter that keeps 1 in 100", by_tag, "entries/s", Goal(value_min=5_000_000)),
+        figure("condition that keeps 1 in 100", by_sql, "messages/s", Goal(value_min=300_000)),
+    ]
+
+
+async def _scan(setup: Setup, name: str, raw: bytes, wanted: HashFilter | SqlFilter) -> float:
+    """Messages per second."""
+    with open_node(setup.folder / f"scan-{name}") as node:
+        for _ in range(setup.sized(2_000 if name == "tags" else 200, 100)):
             node.store.append([check(raw)], topics(1), 1)
         sync(node)
         end = node.store.offsets((TOPIC_ID, 0)).next_offset
@@ -99,9 +112,7 @@ async def scan(setup: Setup) -> list[Figure]:
                 offset = reading.next_offset
             return offset / (perf_counter() - begin)
 
-        rate = await interleaved({"scan": scanned}, rounds=5)
-    goal = Goal(value_min=5_000_000)
-    return [figure("filter that keeps 1 in 100", rate["scan"], "entries/s", goal)]
+        return (await interleaved({"scan": scanned}, rounds=5))["scan"]
 
 
 async def _append(node: Node, batches: Sequence[bytes], count: int) -> float:

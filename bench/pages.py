@@ -71,7 +71,7 @@ def _plot_growth(figures: Sequence[Figure]) -> None:
 
 
 def _plot_ratios(figures: Sequence[Figure]) -> None:
-    shown = [one for one in figures if one.ratio is not None and one.goal.startswith("≥")]
+    shown = [one for one in figures if one.goal.startswith("≥") and "of reference" in one.goal]
     if not shown:
         return
     drawing = Drawing(figsize=(9, 0.5 * len(shown) + 1), layout="constrained")

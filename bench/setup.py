@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +33,19 @@ class Setup:
 
 
 def batch(
-    record_bytes: int, *, queue_id: int = 0, count: int = 0, tags: tuple[str, ...] = ("",)
+    record_bytes: int,
+    *,
+    queue_id: int = 0,
+    count: int = 0,
+    tags: Sequence[str] = ("",),
+    properties: Sequence[Mapping[str, str]] = ({},),
 ) -> bytes:
     """An unstamped batch of messages with random bodies.
 
     Args:
         record_bytes: Of each body.
         count: How many; 0 fills a batch of 512 KiB.
-        tags: Taken in turn.
+        tags: Taken in turn, as are `properties`.
     """
     each = record_bytes + RECORD.size + 12
     count = count or BATCH_BYTES // each
@@ -48,6 +53,7 @@ def batch(
     builder = BatchBuilder()
     for index in range(count):
         at = index * record_bytes
-        message = Message(body[at : at + record_bytes], tag=tags[index % len(tags)])
+        tag, named = tags[index % len(tags)], properties[index % len(properties)]
+        message = Message(body[at : at + record_bytes], tag, (), named)
         builder.add(message, encode_record(message))
     return builder.encode(topic=TOPIC, queue_id=queue_id)

@@ -17,14 +17,22 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from batonmq import Admin, Consumer, ConsumerSettings, Producer, QueueId, ReceivedMessage
-from batonmq.common.errors import TopicExists
-from batonmq.consuming.results import RetryLater
+from batonmq import (
+    Admin,
+    Consumer,
+    ConsumerSettings,
+    Producer,
+    QueueId,
+    ReceivedMessage,
+    RetryLater,
+)
 from batonmq.idempotence import RedisStore, SqlStore, by_key, idempotent
 
 TOPIC, GROUP = "payments", "booking"
 CLAIM_MS, DONE_MS = 3_000, 7 * 86_400_000
-SETTINGS = ConsumerSettings(consume_from="first", retry_first_ms=500, retry_ms_max=1_000)
+SETTINGS = ConsumerSettings(
+    consume_from="first", send_back=False, retry_first_ms=500, retry_ms_max=1_000
+)
 
 
 class Bank:
@@ -49,10 +57,7 @@ class Bank:
 async def send(nameserver: str, payments: Sequence[str]) -> None:
     """Send every payment twice, as a shop does that did not get its answer."""
     async with Admin(nameserver) as admin, Producer(nameserver) as producer:
-        try:
-            await admin.create_topic(TOPIC, 4)
-        except TopicExists:
-            print("the topic is there already")
+        await admin.create_topic(TOPIC, 4)
         for payment in [*payments, *payments]:
             await producer.send(TOPIC, b"10 EUR", keys=[payment])
 

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from batonmq.cli import cluster, group, lock, message, topic
+from batonmq.cli import (
+    bench,
+    cluster,
+    config,
+    context_file,
+    debug,
+    dlq,
+    group,
+    lock,
+    message,
+    mqadmin,
+    topic,
+)
+from batonmq.cli import context as contexts
 from batonmq.cli.cancel import cancel
+from batonmq.cli.complete import contexts_that_begin, default_config
 from batonmq.cli.consume import consume
+from batonmq.cli.context_file import Context, ContextError
 from batonmq.cli.demo import demo
 from batonmq.cli.fsck import fsck
-from batonmq.cli.output import Form
+from batonmq.cli.output import Form, Output
 from batonmq.cli.produce import produce
-from batonmq.cli.resets import clone, reset, resets
+from batonmq.cli.resets import clone, reset_offsets, resets
 from batonmq.cli.session import DEFAULT_NAMESERVER, Defaults
 from batonmq.cli.stuck import lag, why_stuck
+from batonmq.cli.topic_stats import stats
+from batonmq.cli.trace import trace
 from batonmq.cli.up import up
 
 app = typer.Typer(
@@ -39,32 +57,108 @@ def _print_version(wanted: bool) -> None:
 def baton(
     context: typer.Context,
     nameserver: Annotated[
-        str,
+        str | None,
         typer.Option(
             envvar="BATON_NAMESERVER",
             metavar="HOST:PORT",
-            help="Address of a nameserver; several separated by commas.",
+            help="Address of a nameserver; several separated by commas. By default what the "
+            f"context says, or {DEFAULT_NAMESERVER}.",
+            show_default=False,
         ),
-    ] = DEFAULT_NAMESERVER,
-    form: Annotated[Form, typer.Option("--format", help="What to print.")] = Form.TABLE,
+    ] = None,
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            "--format",
+            envvar="BATON_FORMAT",
+            help="What to print. By default what the context says, or table.",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--context",
+            envvar="BATON_CONTEXT",
+            metavar="NAME",
+            help="Use this context; see baton context.",
+            show_default=False,
+            autocompletion=contexts_that_begin,
+        ),
+    ] = "",
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            envvar="BATON_CONFIG",
+            dir_okay=False,
+            metavar="FILE",
+            help=f"File of the contexts. By default {default_config()}.",
+            show_default=False,
+        ),
+    ] = None,
     _version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Version.")
     ] = False,
 ) -> None:
     """A message broker whose queues change hands like a baton."""
-    context.obj = Defaults(nameserver, form)
+    path = file or default_config()
+    try:
+        chosen = _chosen(path, name, lenient=context.invoked_subcommand == "context")
+    except ContextError as error:
+        Output(form or Form.TABLE).failure("BAD_CONTEXT", str(error), "See: baton context list.")
+        raise typer.Exit(1) from error
+    if _on_command_line(context, "name"):  # who names a cluster does not mean that of a variable
+        if not _on_command_line(context, "nameserver"):
+            nameserver = chosen.nameserver or nameserver
+        if not _on_command_line(context, "form") and chosen.format:
+            form = Form(chosen.format)
+    usual = Form(chosen.format) if chosen.format else Form.TABLE
+    context.obj = Defaults(
+        nameserver or chosen.nameserver or DEFAULT_NAMESERVER,
+        form or usual,
+        chosen.by or "",
+        path,
+    )
+
+
+def _on_command_line(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _chosen(path: Path, name: str, *, lenient: bool) -> Context:
+    """The context that is asked for, or the current one, or an empty one.
+
+    Args:
+        lenient: A current one that is missing does not matter: the command may mend that.
+    """
+    known = context_file.read(path)
+    wanted = name or known.current
+    if not wanted or (lenient and wanted not in known.by_name):
+        return Context()
+    return known.get(wanted)
 
 
 app.command()(up)
 app.command()(produce)
 app.command()(consume)
+topic.app.command()(stats)
 app.add_typer(topic.app, name="topic")
 message.app.command()(cancel)
+message.app.command()(trace)
 app.add_typer(message.app, name="message")
-for command in (reset, resets, clone, why_stuck, lag):
+for command in (reset_offsets, resets, clone, why_stuck, lag):
     group.app.command()(command)
+group.app.command("reset", hidden=True)(reset_offsets)
 app.add_typer(group.app, name="group")
+app.add_typer(dlq.app, name="dlq")
 app.add_typer(lock.app, name="lock")
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(bench.app, name="bench")
+app.add_typer(config.app, name="config")
+app.add_typer(debug.app, name="debug")
+app.add_typer(mqadmin.app, name="mqadmin")
+app.add_typer(contexts.app, name="context")
 app.command()(demo)
 app.command()(fsck)

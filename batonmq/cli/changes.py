@@ -10,24 +10,8 @@ from typing import Annotated
 
 import typer
 
-from batonmq.cli.session import Session
+from batonmq.cli.session import Defaults, Session
 from batonmq.operation import Operation
-
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask before it is done.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Tell what would happen and change nothing.")
-]
-ReasonOption = Annotated[str, typer.Option(help="Why; it is recorded.", show_default=False)]
-ByOption = Annotated[
-    str, typer.Option(help="Who does it; by default user@host.", show_default=False)
-]
-OpIdOption = Annotated[
-    str,
-    typer.Option(
-        help="Id of the operation, for repeating the command; by default a new one.",
-        show_default=False,
-    ),
-]
 
 
 def who() -> str:
@@ -39,9 +23,37 @@ def who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
+def named(context: typer.Context, by: str) -> str:
+    """Who does it: as asked for, or as the context says, or user@host."""
+    defaults = context.find_object(Defaults)
+    return by or (defaults.by if defaults else "") or who()
+
+
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask before it is done.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Tell what would happen and change nothing.")
+]
+ReasonOption = Annotated[str, typer.Option(help="Why; it is recorded.", show_default=False)]
+ByOption = Annotated[
+    str,
+    typer.Option(
+        envvar="BATON_BY",
+        help="Who does it; by default what the context says, or user@host.",
+        show_default=False,
+        callback=named,
+    ),
+]
+OpIdOption = Annotated[
+    str,
+    typer.Option(
+        help="Id of the operation, for repeating the command; by default a new one.",
+        show_default=False,
+    ),
+]
+
+
 def operation(by: str, reason: str, op_id: str) -> Operation:
-    """What is to be recorded, the defaults filled in."""
-    by = by or who()
+    """What is to be recorded, under a new id if there is none."""
     return Operation(by, reason, op_id) if op_id else Operation(by, reason)
 
 

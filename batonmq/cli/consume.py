@@ -5,48 +5,89 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, cast
 
 import typer
 
 from batonmq.admin import Admin
+from batonmq.cli.complete import groups_that_begin
 from batonmq.cli.output import Item, printable, wall_time
+from batonmq.cli.places import TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.errors import GroupNotFound, Unreachable
+from batonmq.cli.times import parse_unix_ms
+from batonmq.common.clock import Clock
+from batonmq.common.errors import GroupNotFound, InvalidArgument, Unreachable
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.delays import parse_duration_ms
+from batonmq.core.retries import retry_topic
 from batonmq.core.route import QueueId
+from batonmq.core.starting import ConsumeFrom
+from batonmq.core.subscription import parse_filter
 
 _LOOK_S = 0.2
 
 
-class Start(StrEnum):
-    """Where a group without progress starts."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a group without progress starts.
 
-    FIRST = "first"
-    LAST = "last"
-    TIMESTAMP = "timestamp"
+    Attributes:
+        unix_ms: For timestamp; 0 for half an hour ago.
+    """
+
+    place: ConsumeFrom
+    unix_ms: int = 0
+
+
+FIRST = Start("first")
+
+
+def parse_start(text: str, now_unix_ms: int) -> Start:
+    """A start as people type it: first, last, timestamp, a time, or a span before now.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    if text == "first":
+        return FIRST
+    if text == "last":
+        return Start("last")
+    if text == "timestamp":
+        return Start("timestamp")
+    if text[:1].isdecimal() and text[-1:].isalpha() and not text.endswith("Z"):
+        return Start("timestamp", now_unix_ms - parse_duration_ms(text))
+    return Start("timestamp", parse_unix_ms(text))
 
 
 def consume(
     context: typer.Context,
-    topic: Annotated[str, typer.Argument(help="Topic to read.")],
+    topic: TopicArgument,
     *,
-    group: Annotated[str, typer.Option(help="Consumer group; its progress is kept.")],
+    group: Annotated[
+        str,
+        typer.Option(
+            help="Consumer group; its progress is kept.", autocompletion=groups_that_begin
+        ),
+    ],
     start: Annotated[
-        Start | None,
+        str,
         typer.Option(
             "--from",
+            metavar="first|last|TIME|SPAN",
             help="Where the group starts on a queue without progress; by default where its "
-            "members do, and first for a new group; timestamp is half an hour ago.",
+            "members do, and first for a new group. A time such as 2026-01-31T08:00:00Z or Unix "
+            "milliseconds, a span before now such as 2h; timestamp is half an hour ago.",
             show_default=False,
         ),
-    ] = None,
+    ] = "",
     expression: Annotated[
-        str, typer.Option("--filter", help="Tags joined by ||, or * for all.")
+        str,
+        typer.Option(
+            "--filter", help="* for all, tags joined by ||, or a condition: sql: a > 5 AND b = 'x'"
+        ),
     ] = "*",
     count: Annotated[
         int | None, typer.Option(min=1, help="End after so many messages.", show_default=False)
@@ -60,10 +101,15 @@ def consume(
     """Print messages as a member of a group, and acknowledge each once it is printed.
 
     Ends when the group has handled what was in the queues at the start; with --count earlier;
-    with --follow never by itself. Leaves the group in good order, also on Ctrl-C.
+    with --follow never by itself. Leaves the group in good order, also on Ctrl-C and SIGTERM: its
+    queues pass to other members at once, and nothing that was printed comes again.
     """
+    try:
+        begin = parse_start(start, Clock().unix_ms()) if start else None
+    except InvalidArgument as error:
+        raise typer.BadParameter(f"{error.message}. {error.remedy}") from error
     session = open_session(context, nameserver, form)
-    reading = _Reading(session, group, topic, expression, start, count)
+    reading = _Reading(session, group, topic, expression, begin, count)
     session.run(reading.run(follow=follow), endless=follow)
 
 
@@ -78,10 +124,9 @@ class _Reading:
 
     async def run(self, *, follow: bool) -> None:
         """Print until the count, the end or a signal."""
-        wanted = {self.topic: self.expression}
+        wanted = {self.topic: parse_filter(self.expression).canonical()}  # before anybody is asked
         async with Admin(self.session.nameserver) as admin:
-            start = self.start or await self._usual_start(admin)
-            settings = ConsumerSettings(consume_from=start.value, commit_interval_ms=500)
+            settings = await self._settings(admin)
             consumer = Consumer(self.session.nameserver, self.group, wanted, settings)
             ends = await self._ends(admin)
             async with consumer, asyncio.TaskGroup() as tasks:
@@ -99,12 +144,29 @@ class _Reading:
             if number == self.count:
                 consumer.stop()
 
-    async def _usual_start(self, admin: Admin) -> Start:
+    async def _settings(self, admin: Admin) -> ConsumerSettings:
+        """What all members have to agree on as the group has it, if there is one.
+
+        A new group gets no retry topic only because somebody looks at messages.
+        """
+        start = self.start or FIRST
+        settings = ConsumerSettings(
+            consume_from=start.place,
+            start_unix_ms=start.unix_ms,
+            commit_interval_ms=500,
+            send_back=False,
+        )
         try:
             group = await admin.describe_group(self.group)
         except GroupNotFound:
-            return Start.FIRST
-        return Start(group.consume_from) if group.subscriptions else Start.FIRST
+            return settings
+        if not group.subscriptions:
+            return settings
+        if self.start is None:
+            usual = cast(ConsumeFrom, group.consume_from)
+            settings = replace(settings, consume_from=usual)
+        sends_back = retry_topic(self.group) in {s.topic for s in group.subscriptions}
+        return replace(settings, orderly=group.orderly, send_back=sends_back)
 
     async def _ends(self, admin: Admin) -> dict[QueueId, int]:
         """The next offset of every queue of the topic."""

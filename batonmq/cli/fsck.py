@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from batonmq.cli.output import Form
 from batonmq.cli.session import FormatOption, open_session
 
 
@@ -42,7 +43,7 @@ def fsck(
         "services.storage.fsck",
         str(folder),
         "--format",
-        chosen.value,
+        "json" if chosen is Form.JSON else "table",
     ]
     # Not an import: the command is installed where services are not. -P: a folder called
     # `services` where the command was given is not ours.

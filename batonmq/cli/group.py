@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from batonmq.admin import Admin, Strategy
-from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm, who
+from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, counted, described, differences, wall_time
+from batonmq.cli.places import GroupArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.common.errors import GroupNotFound
 from batonmq.group_reports import Group, GroupProgress, RefusedClient, Subscription
@@ -19,7 +20,6 @@ from batonmq.group_reports import Group, GroupProgress, RefusedClient, Subscript
 app = typer.Typer(
     help="Look at consumer groups, change them, move their progress.", no_args_is_help=True
 )
-NameArgument = Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")]
 
 
 class Policy(StrEnum):
@@ -71,6 +71,31 @@ _SETTINGS_COLUMNS: Columns = {
     "OWNERSHIP": "ownership",
     "STRATEGY": "strategy",
 }
+_SETTINGS_MORE: Columns = {
+    "MODEL": "model",
+    "FROM": "consume_from",
+    "ORDERLY": lambda item: "yes" if item["orderly"] else "no",
+    "POLICY": "policy",
+    "OWNERSHIP": "ownership",
+    "STRATEGY": "strategy",
+    "SUBSCRIPTION": "subscription_generation",
+}
+_MORE_QUEUE_COLUMNS: Columns = {"TOKEN": "token"}
+_MEMBER_COLUMNS: Columns = {
+    "GROUP": "group",
+    "CONSUMER-ID": lambda item: f"{item['incarnation_id']:016x}",
+    "HOST": "host",
+    "CLIENT-ID": "client_id",
+    "#PARTITIONS": lambda item: len(item["queues"]),
+    "JOINED": lambda item: wall_time(item["join_unix_ms"]),
+    "DIFFERS": lambda item: "yes" if item["differs"] else "no",
+}
+_MORE_MEMBER_COLUMNS: Columns = {
+    "ROOM": "room",
+    "ASSIGNMENT": lambda item: ",".join(
+        f"{q['topic']}/{q['broker']}/{q['queue_id']}" for q in item["queues"]
+    ),
+}
 _QUEUE_COLUMNS: Columns = {
     "GROUP": "group",
     "TOPIC": "topic",
@@ -99,13 +124,13 @@ def list_(
 async def _list(session: Session) -> None:
     async with Admin(session.nameserver) as admin:
         groups = await admin.list_groups()
-    session.output.items([asdict(group) for group in groups], _COLUMNS)
+    session.output.items([asdict(group) for group in groups], _COLUMNS, _SETTINGS_MORE)
 
 
 @app.command()
 def describe(
     context: typer.Context,
-    name: NameArgument,
+    name: GroupArgument,
     *,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
@@ -124,16 +149,47 @@ async def _describe(session: Session, name: str) -> None:
     ]
     refused = [_refused_item(client) for client in progress.refused]
     item = asdict(progress.group) | {"queues": queues, "refused": refused}
-    session.output.detail(item, queues, _QUEUE_COLUMNS)
+    session.output.detail(item, queues, _QUEUE_COLUMNS, _MORE_QUEUE_COLUMNS)
     for line in ("", *about(progress)):
         session.output.note(line)
     session.output.problems(progress.problems)
 
 
 @app.command()
+def members(
+    context: typer.Context,
+    name: GroupArgument,
+    *,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """List the members of a group, and how many queues each is dealt."""
+    session = open_session(context, nameserver, form)
+    session.run(_members(session, name))
+
+
+async def _members(session: Session, name: str) -> None:
+    async with Admin(session.nameserver) as admin:
+        group = await admin.describe_group(name)
+    items = [
+        {"group": name}
+        | asdict(member)
+        | {
+            "queues": [
+                {"topic": dealt.topic, "broker": dealt.broker, "queue_id": dealt.queue_id}
+                for dealt in group.assignments
+                if dealt.client_id == member.client_id
+            ]
+        }
+        for member in group.members
+    ]
+    session.output.items(items, _MEMBER_COLUMNS, _MORE_MEMBER_COLUMNS)
+
+
+@app.command()
 def update(
     context: typer.Context,
-    name: NameArgument,
+    name: GroupArgument,
     *,
     policy: Annotated[
         Policy | None,
@@ -188,7 +244,7 @@ async def _update(
 @app.command()
 def pause(
     context: typer.Context,
-    name: NameArgument,
+    name: GroupArgument,
     *,
     reason: Annotated[str, typer.Option(help="Why; it is shown to whoever wonders.")],
     by: ByOption = "",
@@ -197,7 +253,7 @@ def pause(
 ) -> None:
     """Stop the deliveries of a group. What was delivered is still handled and acknowledged."""
     session = open_session(context, nameserver, form)
-    session.run(_pause(session, name, by or who(), reason))
+    session.run(_pause(session, name, by, reason))
 
 
 async def _pause(session: Session, name: str, by: str, reason: str) -> None:
@@ -208,7 +264,7 @@ async def _pause(session: Session, name: str, by: str, reason: str) -> None:
 @app.command()
 def resume(
     context: typer.Context,
-    name: NameArgument,
+    name: GroupArgument,
     *,
     reason: Annotated[str, typer.Option(help="Why.", show_default=False)] = "",
     by: ByOption = "",
@@ -217,7 +273,7 @@ def resume(
 ) -> None:
     """Let the deliveries of a paused group go on."""
     session = open_session(context, nameserver, form)
-    session.run(_resume(session, name, by or who(), reason))
+    session.run(_resume(session, name, by, reason))
 
 
 async def _resume(session: Session, name: str, by: str, reason: str) -> None:
@@ -228,17 +284,20 @@ async def _resume(session: Session, name: str, by: str, reason: str) -> None:
 @app.command()
 def delete(
     context: typer.Context,
-    name: NameArgument,
+    name: GroupArgument,
     *,
     yes: YesOption = False,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
-    """Delete a group without members, and its progress. There is no way back."""
+    """Delete a group without members, its progress and its retry topic. There is no way back.
+
+    Its dead letters stay.
+    """
     check_can_ask(yes=yes)
     session = open_session(context, nameserver, form)
     if not yes:
-        confirm(session, f"Delete group {name} and its progress?")
+        confirm(session, f"Delete group {name}, its progress and its retry topic?")
     session.run(_delete(session, name))
 
 

@@ -9,23 +9,15 @@ from typing import Annotated
 import typer
 
 from batonmq.admin import Admin
-from batonmq.cli.changes import (
-    ByOption,
-    OpIdOption,
-    YesOption,
-    check_can_ask,
-    confirm,
-    operation,
-)
+from batonmq.cli.changes import ByOption, OpIdOption, ReasonOption, operation
 from batonmq.cli.output import Columns, counted, described, duration
+from batonmq.cli.places import GroupArgument, TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.core.route import QueueId
 from batonmq.locks import LockDetail, Locks
 from batonmq.operation import Operation
 
 app = typer.Typer(help="Look at the locks on queues, and break them.", no_args_is_help=True)
-GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")]
-TopicArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Its topic.")]
 BrokerArgument = Annotated[str, typer.Argument(metavar="BROKER", help="The queue's broker.")]
 QueueArgument = Annotated[int, typer.Argument(metavar="QUEUE", min=0, help="The queue's index.")]
 
@@ -41,6 +33,10 @@ _COLUMNS: Columns = {
     "LEASE-AGE": lambda item: item["client_id"] and duration(item["lease_age_ms"]),
     "SUBSCRIPTION": lambda item: item["subscription_generation"] or None,
     "WAITERS": lambda item: ",".join(item["waiters"]),
+}
+_MORE_COLUMNS: Columns = {
+    "GENERATION": "generation",
+    "INCARNATION": lambda item: item["incarnation_id"] and f"{item['incarnation_id']:016x}",
 }
 _KEPT_COLUMNS: Columns = {
     "GROUP": "group",
@@ -67,11 +63,11 @@ def list_(
 async def _list(session: Session, group: str, topic: str) -> None:
     async with Admin(session.nameserver) as admin:
         locks = await admin.list_locks(group, topic)
-    session.output.items([asdict(lock) for lock in locks], _COLUMNS)
+    session.output.items([asdict(lock) for lock in locks], _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()
-def describe(
+def show(
     context: typer.Context,
     group: GroupArgument,
     topic: TopicArgument,
@@ -83,10 +79,10 @@ def describe(
 ) -> None:
     """Show everything known of one lock: its lease, a hand-over under way, the last refusals."""
     session = open_session(context, nameserver, form)
-    session.run(_describe(session, group, QueueId(topic, broker, queue_id)))
+    session.run(_show(session, group, QueueId(topic, broker, queue_id)))
 
 
-async def _describe(session: Session, group: str, queue: QueueId) -> None:
+async def _show(session: Session, group: str, queue: QueueId) -> None:
     async with Admin(session.nameserver) as admin:
         detail = await Locks(admin).describe(group, queue)
     lock = asdict(detail.lock)
@@ -102,22 +98,24 @@ async def _describe(session: Session, group: str, queue: QueueId) -> None:
             for d in detail.denials
         ],
     }
-    session.output.detail(item, [lock], _COLUMNS)
+    session.output.detail(item, [lock], _COLUMNS, _MORE_COLUMNS)
     for line in ("", *about(detail)):
         session.output.note(line)
 
 
-@app.command("force-release")
-def force_release(
+@app.command()
+def release(
     context: typer.Context,
     group: GroupArgument,
     topic: TopicArgument,
     broker: BrokerArgument,
     queue_id: QueueArgument,
     *,
-    reason: Annotated[str, typer.Option(help="Why; it is recorded.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Do it; without, only the owner is shown.")
+    ] = False,
+    reason: ReasonOption = "",
     by: ByOption = "",
-    yes: YesOption = False,
     op_id: OpIdOption = "",
     nameserver: NameserverOption = None,
     form: FormatOption = None,
@@ -128,14 +126,15 @@ def force_release(
     flagged as redelivered, while the old one may still be at work on it. The same one, if it lives
     and is still dealt the queue, asks for it at once and goes on.
     """
-    check_can_ask(yes=yes)
+    if force and not reason:
+        raise typer.BadParameter("--reason is missing")
     session = open_session(context, nameserver, form)
     queue = QueueId(topic, broker, queue_id)
-    if not yes:
-        confirm(
-            session, f"Take {queue} from its owner in {group}? What is in its hands may come again."
-        )
-    session.run(_force_release(session, group, queue, operation(by, reason, op_id)))
+    if force:
+        session.run(_force_release(session, group, queue, operation(by, reason, op_id)))
+        return
+    session.run(_show(session, group, queue))
+    session.output.note("nothing was changed; take it away with --force --reason WHY")
 
 
 async def _force_release(session: Session, group: str, queue: QueueId, done: Operation) -> None:
@@ -153,6 +152,9 @@ async def _force_release(session: Session, group: str, queue: QueueId, done: Ope
         f"{queue} is taken from {taken.client_id or 'nobody'}; it may have had "
         f"{counted(taken.maybe_seen_count, 'message')} in hand; the token is {taken.token} now",
     )
+
+
+app.command("describe", hidden=True)(show)
 
 
 @app.command("release-all")
@@ -192,7 +194,7 @@ async def _release_all(session: Session, client_id: str, group: str) -> None:
     if kept:
         session.output.note(
             "a queue is kept until its owner closes it or its lease ends; "
-            "see baton lock force-release"
+            "see baton lock release --force"
         )
 
 

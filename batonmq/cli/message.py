@@ -12,6 +12,7 @@ from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.common.errors import InvalidArgument, MessageNotFound, QueueNotFound
+from batonmq.core.redriving import DeadLetter
 from batonmq.core.route import QueueId
 from batonmq.query import Queries, StoredMessage
 
@@ -89,14 +90,14 @@ async def _find(session: Session, topic: str, key: str, count: int) -> None:
 
 async def _read(session: Session, asked: QueueId, offset: int | None, time: str) -> None:
     async with Admin(session.nameserver) as admin:
-        queue = await _queue(admin, asked)
+        queue = await find_queue(admin, asked)
         queries = Queries(admin)
         if offset is None:
             offset = await queries.offset_at(queue, parse_unix_ms(time))
         _show(session, await queries.at_offset(queue, offset))
 
 
-async def _queue(admin: Admin, asked: QueueId) -> QueueId:
+async def find_queue(admin: Admin, asked: QueueId) -> QueueId:
     """`asked` with its broker, if that can't be but one."""
     detail = await admin.describe_topic(asked.topic)
     queues = [
@@ -134,10 +135,15 @@ def _item(message: StoredMessage) -> Item:
         "keys": list(message.keys),
         "properties": dict(message.properties),
     }
+    return {**item, **body_of(message)}
+
+
+def body_of(message: StoredMessage | DeadLetter) -> Item:
+    """The body for a program; one that is not UTF-8 stands as base64."""
     try:
-        return item | {"body": message.body.decode()}
+        return {"body": message.body.decode()}
     except UnicodeDecodeError:
-        return item | {"body_base64": base64.b64encode(message.body).decode()}
+        return {"body_base64": base64.b64encode(message.body).decode()}
 
 
 def _text(message: StoredMessage) -> str:

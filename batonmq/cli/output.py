@@ -19,6 +19,7 @@ from batonmq.common.errors import BatonError
 Item = Mapping[str, Any]
 Columns = Mapping[str, str | Callable[[Item], object]]
 """Heading to the key of an item, or to what makes the cell from the item."""
+_NONE: Columns = {}
 
 
 class Form(StrEnum):
@@ -28,6 +29,8 @@ class Form(StrEnum):
     """People."""
     JSON = "json"
     """Programs."""
+    WIDE = "wide"
+    """People with room: more columns, and no line is folded."""
 
 
 class Output:
@@ -36,29 +39,33 @@ class Output:
     def __init__(self, form: Form) -> None:
         self.form = form
 
-    def items(self, items: Sequence[Item], columns: Columns) -> None:
-        """A list: a table, or one JSON array."""
+    def items(self, items: Sequence[Item], columns: Columns, more: Columns = _NONE) -> None:
+        """A list: a table, which has `more` columns if it is to be wide, or one JSON array."""
         if self.form is Form.JSON:
             print(json.dumps(list(items), indent=2), flush=True)
             return
+        wide = self.form is Form.WIDE
+        columns = {**columns, **more} if wide else columns
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in columns:
             table.add_column(heading, overflow="fold")
         for item in items:
             table.add_row(*(Text(printable(_cell(item, column))) for column in columns.values()))
         # Not a terminal: as wide as it needs to be, so that a program finds one row per line.
-        width = None if sys.stdout.isatty() else 10_000
+        width = None if sys.stdout.isatty() and not wide else 10_000
         console = Console(width=width, highlight=False)
         with console.capture() as capture:
             console.print(table)
         print("\n".join(map(str.rstrip, capture.get().splitlines())), flush=True)
 
-    def detail(self, item: Item, parts: Sequence[Item], columns: Columns) -> None:
+    def detail(
+        self, item: Item, parts: Sequence[Item], columns: Columns, more: Columns = _NONE
+    ) -> None:
         """One thing with parts: a table of the parts, or one JSON object of all."""
         if self.form is Form.JSON:
             print(json.dumps(item, indent=2), flush=True)
         else:
-            self.items(parts, columns)
+            self.items(parts, columns, more)
 
     def problems(self, problems: Sequence[str]) -> None:
         """What keeps an answer from being complete, or good: told, and the exit status is 1.
@@ -77,12 +84,12 @@ class Output:
 
     def note(self, text: str) -> None:
         """Something a person wants to know beside the result; a program doesn't."""
-        if self.form is Form.TABLE:
-            print(printable(text), flush=True)
+        if self.form is not Form.JSON:
+            print("\n".join(map(printable, text.split("\n"))), flush=True)
 
     def error(self, error: BatonError) -> None:
         """A refusal or failure: its reason, its sentence, its remedy."""
-        if self.form is Form.TABLE:
+        if self.form is not Form.JSON:
             self.failure(error.reason, error.message, error.remedy)
             for line in differences(error):
                 print(f"  {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Queues as people type them, and the options that narrow a command down to some."""
+"""Topics, groups and queues as people type them, and the options that narrow a command down."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-TopicOption = Annotated[str, typer.Option(help="Only this topic.", show_default=False)]
+from batonmq.cli.complete import groups_that_begin, topics_that_begin
+
+TopicArgument = Annotated[
+    str,
+    typer.Argument(metavar="TOPIC", help="Name of the topic.", autocompletion=topics_that_begin),
+]
+GroupArgument = Annotated[
+    str,
+    typer.Argument(metavar="GROUP", help="Name of the group.", autocompletion=groups_that_begin),
+]
+TopicOption = Annotated[
+    str,
+    typer.Option(help="Only this topic.", show_default=False, autocompletion=topics_that_begin),
+]
 QueueOption = Annotated[
     str,
     typer.Option(metavar="BROKER/ID", help="With --topic: only this queue.", show_default=False),

@@ -4,50 +4,77 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import typer
 
+from batonmq.cli.inputs import Parcel, Parse, from_json, from_text, parse_properties, when
 from batonmq.cli.lines import read_lines
 from batonmq.cli.output import Form, Output, counted, wall_time
+from batonmq.cli.places import TopicArgument, parse_queue
+from batonmq.cli.progress import progress
 from batonmq.cli.session import FormatOption, NameserverOption, open_session
-from batonmq.cli.times import parse_unix_ms
+from batonmq.cli.times import parse_rate
 from batonmq.common.errors import BatonError, InvalidArgument
-from batonmq.core.delays import LEVEL_NAMES, parse_duration_ms
+from batonmq.core.delays import LEVEL_NAMES
 from batonmq.core.records import BODY_BYTES_MAX, Message
 from batonmq.core.route import QueueId
 from batonmq.producer import Producer
 from batonmq.producing.receipts import Pending, Receipt
+from batonmq.producing.settings import ProducerSettings
 from batonmq.scheduling import PendingSchedule, ScheduleReceipt
 
 _PENDING_MAX = 10_000
 
 
-class _When(TypedDict, total=False):
-    """Which messages are delivered later: one of these, or none."""
+class Compressed(StrEnum):
+    """How batches are compressed, as people type it."""
 
-    deliver_at_unix_ms: int
-    delay_ms: int
-    delay_level: int
+    NONE = "none"
+    LZ4 = "lz4"
+    ZSTD = "zstd"
+
+
+CompressionOption = Annotated[
+    Compressed, typer.Option(help="Compress batches: lz4 for speed, zstd for size.")
+]
+LINE_BYTES_MAX = 2 * BODY_BYTES_MAX
+"""Longer than any message, also as base64; what is cut off there is refused anyway."""
 
 
 def produce(
     context: typer.Context,
-    topic: Annotated[str, typer.Argument(help="Topic to send to.")],
+    topic: TopicArgument,
     *,
     file: Annotated[
         Path | None,
         typer.Option("--file", exists=True, dir_okay=False, help="Read this, not standard input."),
     ] = None,
+    jsonl: Annotated[
+        bool,
+        typer.Option(
+            "--jsonl",
+            help="Each line is an object: body or body_base64; tag, keys, properties, "
+            "ordering_key, queue, delay, delay_level and deliver_at, which win over the options.",
+        ),
+    ] = False,
     tag: Annotated[str, typer.Option(help="Tag of every message, for filters.")] = "",
     key: Annotated[
         list[str] | None, typer.Option(help="Look-up key of every message; may be repeated.")
     ] = None,
+    properties: Annotated[
+        list[str] | None,
+        typer.Option("--property", metavar="NAME=VALUE", help="Of every message; may be repeated."),
+    ] = None,
     ordering_key: Annotated[
         str | None, typer.Option(help="Send all to the one queue this key belongs to, in order.")
     ] = None,
+    queue: Annotated[
+        str, typer.Option(metavar="BROKER/ID", help="Send all to this queue.", show_default=False)
+    ] = "",
     delay: Annotated[
         str | None, typer.Option(help="Deliver later: 500ms, 10s, 5m, 2h; up to 40d.")
     ] = None,
@@ -59,6 +86,10 @@ def produce(
         int | None,
         typer.Option(min=1, max=18, help=f"Deliver later by a level: {' '.join(LEVEL_NAMES)}."),
     ] = None,
+    rate: Annotated[
+        str, typer.Option(metavar="N/s", help="No more than so many a second.", show_default=False)
+    ] = "",
+    compression: CompressionOption = Compressed.NONE,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
@@ -67,22 +98,22 @@ def produce(
     With --format json: one receipt per line, in the order of the input. What is to be delivered
     later has a schedule id, for: baton message cancel.
     """
-    if sum(option is not None for option in (delay, deliver_at, delay_level)) > 1:
-        raise typer.BadParameter("give only one of --delay, --deliver-at and --delay-level")
     session = open_session(context, nameserver, form)
-    template = Message(b"", tag, tuple(key or ()))
-    when: _When = {}
+    place = parse_queue(topic, queue)
     try:
-        if delay is not None:
-            when = {"delay_ms": parse_duration_ms(delay)}
-        elif deliver_at is not None:
-            when = {"deliver_at_unix_ms": parse_unix_ms(deliver_at)}
-        elif delay_level is not None:
-            when = {"delay_level": delay_level}
+        template = Parcel(
+            Message(b"", tag, tuple(key or ()), parse_properties(properties or [])),
+            ordering_key,
+            QueueId(topic, *place) if place else None,
+            when(delay, deliver_at, delay_level),
+        )
+        per_s = parse_rate(rate) if rate else None
     except InvalidArgument as error:
-        raise typer.BadParameter(f"{error.message}. {error.remedy}") from error
-    sending = _Sending(topic, template, ordering_key, _Summary(session.output), when)
-    session.run(_produce(session.nameserver, file, sending))
+        raise typer.BadParameter(f"{error.message}. {error.remedy}".rstrip(" .")) from error
+    parse = from_json(topic, template) if jsonl else from_text(template)
+    sending = _Sending(topic, parse, per_s, _Summary(session.output))
+    settings = ProducerSettings(compression=compression.value)
+    session.run(_produce(session.nameserver, settings, file, sending))
 
 
 class _Summary:
@@ -144,7 +175,7 @@ class _Summary:
         count = sum(map(len, self._offsets.values()))
         words = [f"{counted(count, 'message')} stored", *sorted(self._durabilities)]
         self._output.note(" ".join(words))
-        if self._output.form is Form.TABLE and self._offsets:
+        if self._output.form is not Form.JSON and self._offsets:
             self._output.items(
                 [
                     {
@@ -178,22 +209,28 @@ class _Sending:
     """Lines on their way: one task hands them over, one waits for the receipts."""
 
     topic: str
-    template: Message
-    ordering_key: str | None
+    parse: Parse
+    per_s: float | None
     summary: _Summary
-    when: _When
     pending: asyncio.Queue[Pending | PendingSchedule | None] = field(default_factory=asyncio.Queue)
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PENDING_MAX))
 
     async def submit(self, producer: Producer, lines: AsyncIterator[bytes]) -> None:
         """Hand over every line, until one is refused."""
+        begin_s, number = asyncio.get_running_loop().time(), 0
         try:
             async for line in lines:
                 await self.room.acquire()
-                message = replace(self.template, body=line)
+                parcel = self.parse(number + 1, line)
+                await self._wait_for_turn(begin_s, number)
+                number += 1
                 self.pending.put_nowait(
                     await producer.submit(
-                        self.topic, message, ordering_key=self.ordering_key, **self.when
+                        self.topic,
+                        parcel.message,
+                        ordering_key=parcel.ordering_key,
+                        queue=parcel.queue,
+                        **parcel.when,
                     )
                 )
         except BatonError as error:
@@ -201,24 +238,35 @@ class _Sending:
         finally:
             self.pending.put_nowait(None)
 
-    async def settle(self, stop: Callable[[], object]) -> None:
-        """Wait for the receipts, in order; the first failure calls `stop`."""
+    async def _wait_for_turn(self, begin_s: float, number: int) -> None:
+        if self.per_s is not None:
+            early_s = begin_s + number / self.per_s - asyncio.get_running_loop().time()
+            if early_s > 0:
+                await asyncio.sleep(early_s)
+
+    async def settle(self, stop: Callable[[], object], told: Callable[[int], None]) -> None:
+        """Wait for the receipts, in order, telling their number; a failure calls `stop`."""
+        number = 0
         while (pending := await self.pending.get()) is not None:
             try:
                 self.summary.add(await pending)
+                told(number := number + 1)
             except BatonError as error:
                 self.summary.fail(error)
                 stop()
             self.room.release()
 
 
-async def _produce(nameserver: str, file: Path | None, sending: _Sending) -> None:
+async def _produce(
+    nameserver: str, settings: ProducerSettings, file: Path | None, sending: _Sending
+) -> None:
     try:
-        async with Producer(nameserver) as producer, asyncio.TaskGroup() as tasks:
-            submitting = tasks.create_task(
-                sending.submit(producer, read_lines(file, BODY_BYTES_MAX))
-            )
-            await sending.settle(submitting.cancel)
+        with progress("messages stored") as told:
+            async with Producer(nameserver, settings) as producer, asyncio.TaskGroup() as tasks:
+                submitting = tasks.create_task(
+                    sending.submit(producer, read_lines(file, LINE_BYTES_MAX))
+                )
+                await sending.settle(submitting.cancel, told)
     finally:
         sending.summary.print()
     sending.summary.raise_failure()

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -38,10 +39,17 @@ FormatOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the options in front of the command say; those behind it win."""
+    """What the options in front of the command say, or else the context; those behind it win.
+
+    Attributes:
+        by: Who is recorded with changes; empty for user@host.
+        config: File of the contexts.
+    """
 
     nameserver: str
     form: Form
+    by: str = ""
+    config: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)

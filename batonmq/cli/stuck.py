@@ -10,17 +10,23 @@ import typer
 
 from batonmq.admin import Admin
 from batonmq.cli.output import Columns, counted
-from batonmq.cli.places import QueueOption, TopicOption, parse_queue
+from batonmq.cli.places import GroupArgument, QueueOption, TopicOption, parse_queue
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.group_reports import Diagnosis
 
-GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")]
 _WHY_COLUMNS: Columns = {
     "QUEUE": lambda item: f"{item['topic']}/{item['broker']}/{item['queue_id']}",
     "LAG": "lag",
     "REASON": "reason",
     "EXPLANATION": "message",
     "REMEDY": "remedy",
+}
+_WHY_MORE: Columns = {
+    "LAG-SECONDS": lambda item: seconds(item["lag_ms"]),
+    "CURRENT-OFFSET": "committed_offset",
+    "LOG-END-OFFSET": "log_end_offset",
+    "CLIENT-ID": "client_id",
+    "EVIDENCE": lambda item: " ".join(f"{k}={v}" for k, v in item["evidence"].items()),
 }
 _LAG_COLUMNS: Columns = {
     "GROUP": "group",
@@ -51,7 +57,7 @@ def why_stuck(
     place = parse_queue(topic, queue)
     session = open_session(context, nameserver, form)
     found = session.run(_look(session, group, topic, place))
-    session.output.items([_item(diagnosis) for diagnosis in found], _WHY_COLUMNS)
+    session.output.items([_item(diagnosis) for diagnosis in found], _WHY_COLUMNS, _WHY_MORE)
     if check and any(diagnosis.stuck for diagnosis in found):
         raise typer.Exit(1)
 

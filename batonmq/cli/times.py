@@ -1,4 +1,4 @@
-"""Times and spans as people type them."""
+"""Times and rates as people type them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from datetime import UTC, datetime
 
 from batonmq.common.errors import InvalidArgument
 
-_UNIT_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
+_DIGITS_OF_A_DATE = range(4, 9)
+_DIGITS_MAX = 15
 
 
 def parse_unix_ms(text: str) -> int:
     """A time as a person gives it, in Unix milliseconds; UTC unless it says otherwise.
 
+    Digits are Unix milliseconds unless they may be meant as a date: `20260131` is that day, and
+    `2026`, of which no day is known, is refused.
+
     Raises:
         InvalidArgument: it is none.
     """
-    if text.isdecimal():
+    if text.isdecimal() and len(text) <= _DIGITS_MAX and len(text) not in _DIGITS_OF_A_DATE:
         return int(text)
     try:
         stamp = datetime.fromisoformat(text)
@@ -30,17 +34,17 @@ def parse_unix_ms(text: str) -> int:
     return round(stamp.timestamp() * 1000)
 
 
-def parse_duration_ms(text: str) -> int:
-    """A span as a person gives it, such as 90s, 2h or 1d12h, in milliseconds.
+def parse_rate(text: str) -> float:
+    """A number of things a second, such as 100, 100/s or 0.5/s.
 
     Raises:
         InvalidArgument: it is none.
     """
-    if not re.fullmatch(r"(\d+(d|h|ms|m|s))+", text):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(/s)?", text)
+    if not found or float(found[1]) == 0:
         raise InvalidArgument(
-            f"{text!r} is no duration",
-            remedy="Use numbers with d, h, m, s or ms, such as 2h or 1d12h.",
-            facts={"field": "duration"},
+            f"{text!r} is no rate",
+            remedy="Use a number of things a second, such as 100/s.",
+            facts={"field": "rate"},
         )
-    parts = re.findall(r"(\d+)(d|h|ms|m|s)", text)
-    return sum(int(number) * _UNIT_MS[unit] for number, unit in parts)
+    return float(found[1])

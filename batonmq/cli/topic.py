@@ -12,11 +12,11 @@ import typer
 from batonmq.admin import Admin
 from batonmq.cli.changes import YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, wall_time
+from batonmq.cli.places import TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.reports import Topic
 
 app = typer.Typer(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
-NameArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Name of the topic.")]
 
 
 class Permission(StrEnum):
@@ -39,6 +39,11 @@ _COLUMNS: Columns = {
     "BROKERS": lambda item: ",".join(item["queue_counts"]),
     "CREATED": lambda item: wall_time(item["create_unix_ms"]),
 }
+_MORE_COLUMNS: Columns = {
+    "ID": "topic_id",
+    "WRITABLE": lambda item: sum(item["writable_counts"].values()),
+    "INHERITED": lambda item: "yes" if item["inherited"] else "no",
+}
 _QUEUE_COLUMNS: Columns = {
     "TOPIC": "topic",
     "BROKER": "broker",
@@ -52,7 +57,7 @@ _QUEUE_COLUMNS: Columns = {
 @app.command()
 def create(
     context: typer.Context,
-    name: NameArgument,
+    name: TopicArgument,
     *,
     queues: Annotated[
         int, typer.Option(min=1, max=1_024, help="Queues, spread evenly over the brokers.")
@@ -71,7 +76,7 @@ async def _create(session: Session, name: str, queues: int) -> None:
     if not done.created:
         session.output.note(f"topic {name} was there already")
     item = _item(done.topic) | {"created": done.created}
-    session.output.detail(item, [item], _COLUMNS)
+    session.output.detail(item, [item], _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command("list")
@@ -86,13 +91,13 @@ def list_(
 async def _list(session: Session) -> None:
     async with Admin(session.nameserver) as admin:
         topics = await admin.list_topics()
-    session.output.items([_item(topic) for topic in topics], _COLUMNS)
+    session.output.items([_item(topic) for topic in topics], _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()
 def describe(
     context: typer.Context,
-    name: NameArgument,
+    name: TopicArgument,
     *,
     nameserver: NameserverOption = None,
     form: FormatOption = None,
@@ -123,7 +128,7 @@ async def _describe(session: Session, name: str) -> None:
 @app.command()
 def update(
     context: typer.Context,
-    name: NameArgument,
+    name: TopicArgument,
     *,
     queues: Annotated[
         int | None,
@@ -166,13 +171,13 @@ async def _update(
         )
     if topic.queue_counts != topic.writable_counts:
         session.output.note("the last queues take no more messages, and go once they are read")
-    session.output.detail(_item(topic), [_item(topic)], _COLUMNS)
+    session.output.detail(_item(topic), [_item(topic)], _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()
 def delete(
     context: typer.Context,
-    name: NameArgument,
+    name: TopicArgument,
     *,
     yes: YesOption = False,
     nameserver: NameserverOption = None,

@@ -24,12 +24,16 @@ def up(
     data_dir: Annotated[
         Path, typer.Option("--data-dir", file_okay=False, help="Where everything is kept.")
     ],
+    *,
     etcd: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Use this etcd and start none.")
     ] = "",
     cluster: Annotated[
         str, typer.Option(help="Name of the cluster, for clusters that share an etcd.")
     ] = "baton",
+    brokers: Annotated[
+        int, typer.Option(min=1, help="Storage nodes to start; never fewer than the folder has.")
+    ] = 1,
     log_level: Annotated[str, typer.Option(help="Lowest level the services log.")] = "INFO",
     form: FormatOption = None,
 ) -> None:
@@ -41,7 +45,11 @@ def up(
     """
     session = open_session(context, None, form)
     options = ClusterOptions(
-        etcd=etcd, cluster=cluster, log_level=log_level, nameserver_port=NAMESERVER_PORT
+        etcd=etcd,
+        cluster=cluster,
+        brokers=max(brokers, len(list(data_dir.glob("storage*")))),
+        log_level=log_level,
+        nameserver_port=NAMESERVER_PORT,
     )
     try:
         session.run(_up(session.output, LocalCluster(data_dir, options)), endless=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Hashable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -45,6 +47,39 @@ async def wait_until(event: asyncio.Event, timeout_ms: int) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+class Lines:
+    """Those who wait under one name go on one by one, in the order in which they came.
+
+    `name in lines` tells whether somebody is there, whom who does not line up would overtake.
+
+    Attributes:
+        count: How many are in all lines, those included whose turn it is.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._locks: dict[Hashable, asyncio.Lock] = {}
+        self._counts: Counter[Hashable] = Counter()
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._locks
+
+    @asynccontextmanager
+    async def turn(self, name: Hashable) -> AsyncIterator[None]:
+        """Wait for one's turn, which ends with the block."""
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        self.count += 1
+        self._counts[name] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self.count -= 1
+            self._counts[name] -= 1
+            if not self._counts[name]:
+                del self._counts[name], self._locks[name]
 
 
 def only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -114,7 +114,7 @@ class BadExpression(BatonError):
 
     reason = "BAD_EXPRESSION"
     kind = "INVALID_ARGUMENT"
-    remedy = "Use * or tags separated by ||."
+    remedy = "Use *, tags separated by ||, or sql: and a condition."
 
 
 class NoDeadline(BatonError):

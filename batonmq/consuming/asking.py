@@ -129,8 +129,7 @@ async def _local_progress(runner: QueueRunner, local: LocalOffsets) -> Start:
     found = local.get(runner.queue)
     if found is None:
         extent = await runner.calls.extent(runner.queue)
-        added = local.added(runner.queue)
-        found = LocalProgress(await _first_offset(runner, extent, added=added))
+        found = LocalProgress(await _first_offset(runner, extent))
         local.put(runner.queue, found)
     return Start(0, 0, found.committed, found.acked)
 
@@ -168,13 +167,13 @@ async def _begin_progress(runner: QueueRunner, offset: int) -> None:
             raise error
 
 
-async def _first_offset(
-    runner: QueueRunner, extent: storage_pb.QueueOffsets, *, added: bool = False
-) -> int:
+async def _first_offset(runner: QueueRunner, extent: storage_pb.QueueOffsets) -> int:
     """Where to start if the group has no progress on the queue."""
     session, queue, found = runner.session, runner.queue, 0
     place = begins_at(
-        session.settings.consume_from, retry=queue.topic == retry_topic(session.group), added=added
+        session.settings.consume_from,
+        retry=queue.topic == retry_topic(session.group),
+        added=(session.local or session.view).added(queue),
     )
     if place == "timestamp":
         request = query_pb.SearchOffsetRequest(

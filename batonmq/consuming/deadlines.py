@@ -77,7 +77,7 @@ class Run:
     __slots__ = ("_cancelling", "_deadlines", "_task", "begin_s", "expired", "extended_ms")
 
     def __init__(self, deadlines: Deadlines) -> None:
-        task = asyncio.current_task()
+        task = asyncio.current_task(deadlines.loop)
         assert task is not None
         self._deadlines, self._task = deadlines, task
         self._cancelling = task.cancelling()
@@ -105,6 +105,14 @@ class Run:
     def allowed_ms(self) -> int:
         """How long it may take; without a bound only what it was extended by."""
         return (self._deadlines.timeout_ms or 0) + self.extended_ms
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the task is to end, and not only what it does here.
+
+        Else a CancelledError is the failure of something else that was waited for.
+        """
+        return self._task.cancelling() > self._cancelling
 
     def extend(self, ms: int) -> None:
         """Give it so much more time; from any thread."""

@@ -47,7 +47,7 @@ async def give_back(runner: QueueRunner) -> None:
 
 
 async def _drain(runner: QueueRunner) -> None:
-    limit_ms = runner.session.settings.drain_timeout_ms
+    limit_ms = runner.session.drain_timeout_ms
     try:
         async with asyncio.timeout(None if limit_ms is None else limit_ms / 1000):
             while runner.progress is not None and runner.progress.running and not runner.fenced:

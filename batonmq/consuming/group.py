@@ -9,7 +9,7 @@ from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import Filter, parse_filter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +26,17 @@ class GroupView:
         subscription_generation: Of `filters`.
         owned: Whether queues are owned; else members read what is assigned to them.
         paused: Who has paused the group and why; empty if nobody has.
+        began: By topic and broker how many queues there were when the group began with the topic.
     """
 
     generation: int = 0
     member: bool = False
     assigned: frozenset[QueueId] = frozenset()
-    filters: Mapping[str, TagFilter] = field(default_factory=dict)
+    filters: Mapping[str, Filter] = field(default_factory=dict)
     subscription_generation: int = 0
     owned: bool = True
     paused: tuple[str, str] | tuple[()] = ()
+    began: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -43,7 +45,7 @@ class GroupView:
         """The view of `me`; `own` is what it subscribes to, if the group is broadcasting."""
         broadcasting = group.model == pb.MESSAGE_MODEL_BROADCASTING
         subscriptions = own if broadcasting else group.subscriptions
-        filters = {each.topic: TagFilter.parse(each.expression) for each in subscriptions}
+        filters = {each.topic: parse_filter(each.expression) for each in subscriptions}
         return cls(
             generation=group.generation,
             member=any(member.incarnation == me for member in group.members),
@@ -52,7 +54,16 @@ class GroupView:
             subscription_generation=group.subscription_generation,
             owned=group.ownership != pb.OWNERSHIP_OFF and not broadcasting,
             paused=(group.pause.by, group.pause.reason) if group.HasField("pause") else (),
+            began={
+                one.topic: {part.broker: part.queue_count for part in one.spread}
+                for one in group.beginnings
+            },
         )
+
+    def added(self, queue: QueueId) -> bool:
+        """Whether the queue came to its topic after the group had begun with the topic."""
+        began = self.began.get(queue.topic)
+        return began is not None and queue.queue_id >= began.get(queue.broker, 0)
 
 
 def assigned(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueId]:

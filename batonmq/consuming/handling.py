@@ -1,7 +1,7 @@
 """Hands messages to the user's function, and sees to what comes of it.
 
-A queue has one task for each of its messages that may be handled at once. A slot, of which the
-whole consumer has so many, is held while the function runs, and no longer.
+A queue has one task for each call that may run at once. A slot, of which the whole consumer has so
+many, is held while the function runs, and no longer.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from batonmq.common.aio import unless
+from batonmq.common.threads import DaemonThreads
 from batonmq.consuming.deadlines import Deadlines, Run
+from batonmq.consuming.forms import Form
 from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import MessageFailed, failure_of
-from batonmq.consuming.retrying import Return, Returns, restore
+from batonmq.consuming.results import MessageFailed
+from batonmq.consuming.retrying import Return, Returns
 from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import Session
 from batonmq.core.retries import Failure, HandleAgain, SendBack, Skip, Stop
@@ -26,35 +29,34 @@ from batonmq.core.route import QueueId
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[ReceivedMessage], Awaitable[object] | object]
-
 
 class Handling:
     """Handles the messages of the runners it is told of.
 
     Args:
+        form: The user's function, and what it takes.
         tasks: Where what runs, runs.
         on_stop: Called when a message has failed too often, and the settings say to stop.
 
     Attributes:
-        deadlines: How long a handler may take.
+        deadlines: How long one call may take.
     """
 
     def __init__(
         self,
         session: Session,
-        handler: Handler,
+        form: Form,
         returns: Returns,
         tasks: asyncio.TaskGroup,
         on_stop: Callable[[MessageFailed], None],
     ) -> None:
         settings = session.settings
-        self._session, self._handler, self._returns = session, handler, returns
+        self._session, self._form, self._returns = session, form, returns
         self._tasks, self._on_stop = tasks, on_stop
-        self._policy = settings.policy
-        self._threads: ThreadPoolExecutor | None = None
-        if not inspect.iscoroutinefunction(handler):
-            self._threads = ThreadPoolExecutor(settings.concurrency, "handler")
+        self._policy, self._metrics = settings.policy, session.metrics
+        self._threads: DaemonThreads | None = None
+        if not inspect.iscoroutinefunction(form.handler):
+            self._threads = DaemonThreads("handler")
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._by_queue: dict[QueueId, list[asyncio.Task[None]]] = {}
         self._ended = False
@@ -78,52 +80,110 @@ class Handling:
         self._ended = True
 
     def close(self) -> None:
-        """Let the threads go; one that hangs is not waited for."""
+        """Let the threads go; for one that hangs nobody waits, the end of the process neither."""
         self.deadlines.close()
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.close()
 
     async def _handle(self, runner: QueueRunner) -> None:
-        """Handle one queue's messages one by one, until cancelled."""
+        """Handle one queue's messages, call by call, until cancelled."""
         while True:
             await runner.arrived.wait()
             await self._slots.acquire()
-            message = None if self._ended else runner.take()
-            if message is None:
+            messages = [] if self._ended else runner.take(self._form.messages_max)
+            if messages:
+                failures = await self._attempt(messages)
+                if failures is None:
+                    runner.finish(messages)
+                else:
+                    await self._meet(runner, messages, failures)
+            else:
                 self._slots.release()
                 if self._ended:
                     return
-                continue
-            restore(message, self._session.group)
-            if await self._settle(runner, message):
-                runner.finish(message)
-            else:
-                runner.give_up(message)
 
-    async def _settle(self, runner: QueueRunner, message: ReceivedMessage) -> bool:
-        """Whether the message is done with: handled, or sent back. A slot is held at the start."""
-        while True:
-            failure = await self._attempt(message)
-            if failure is None:
-                return True
-            if not runner.counts(message):
-                return False
-            decision = self._policy.decide(message.attempts, failure.delay_ms)
-            if isinstance(decision, Stop):
-                self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
-                return False
-            if isinstance(decision, Skip):
-                log.error("given up %r attempts=%d %s", message, message.attempts, failure.error)
-                return True
-            if not isinstance(decision, HandleAgain):
-                delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None
-                return await self._send_back(runner, message, failure, delay_ms)
-            await unless(runner.stopping, asyncio.sleep(decision.delay_ms / 1000))
-            await self._slots.acquire()
-            if self._ended or runner.draining or not runner.counts(message):
-                self._slots.release()
-                return False
-            message.attempts += 1
+    async def _meet(
+        self,
+        runner: QueueRunner,
+        messages: Sequence[ReceivedMessage],
+        failures: Sequence[Failure | None],
+    ) -> None:
+        """See what failed through, each message by itself; the rest is done with.
+
+        What is kept in hand holds its queue up, in order; what is sent back goes together. Where
+        order matters nothing that stands behind a failure counts: it is handled after it.
+        """
+        if self._session.settings.orderly:
+            first = next(index for index, failure in enumerate(failures) if failure is not None)
+            runner.finish(messages[:first])
+            await self._see_through(runner, messages[first], failures[first])
+            for message in messages[first + 1 :]:
+                await self._see_through(runner, message, None)
+            return
+        met = list(zip(messages, failures, strict=True))
+        runner.finish([message for message, failure in met if failure is None])
+        failed = [(message, failure) for message, failure in met if failure is not None]
+        if self._policy.sends_back:
+            async with asyncio.TaskGroup() as tasks:
+                for message, failure in failed:
+                    tasks.create_task(self._see_through(runner, message, failure))
+        else:
+            for message, failure in failed:
+                await self._see_through(runner, message, failure)
+
+    async def _see_through(
+        self, runner: QueueRunner, message: ReceivedMessage, failure: Failure | None
+    ) -> None:
+        """Until the message is done with or given up; without a failure it is handled first."""
+        step: HandleAgain | bool = HandleAgain(0)
+        if failure is not None:
+            step = await self._decide(runner, message, failure)
+        while isinstance(step, HandleAgain):
+            found = await self._again(runner, message, step.delay_ms)
+            step = found if isinstance(found, bool) else await self._decide(runner, message, found)
+        if step:
+            runner.finish([message])
+        else:
+            runner.give_up(message)
+
+    async def _again(
+        self, runner: QueueRunner, message: ReceivedMessage, delay_ms: int
+    ) -> Failure | bool:
+        """Handle a message that is in hand; True if that went well, False if it may not begin."""
+        await unless(runner.stopping, asyncio.sleep(delay_ms / 1000))
+        if runner.paused:
+            await unless(runner.stopping, runner.going.wait())
+        await self._slots.acquire()
+        if self._ended or runner.draining or not runner.counts(message):
+            self._slots.release()
+            return False
+        message.attempts += 1
+        failures = await self._attempt([message])
+        return (failures and failures[0]) or True
+
+    async def _decide(
+        self, runner: QueueRunner, message: ReceivedMessage, failure: Failure
+    ) -> HandleAgain | bool:
+        """What a failure leads to; else whether the message is done with: skipped or sent back."""
+        if not runner.counts(message):
+            return False
+        decision = self._policy.decide(message.attempts, failure.delay_ms)
+        if isinstance(decision, HandleAgain):
+            if self._metrics is not None:
+                self._metrics.retried(message.topic)
+            return decision
+        if isinstance(decision, Stop):
+            self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
+            return False
+        if isinstance(decision, Skip):
+            log.error("given up %r attempts=%d %s", message, message.attempts, failure.error)
+            return True
+        delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None
+        sent = await self._send_back(runner, message, failure, delay_ms)
+        if sent and self._metrics is not None:
+            tell = self._metrics.retried if delay_ms is not None else self._metrics.dead
+            tell(message.topic)
+        return sent
 
     async def _send_back(
         self, runner: QueueRunner, message: ReceivedMessage, failure: Failure, delay_ms: int | None
@@ -135,34 +195,60 @@ class Handling:
         reset_epoch = progress.reset_epoch if progress is not None else 0
         return await self._returns.send(Return(message, reset_epoch, failure, delay_ms, ours))
 
-    async def _attempt(self, message: ReceivedMessage) -> Failure | None:
-        """What speaks against the message being handled. Gives a slot back that was acquired."""
+    async def _attempt(
+        self, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[Failure | None] | None:
+        """What speaks against each message being handled; None if nothing does.
+
+        Gives a slot back that was acquired.
+        """
         run = Run(self.deadlines)
-        message.extender = run.extend
+        failures = await self._called(messages, run)
+        if self._metrics is not None:
+            seconds = self.deadlines.loop.time() - run.begin_s
+            self._metrics.handled(messages[0].topic, len(messages), failures or (), seconds)
+        return failures
+
+    async def _called(
+        self, messages: Sequence[ReceivedMessage], run: Run
+    ) -> Sequence[Failure | None] | None:
+        first, extend = messages[0], run.extend
+        for message in messages:
+            message.extender = extend
         try:
             with run:
-                result = await self._call(message)
-        except Exception as error:
+                result = await self._call(messages)
             if not run.expired:
-                log.exception("handler failed %r attempts=%d", message, message.attempts)
-                return Failure("failed", f"{type(error).__name__}: {error}")
+                return self._form.failures(result, messages)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and run.cancelled:
+                raise
+            if not run.expired:
+                log.exception(
+                    "handler failed %r attempts=%d messages=%d",
+                    first,
+                    first.attempts,
+                    len(messages),
+                )
+                return [Failure("failed", f"{type(error).__name__}: {error}")] * len(messages)
         finally:
-            message.extender = None
-        if run.expired:
-            log.error("handler timed out %r attempts=%d", message, message.attempts)
-            return Failure("timeout", f"handled for more than {run.allowed_ms} ms")
-        return failure_of(result)
+            for message in messages:
+                message.extender = None
+        log.error(
+            "handler timed out %r attempts=%d messages=%d", first, first.attempts, len(messages)
+        )
+        return [Failure("timeout", f"handled for more than {run.allowed_ms} ms")] * len(messages)
 
-    async def _call(self, message: ReceivedMessage) -> object:
+    async def _call(self, messages: Sequence[ReceivedMessage]) -> object:
         if self._threads is not None:
-            future = self._threads.submit(self._handler, message)
+            future = self._threads.submit(partial(self._form.call, messages))
             loop = asyncio.get_running_loop()
             future.add_done_callback(lambda ended: self._thread_ended(loop, ended))
             result = await asyncio.wrap_future(future)
             # A plain function that has only made a coroutine, such as a lambda, is not done yet.
             return await result if inspect.isawaitable(result) else result
         try:
-            return await cast(Awaitable[object], self._handler(message))
+            return await self._form.call(messages)
         finally:
             self._slots.release()
 

@@ -27,7 +27,7 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.core.flow import ByteBudget, FlowLimits, QueueBytes, held_back
 from batonmq.core.records import check_batch, decode_records, tag_hashes
 from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import Filter
 from batonmq.directory import Directory
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Source:
 
     begin: Callable[[QueueId], Awaitable[int]]
     extent: Callable[[QueueId], Awaitable[Extent]]
-    fetch: Callable[[QueueId, int, TagFilter, int], Awaitable[Fetched]]
+    fetch: Callable[[QueueId, int, Filter, int], Awaitable[Fetched]]
     idle_ms: int
 
 
@@ -89,13 +89,14 @@ class Lane:
         position: Offset after the last message that was taken; None while that is not known.
         paused: Whether the caller wants nothing of it now.
         lost_count: Messages that were no longer kept when their turn came.
+        end_offset: The queue reaches so far at least; -1 while nobody has looked.
         error: Why nothing more is fetched; until the next `move`.
     """
 
     def __init__(
         self,
         queue: QueueId,
-        wanted: TagFilter,
+        wanted: Filter,
         policy: OutOfRange,
         budget: ByteBudget,
         arrived: Callable[[], None],
@@ -104,7 +105,7 @@ class Lane:
         self._budget, self._bytes = budget, QueueBytes(budget)
         self.position: int | None = None
         self.paused = False
-        self.lost_count = 0
+        self.lost_count, self.end_offset = 0, -1
         self.error: BatonError | None = None
         self.changed, self.known = asyncio.Event(), asyncio.Event()
         self._moved = asyncio.Event()
@@ -176,6 +177,7 @@ class Lane:
         except (OffsetAheadOfLog, OffsetOutOfRange) as error:
             await self._go_back_inside(source, error)
             return
+        self.end_offset = max(self.end_offset, found.extent.next_offset)
         if self._moved.is_set():
             return
         if found.lost_count and self._policy != "earliest":
@@ -256,7 +258,7 @@ def _final(error: BatonError, failures: int) -> bool:
 
 
 def _decoded(
-    queue: QueueId, found: Fetched, first: int, wanted: TagFilter
+    queue: QueueId, found: Fetched, first: int, wanted: Filter
 ) -> Iterator[ReceivedMessage]:
     codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
     for raw in found.batches:
@@ -267,5 +269,5 @@ def _decoded(
         if codes is not None:
             indexes = indexes[np.isin(tag_hashes(raw, header)[begin:stop], codes)]
         for record in decode_records(raw, header, indexes.tolist()):
-            if wanted.accepts(record.tag):
+            if wanted.accepts(record.tag, record.keys, record.properties):
                 yield ReceivedMessage(queue, 0, header, record, redelivered=False)

@@ -139,6 +139,8 @@ class Membership:
 
         No heartbeat is under way then, and none follows: it would join the group again.
         """
+        if self._left:
+            return
         self._left = True
         session = self._session
         request = pb.LeaveRequest(group=session.group, incarnation=session.incarnation)

@@ -24,11 +24,13 @@ from batonmq.common.errors import (
 )
 from batonmq.common.rpc import from_rpc_error
 from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.retrying import restore
 from batonmq.consuming.session import ranges_from_pb, ranges_to_pb
 from batonmq.core.flow import held_back
 from batonmq.core.inflight import Acks, QueueProgress
 from batonmq.core.records import check_batch, decode_records, tag_hashes
-from batonmq.core.subscription import TagFilter
+from batonmq.core.retries import retry_topic
+from batonmq.core.subscription import Filter
 from batonmq.directory import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -69,11 +71,15 @@ async def _due(runner: QueueRunner) -> bool:
     session = runner.session
     while runner.may_start() and (progress := runner.progress) is not None:
         view = session.view
-        runner.flow = held_back(
-            session.limits,
-            runner.waiting_bytes,
-            waiting_count=len(runner.buffer),
-            span=progress.span,
+        runner.flow = (
+            "paused"
+            if runner.paused
+            else held_back(
+                session.limits,
+                runner.waiting_bytes,
+                waiting_count=len(runner.buffer),
+                span=progress.span,
+            )
         )
         old = view.subscription_generation < runner.bound_generation
         old = old or runner.queue.topic not in view.filters
@@ -141,12 +147,14 @@ async def pull(runner: QueueRunner) -> None:
     runner.pulled(sent_ms)
     progress.note_maybe_seen(ranges_from_pb(answer.redelivered))
     messages = list(_decode(runner, progress, answer, wanted))
+    if runner.queue.topic == retry_topic(session.group):
+        for message in messages:
+            restore(message, session.group)
     progress.receive(answer.next_offset, [message.offset for message in messages])
     if messages:
         runner.buffer.extend(messages)
         runner.waiting_bytes.add(sum(len(message.body) for message in messages))
-        runner.arrived.set()
-        session.available.set()
+        runner.tell_arrived()
     else:
         session.note_unconfirmed(progress.unconfirmed_count)
 
@@ -165,7 +173,7 @@ def _acks_to_pb(progress: QueueProgress, acks: Acks) -> offsets_pb.Acks:
 
 
 def _decode(
-    runner: QueueRunner, progress: QueueProgress, answer: pb.PullResponse, wanted: TagFilter
+    runner: QueueRunner, progress: QueueProgress, answer: pb.PullResponse, wanted: Filter
 ) -> Iterator[ReceivedMessage]:
     first, end = progress.next_offset, answer.next_offset
     codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
@@ -178,7 +186,9 @@ def _decode(
             hits = np.flatnonzero(np.isin(tag_hashes(raw, header)[begin:stop], codes))
             indexes = (hits + begin).tolist()
         for record in decode_records(raw, header, indexes):
-            if progress.is_done(record.offset) or not wanted.accepts(record.tag):
+            if progress.is_done(record.offset):
+                continue
+            if not wanted.accepts(record.tag, record.keys, record.properties):
                 continue
             message = ReceivedMessage(
                 runner.queue,

@@ -21,16 +21,23 @@ from batonmq.common.errors import BatonError, QueueNotFound, Retry, TopicExists,
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import Session
-from batonmq.core.records import BatchBuilder, Message, encode_record
+from batonmq.core.records import (
+    STORED_PROPERTIES_BYTES_MAX,
+    BatchBuilder,
+    Message,
+    encode_record,
+)
 from batonmq.core.retries import (
     PROPERTIES,
     Failure,
     dead_letter_topic,
+    indexed,
     once_id,
     origin_of,
     properties_of,
     retry_topic,
     target,
+    unindexed,
 )
 from batonmq.core.route import QueueId
 from batonmq.core.sending import ONCE_EPOCH
@@ -52,6 +59,7 @@ def restore(message: ReceivedMessage, group: str) -> None:
         log.warning("message in the retry topic without origin %r", message)
         return
     message.origin, attempts = found
+    message.keys = unindexed(message.keys, message.origin)
     message.attempts += attempts
     message.properties = {
         name: value for name, value in message.properties.items() if name not in PROPERTIES
@@ -214,9 +222,11 @@ class Returns:
 def _encode(one: Return, queue: QueueId, once: int, client_id: str) -> bytes:
     received = one.message
     added = properties_of(received.origin, received.attempts, one.failure, client_id)
-    message = Message(received.body, received.tag, received.keys, {**received.properties, **added})
+    keys = indexed(received.keys, received.origin)
+    message = Message(received.body, received.tag, keys, {**received.properties, **added})
     builder = BatchBuilder()
-    builder.add(message, encode_record(message))
+    record = encode_record(message, properties_bytes_max=STORED_PROPERTIES_BYTES_MAX)
+    builder.add(message, record)
     return builder.encode(
         topic=queue.topic,
         queue_id=queue.queue_id,

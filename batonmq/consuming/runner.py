@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 from batonmq.common.aio import unless
@@ -18,7 +19,7 @@ from batonmq.consuming.session import OwnershipEvent, Session
 from batonmq.core.flow import FlowReason, QueueBytes
 from batonmq.core.inflight import Acks, Closing, QueueProgress, Start
 from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import Filter, TagFilter
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ class QueueRunner:
 
     `run` acquires, pulls, and on `unassign` drains, closes and releases. Handlers get messages by
     `take` and report with `finish` or `give_up`; both do nothing for messages of an ownership
-    that is over. In a group whose queues nobody owns (protocol section 15) the token is 0, there
-    is no deadline, and nothing is acquired or given back: progress is read, and committed.
+    that is over. What `pause` holds up is neither pulled nor handed out; the queue stays ours. In a
+    group whose queues nobody owns (protocol section 15) the token is 0, there is no deadline, and
+    nothing is acquired or given back: progress is read, and committed.
 
     Attributes:
         owned: Whether the group's queues are owned; fixed, as a group that changes drops it all.
@@ -42,6 +44,7 @@ class QueueRunner:
         filter: By which the last pull was made.
         fenced: Whether the token is not valid any more.
         flow: What the next pull waits for; None if for nothing.
+        going: Set unless the user wants the queue to wait.
         waiting_bytes: Bytes of the bodies in `buffer`.
         unassigned: Set when the queue is not ours any more by the group's record.
         stopping: Set while no message may be started.
@@ -58,15 +61,21 @@ class QueueRunner:
         self.owned = session.view.owned
         self.progress: QueueProgress | None = None
         self.token = self.bound_generation = self.lineage = 0
-        self.filter = TagFilter(None)
+        self.filter: Filter = TagFilter(None)
         self.buffer: deque[ReceivedMessage] = deque()
         self.waiting_bytes = QueueBytes(session.budget)
         self.fenced = False
         self.flow: FlowReason | None = None
-        self.unassigned, self.stopping = asyncio.Event(), asyncio.Event()
+        self.unassigned, self.stopping, self.going = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self.arrived, self.freed, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.changed, self.interrupted = asyncio.Event(), asyncio.Event()
         self.lease_ms = 30_000
+        if queue not in session.paused:
+            self.going.set()
         self._deadline_ms = 0
         self._useful = False
 
@@ -79,6 +88,11 @@ class QueueRunner:
     def draining(self) -> bool:
         """Whether no message is started any more; `stopping` is the event for it."""
         return self.stopping.is_set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the user wants the queue to wait; `going` is the event for its end."""
+        return not self.going.is_set()
 
     @property
     def holding(self) -> bool:
@@ -147,7 +161,28 @@ class QueueRunner:
         if self.owned:
             self.renew(sent_ms, self.lease_ms)
 
+    # ---- what the user wants
+
+    def pause(self) -> None:
+        """Pull nothing and hand nothing out until `resume`."""
+        self.going.clear()
+        self.flow = "paused"
+        self.interrupted.set()
+
+    def resume(self) -> None:
+        """Go on."""
+        self.going.set()
+        self.flow = None
+        self.changed.set()
+        if self.buffer:
+            self.tell_arrived()
+
     # ---- handlers
+
+    def tell_arrived(self) -> None:
+        """There may be something to take."""
+        self.arrived.set()
+        self.session.available.set()
 
     def may_start(self) -> bool:
         """Whether a message may be started now: ours, not draining, deadline not passed."""
@@ -159,35 +194,46 @@ class QueueRunner:
             return False
         return True
 
-    def take(self) -> ReceivedMessage | None:
-        """Start the next message; None if there is none, or none may be started."""
-        while self.buffer:
-            if not self.may_start():
+    def take(self, count_max: int = 1) -> list[ReceivedMessage]:
+        """Start the next messages, in order; none if none wait, or none may be started.
+
+        One that has failed before comes alone: if it fails again it takes no other with it.
+        """
+        if not self.buffer or self.paused or not self.may_start():
+            self.arrived.clear()
+            return []
+        assert self.progress is not None
+        buffer, start, body_bytes = self.buffer, self.progress.start, 0
+        taken: list[ReceivedMessage] = []
+        while buffer and len(taken) < count_max:
+            message = buffer[0]
+            if message.attempts and taken:
                 break
-            message = self.buffer.popleft()
-            if self.waiting_bytes.remove(len(message.body)):
-                self.session.room_again()
-            if self.progress is not None and self.progress.start(message.offset):
-                message.attempts += 1
-                if 2 * len(self.buffer) <= self.session.settings.buffer_messages_max:
-                    self.changed.set()
-                return message
-        self.arrived.clear()
-        return None
+            body_bytes += len(buffer.popleft().body)
+            if start(message.offset):
+                taken.append(message)
+                if message.attempts:
+                    break
+        for message in taken:
+            message.attempts += 1
+        if self.waiting_bytes.remove(body_bytes):
+            self.session.room_again()
+        if 2 * len(buffer) <= self.session.settings.buffer_messages_max:
+            self.changed.set()
+        return taken
 
     def counts(self, message: ReceivedMessage) -> bool:
         """Whether it still matters how the handling of `message` ends."""
         return self.progress is not None and message.lineage == self.lineage
 
-    def finish(self, message: ReceivedMessage) -> bool:
-        """The message is handled; False if that no longer counts."""
+    def finish(self, messages: Sequence[ReceivedMessage]) -> None:
+        """These, which were taken together, are handled."""
         progress = self.progress
-        if progress is None or not self.counts(message):
-            return False
-        counted = progress.finish(message.offset)
-        self.session.note_unconfirmed(progress.unconfirmed_count)
-        self.ended.set()
-        return counted
+        if messages and progress is not None and self.counts(messages[0]):
+            for message in messages:
+                progress.finish(message.offset)
+            self.session.note_unconfirmed(progress.unconfirmed_count)
+            self.ended.set()
 
     def give_up(self, message: ReceivedMessage) -> None:
         """The message was started and will not be handled by this ownership."""
@@ -284,6 +330,9 @@ class QueueRunner:
     def _tell(
         self, kind: Literal["granted", "draining", "released", "fenced"], token: int = 0
     ) -> None:
-        self.session.on_ownership(
-            OwnershipEvent(kind, self.queue, token or self.token, self.session.clock.monotonic_ms())
+        session = self.session
+        if session.metrics is not None:
+            session.metrics.queue_changed(kind)
+        session.on_ownership(
+            OwnershipEvent(kind, self.queue, token or self.token, session.clock.monotonic_ms())
         )

@@ -22,6 +22,7 @@ from batonmq.core.retries import RETRIES_MAX, Policy
 from batonmq.core.route import QueueId
 from batonmq.core.starting import TIMESTAMP_AGE_MS, ConsumeFrom
 from batonmq.directory import Directory
+from batonmq.metrics import ConsumerMetrics
 
 MODELS: Mapping[Literal["clustering", "broadcasting"], pb.MessageModel.ValueType] = {
     "clustering": pb.MESSAGE_MODEL_CLUSTERING,
@@ -73,8 +74,9 @@ class ConsumerSettings:
             must agree.
         send_back: Messages that fail are sent to the retry topic of the group, `%RETRY%<group>`,
             which this creates and subscribes to, and come again after 10 s, 30 s, 1 min ... 2 h,
-            to any member; without, they stay in hand. `run` only; not with `orderly`. All members
-            must agree.
+            to any member; without, they stay in hand. None: wherever it can be, which is not with
+            `orderly`, nor in a broadcasting group. All members must agree; one that iterates gets
+            what others have sent back, and sends nothing back itself.
         retries_max: So often a message is handled again; None: 16 times with `send_back` or
             broadcasting, without limit otherwise.
         exhausted: Then it goes to the dead letters of the group, topic `%DLQ%<group>`, but is only
@@ -110,7 +112,7 @@ class ConsumerSettings:
     drain_timeout_ms: int | None = 30_000
     room: str = ""
     orderly: bool = False
-    send_back: bool = False
+    send_back: bool | None = None
     retries_max: int | None = None
     exhausted: Literal["dead_letter", "stop"] = "dead_letter"
     handle_timeout_ms: int | None = 15 * 60_000
@@ -140,14 +142,21 @@ class ConsumerSettings:
             )
 
     @property
+    def sends_back(self) -> bool:
+        """Whether messages that fail go to the retry topic."""
+        if self.send_back is None:
+            return self.model == "clustering" and not self.orderly
+        return self.send_back
+
+    @property
     def policy(self) -> Policy:
         """How failures are met."""
         limit, broadcasting = self.retries_max, self.model == "broadcasting"
-        if limit is None and (self.send_back or broadcasting):
+        if limit is None and (self.sends_back or broadcasting):
             limit = RETRIES_MAX
         skips = broadcasting and self.exhausted == "dead_letter"
         return Policy(
-            sends_back=self.send_back,
+            sends_back=self.sends_back,
             retries_max=limit,
             exhausted="skip" if skips else self.exhausted,
             first_ms=self.retry_first_ms,
@@ -188,6 +197,9 @@ class Session:
         begin_unix_ms: Where to start by `timestamp`.
         budget: Bytes that wait, of all queues.
         wait_for_room: Events of queues that wait for room in `budget`.
+        drain_timeout_ms: As in the settings, until `close` says otherwise.
+        paused: Queues whose messages the user wants to wait, ours or not.
+        metrics: What is counted; None if nobody wants to know.
     """
 
     group: str
@@ -209,6 +221,9 @@ class Session:
     limits: FlowLimits = field(init=False)
     budget: ByteBudget = field(init=False)
     wait_for_room: dict[asyncio.Event, None] = field(default_factory=dict)
+    drain_timeout_ms: int | None = field(init=False)
+    paused: set[QueueId] = field(default_factory=set)
+    metrics: ConsumerMetrics | None = None
 
     def __post_init__(self) -> None:
         """Fill in what follows from the settings."""
@@ -219,6 +234,7 @@ class Session:
             messages_max=settings.buffer_messages_max, span_max=settings.span_max
         )
         self.budget = ByteBudget(settings.buffer_bytes_max)
+        self.drain_timeout_ms = settings.drain_timeout_ms
 
     def room_again(self) -> None:
         """Queues that wait for room look again."""

@@ -13,24 +13,28 @@ LEVEL_NAMES = (
 """Delays by level; levels count from 1. Source: RocketMQ messageDelayLevel."""
 AHEAD_MS_MAX = 40 * 24 * 3_600_000
 """Nothing is scheduled for later than this."""
-_DURATION = re.compile(r"([0-9]{1,12})(ms|s|m|h|d)")
+_PART = re.compile(r"([0-9]{1,12})(ms|s|m|h|d)")
+_ISO = re.compile(r"P([0-9]{1,12}D)?(?:T([0-9]{1,12}H)?([0-9]{1,12}M)?([0-9]{1,12}S)?)?", re.ASCII)
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
 def parse_duration_ms(text: str) -> int:
-    """Milliseconds of a number with a unit: ms, s, m, h or d.
+    """Milliseconds of numbers with units: ms, s, m, h or d; or of an ISO 8601 duration in days,
+    hours, minutes and seconds, which is what Kafka's tools take.
 
     Raises:
         InvalidArgument: it is something else.
     """
-    found = _DURATION.fullmatch(text)
-    if not found:
+    iso = _ISO.fullmatch(text)
+    plain = "".join(part for part in iso.groups() if part).lower() if iso else text
+    parts = _PART.findall(plain)
+    if not parts or "".join(number + unit for number, unit in parts) != plain:
         raise InvalidArgument(
             f"{text!r} is not a duration",
-            remedy="Use a number and a unit, such as 500ms, 10s, 5m, 2h or 7d.",
+            remedy="Use numbers and units, such as 500ms, 10s, 5m, 2h, 7d or 1d12h.",
             facts={"field": "delay"},
         )
-    return int(found[1]) * _UNITS_MS[found[2]]
+    return sum(int(number) * _UNITS_MS[unit] for number, unit in parts)
 
 
 LEVELS_MS = tuple(map(parse_duration_ms, LEVEL_NAMES))
@@ -88,6 +92,7 @@ def check_deliver_time(deliver_unix_ms: int, now_unix_ms: int) -> int:
         raise LimitExceeded(
             f"deliver_unix_ms is {deliver_unix_ms - now_unix_ms} ms ahead; "
             f"the limit is {AHEAD_MS_MAX} ms, 40 days",
+            remedy="Choose a time within the next 40 days.",
             facts={
                 "field": "deliver_unix_ms",
                 "limit": AHEAD_MS_MAX,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FlowReason = Literal["count", "bytes", "span"]
+FlowReason = Literal["count", "bytes", "span", "paused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

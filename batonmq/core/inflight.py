@@ -95,17 +95,23 @@ class QueueProgress:
         return frozenset(self._running)
 
     @property
+    def running_count(self) -> int:
+        """How many those are."""
+        return len(self._running)
+
+    @property
     def dirty(self) -> bool:
         """Whether there is something to commit."""
         return self._version != self._confirmed.version
 
     def is_done(self, offset: int) -> bool:
         """Whether `offset`, not yet received, was handled before, or is being handled."""
-        return offset in self._running or contains(self._ahead, offset)
+        return offset in self._running or (bool(self._ahead) and contains(self._ahead, offset))
 
     def is_redelivered(self, offset: int) -> bool:
         """Whether an earlier holder may have started `offset`."""
-        return offset in self._dropped or contains(self._maybe_seen, offset)
+        seen = self._maybe_seen
+        return offset in self._dropped or (bool(seen) and contains(seen, offset))
 
     def note_maybe_seen(self, ranges: Iterable[Range]) -> None:
         """Add to M."""

@@ -26,13 +26,16 @@ All numbers are big-endian.
     84     4  record count n, at least 1
     88     4  extra key count k
     92     2  topic length t, bytes
-    94     2  flags; bits 0-3 compression (0 none), others 0
+    94     2  flags; bits 0-3 compression of the records (0 none, 1 LZ4, 2 Zstandard), others 0
     96     t  topic, ASCII
            4n lengths of the records, bytes
            4n tag hashes: Java String.hashCode of the tag, 0 without tag
            4n key hashes: CRC-32 of the first key, 0 without key
            8k extra keys: record index, CRC-32 of the key
-              records
+              records, together one LZ4 block or one Zstandard frame if they are compressed
+
+Lengths are those of the records before compression, and so are all limits. A Zstandard frame
+names its content's size; with LZ4 it is the sum of the lengths.
 
 A record is: 2 keys length, 2 tag length, 4 properties length, then keys (separated by one
 space), tag, properties (name 0x01 value 0x02, repeated), body; all text UTF-8.
@@ -45,12 +48,14 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from batonmq.common.errors import BadBatch, BadChecksum, LimitExceeded
+from batonmq.core.compression import Compression, Packing, unpack
 
 MAGIC = 0x42544E31
 VERSION = 1
@@ -64,16 +69,22 @@ _BARE = RECORD.pack(0, 0, 0)
 BATCH_BYTES_MAX = 8 * 1024 * 1024
 BODY_BYTES_MAX = 4 * 1024 * 1024
 PROPERTIES_BYTES_MAX = 32 * 1024
+"""Of what a producer attaches."""
+STORED_PROPERTIES_BYTES_MAX = PROPERTIES_BYTES_MAX + 16 * 1024
+"""With what is added to a message that is sent back, or sent again."""
 KEYS_BYTES_MAX = 1024
 TAG_BYTES_MAX = 127
 TOPIC_BYTES_MAX = 127
 RECORDS_MAX = 65_535
 _LIMITED = ("keys", "tag", "properties", "body")
-_LIMITS = (KEYS_BYTES_MAX, TAG_BYTES_MAX, PROPERTIES_BYTES_MAX, BODY_BYTES_MAX)
+_LIMITS = (KEYS_BYTES_MAX, TAG_BYTES_MAX, STORED_PROPERTIES_BYTES_MAX, BODY_BYTES_MAX)
+_COMPRESSIONS = {int(one): one for one in Compression}
 _FEW = 40
 """Up to so many records a loop is faster than numpy."""
 
+Raw = TypeVar("Raw", bytes, memoryview, bytes | memoryview)
 Int64Array = npt.NDArray[np.int64]
+_PLAIN = Packing()
 _NO_KEYS = (np.empty(0, np.uint16), np.empty(0, np.uint32))
 
 
@@ -112,6 +123,7 @@ class Header:
     count: int
     extra_key_count: int
     topic: str
+    compression: Compression = Compression.NONE
 
     @property
     def next_offset(self) -> int:
@@ -148,20 +160,24 @@ def key_hash(key: str) -> int:
     return zlib.crc32(key.encode()) or 1
 
 
-def encode_properties(properties: Mapping[str, str]) -> bytes:
+def encode_properties(
+    properties: Mapping[str, str], bytes_max: int = PROPERTIES_BYTES_MAX
+) -> bytes:
     """Properties as RocketMQ writes them: name 0x01 value 0x02, repeated.
 
     Raises:
         BadBatch: a name or value holds a separator.
-        LimitExceeded: they are longer than 32 KiB.
+        LimitExceeded: they are longer than `bytes_max`.
     """
     for name, value in properties.items():
         if not name or any(c in name or c in value for c in "\x01\x02"):
             raise BadBatch(
-                f"property {name!r} is empty or holds 0x01 or 0x02", facts={"field": "properties"}
+                f"property {name!r} is empty or holds 0x01 or 0x02",
+                remedy="Use names and values without these two characters.",
+                facts={"field": "properties"},
             )
     raw = "".join(f"{name}\x01{value}\x02" for name, value in properties.items()).encode()
-    _limit("properties", len(raw), PROPERTIES_BYTES_MAX)
+    _limit("properties", len(raw), bytes_max)
     return raw
 
 
@@ -171,8 +187,11 @@ def decode_properties(raw: bytes) -> dict[str, str]:
     return {name: value for name, mark, value in pairs if mark}
 
 
-def encode_record(message: Message) -> bytes:
+def encode_record(message: Message, *, properties_bytes_max: int = PROPERTIES_BYTES_MAX) -> bytes:
     """One record of a batch.
+
+    Args:
+        properties_bytes_max: More than a producer may attach, where something is added to that.
 
     Raises:
         LimitExceeded: keys, tag, properties or body are too long.
@@ -184,22 +203,37 @@ def encode_record(message: Message) -> bytes:
     keys = " ".join(message.keys).encode()
     tag = message.tag.encode()
     if message.keys and (b"" in keys.split(b" ") or len(keys.split()) != len(message.keys)):
-        raise BadBatch("a key is empty or holds white space", facts={"field": "keys"})
+        raise BadBatch(
+            "a key is empty or holds white space",
+            remedy="Use keys without white space.",
+            facts={"field": "keys"},
+        )
     _limit("tag", len(tag), TAG_BYTES_MAX)
     if tag and (problem := check_tag(message.tag)):
-        raise BadBatch(problem, facts={"field": "tag"})
-    properties = encode_properties(message.properties) if message.properties else b""
+        raise BadBatch(
+            problem, remedy="Use a tag without white space and '|'.", facts={"field": "tag"}
+        )
+    properties = b""
+    if message.properties:
+        properties = encode_properties(message.properties, properties_bytes_max)
     _limit("keys", len(keys), KEYS_BYTES_MAX)
     head = RECORD.pack(len(keys), len(tag), len(properties))
     return b"".join((head, keys, tag, properties, message.body))
 
 
 class BatchBuilder:
-    """Collects the messages of one queue and encodes them as one batch."""
+    """Collects the messages of one queue and encodes them as one batch.
 
-    __slots__ = ("_extra_keys", "_key_hashes", "_records", "_tag_hashes", "bytes_count", "count")
+    Args:
+        packing: Whether and how the records are compressed.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_extra_keys", "_key_hashes", "_packing", "_records", "_tag_hashes", "bytes_count", "count",
+    )  # fmt: skip
+
+    def __init__(self, packing: Packing = _PLAIN) -> None:
+        self._packing = packing
         self._records: list[bytes] = []
         self._tag_hashes: list[int] = []
         self._key_hashes: list[int] = []
@@ -253,6 +287,13 @@ class BatchBuilder:
             raise BadBatch("a batch needs at least one record", facts={"field": "count"})
         name = topic.encode("ascii")
         count = self.count
+        columns_bytes = 12 * count + 8 * len(self._extra_keys)
+        records_bytes = self.bytes_count - 12 * count
+        _limit("batch", HEADER_BYTES + len(name) + columns_bytes + records_bytes, BATCH_BYTES_MAX)
+        compression, records = Compression.NONE, self._records
+        if self._packing.compression:
+            compression, packed = self._packing.pack(b"".join(self._records))
+            records = [packed]
         body = b"".join(
             (
                 name,
@@ -260,15 +301,14 @@ class BatchBuilder:
                 struct.pack(f">{count}i", *self._tag_hashes),
                 struct.pack(f">{count}I", *self._key_hashes),
                 np.array(self._extra_keys, ">u4").tobytes() if self._extra_keys else b"",
-                *self._records,
+                *records,
             )
         )
         length = HEADER_BYTES + len(body)
-        _limit("batch", length, BATCH_BYTES_MAX)
         head = bytearray(
             HEADER.pack(
                 MAGIC, VERSION, 0, length, 0, 0, 0, 0, 0, 0, 0, *producer, sequence,
-                born_unix_ms, queue_id, count, len(self._extra_keys), len(name), 0,
+                born_unix_ms, queue_id, count, len(self._extra_keys), len(name), compression,
             )
         )  # fmt: skip
         crc = google_crc32c.extend(google_crc32c.value(bytes(head[BODY_FROM:])), body)
@@ -291,15 +331,17 @@ def read_header(batch: bytes | memoryview) -> Header:
     ) = HEADER.unpack_from(batch)  # fmt: skip
     if magic != MAGIC or version != VERSION or reserved:
         raise BadBatch(f"magic {magic:#x} version {version}", facts={"field": "magic"})
-    if flags:
+    if flags not in _COMPRESSIONS:
         raise BadBatch(f"unknown flags {flags:#x}", facts={"field": "flags"})
     columns = HEADER_BYTES + topic_bytes + 12 * count + 8 * extra_key_count
-    if not 1 <= count <= RECORDS_MAX or columns + RECORD.size * count > length:
+    records_min = 1 if flags else RECORD.size * count
+    if not 1 <= count <= RECORDS_MAX or columns + records_min > length:
         raise BadBatch(f"{count} records can't fit into {length} bytes", facts={"field": "count"})
     topic = bytes(batch[HEADER_BYTES : HEADER_BYTES + topic_bytes]).decode("ascii", "replace")
     return Header(
         length, position, first_offset, store_unix_ms, topic_id, epoch, producer_id,
         producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count, topic,
+        _COMPRESSIONS[flags],
     )  # fmt: skip
 
 
@@ -393,22 +435,38 @@ class Record:
     body: bytes
 
 
+def record_lengths(batch: bytes | memoryview, header: Header) -> Int64Array:
+    """Lengths of the records, bytes: shape (count,)."""
+    return np.frombuffer(batch, ">u4", header.count, _columns_at(header)[0]).astype(np.int64)
+
+
+def record_section(batch: bytes, header: Header) -> bytes:
+    """The records, one behind the other; unpacked if the batch has them compressed.
+
+    Raises:
+        BadBatch: they can't be unpacked, or their size is not that of the lengths.
+        LimitExceeded: the batch would be longer than 8 MiB with them.
+    """
+    records, begin = _records(batch, header)
+    return bytes(records[begin:])
+
+
 def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iterator[Record]:
     """Decode the records at `indexes` (0-based within the batch, ascending), one by one.
 
     Text that is not UTF-8 comes with U+FFFD in it: nobody may stop a queue with it.
 
     Raises:
-        BadBatch: a record's inner lengths are wrong.
+        BadBatch: a record's inner lengths are wrong, or `record_section` can't be had.
     """
-    starts = _columns_at(header)
-    lengths = np.frombuffer(batch, ">u4", header.count, starts[0]).astype(np.int64)
-    ends_array = starts[4] + np.cumsum(lengths)
+    section, records_at = _records(batch, header)
+    lengths = record_lengths(batch, header)
+    ends_array = np.cumsum(lengths) + records_at
     begins, ends = (ends_array - lengths).tolist(), ends_array.tolist()
     unpack_from = RECORD.unpack_from
     for index in indexes:
         begin, end = begins[index], ends[index]
-        keys_bytes, tag_bytes, properties_bytes = unpack_from(batch, begin)
+        keys_bytes, tag_bytes, properties_bytes = unpack_from(section, begin)
         keys_at = begin + RECORD.size
         tag_at = keys_at + keys_bytes
         properties_at = tag_at + tag_bytes
@@ -417,12 +475,12 @@ def decode_records(batch: bytes, header: Header, indexes: Sequence[int]) -> Iter
             raise BadBatch(f"record {index} is cut short", facts={"field": "record"})
         yield Record(
             header.first_offset + index,
-            batch[tag_at:properties_at].decode("utf-8", "replace") if tag_bytes else "",
-            tuple(batch[keys_at:tag_at].decode("utf-8", "replace").split(" "))
+            section[tag_at:properties_at].decode("utf-8", "replace") if tag_bytes else "",
+            tuple(section[keys_at:tag_at].decode("utf-8", "replace").split(" "))
             if keys_bytes
             else (),
-            decode_properties(batch[properties_at:body_at]) if properties_bytes else {},
-            batch[body_at:end],
+            decode_properties(section[properties_at:body_at]) if properties_bytes else {},
+            section[body_at:end],
         )
 
 
@@ -432,6 +490,17 @@ def _columns_at(header: Header) -> tuple[int, int, int, int, int]:
     keys_at = tags_at + 4 * header.count
     extra_at = keys_at + 4 * header.count
     return lengths_at, tags_at, keys_at, extra_at, extra_at + 8 * header.extra_key_count
+
+
+def _records(batch: Raw, header: Header) -> tuple[Raw | bytes, int]:
+    """Bytes that hold the records, and where these begin in them: a copy only if compressed."""
+    records_at = _columns_at(header)[4]
+    if not header.compression:
+        return batch, records_at
+    size = int(record_lengths(batch, header).sum())
+    _limit("batch", records_at + size, BATCH_BYTES_MAX)
+    packed = memoryview(batch)[records_at : header.length]
+    return unpack(header.compression, packed, size), 0
 
 
 def _check_columns(batch: bytes | memoryview, header: Header) -> None:
@@ -451,12 +520,12 @@ def _check_columns(batch: bytes | memoryview, header: Header) -> None:
 
 def _extremes_of_few(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
     """Smallest body, then the greatest of each of `_LIMITED`, in bytes."""
-    lengths_at, _, _, _, begin = _columns_at(header)
-    lengths = struct.unpack_from(f">{header.count}I", batch, lengths_at)
-    _check_lengths(min(lengths), begin + sum(lengths), header)
+    lengths = struct.unpack_from(f">{header.count}I", batch, _columns_at(header)[0])
+    records, begin = _records(batch, header)
+    _check_lengths(min(lengths), begin + sum(lengths), len(records))
     heads, bodies = [], []
     for length in lengths:
-        head = RECORD.unpack_from(batch, begin)
+        head = RECORD.unpack_from(records, begin)
         heads.append(head)
         bodies.append(length - RECORD.size - sum(head))
         begin += length
@@ -465,13 +534,12 @@ def _extremes_of_few(batch: bytes | memoryview, header: Header) -> tuple[int, ..
 
 def _extremes_of_many(batch: bytes | memoryview, header: Header) -> tuple[int, ...]:
     """As `_extremes_of_few`, for all records at once."""
-    lengths_at, _, _, _, records_at = _columns_at(header)
-    lengths = np.frombuffer(batch, ">u4", header.count, lengths_at).astype(np.int64)
+    lengths = record_lengths(batch, header)
+    records, begin = _records(batch, header)
     ends = lengths.cumsum()
     shortest, longest = int(lengths.min()), int(lengths.max())
-    _check_lengths(shortest, records_at + int(ends[-1]), header)
-    count = header.length - records_at - 7
-    at_every_byte = np.ndarray((count,), np.uint64, batch, records_at, (1,))
+    _check_lengths(shortest, begin + int(ends[-1]), len(records))
+    at_every_byte = np.ndarray((len(records) - begin - 7,), np.uint64, records, begin, (1,))
     heads = at_every_byte[ends - lengths]
     if not heads.any():  # nothing but bodies
         return shortest - RECORD.size, 0, 0, 0, longest - RECORD.size
@@ -482,10 +550,10 @@ def _extremes_of_many(batch: bytes | memoryview, header: Header) -> tuple[int, .
     return int(bodies.min()), *(int(column.max()) for column in columns)
 
 
-def _check_lengths(shortest: int, end: int, header: Header) -> None:
+def _check_lengths(shortest: int, end: int, records_end: int) -> None:
     if shortest < RECORD.size:
         raise BadBatch("a record is shorter than its head", facts={"field": "lengths"})
-    if end != header.length:
+    if end != records_end:
         raise BadBatch("record lengths do not add up to the batch", facts={"field": "lengths"})
 
 
@@ -504,5 +572,6 @@ def _limit(field_name: str, actual: int, limit: int) -> None:
     if actual > limit:
         raise LimitExceeded(
             f"{field_name} has {actual} bytes; the limit is {limit}",
+            remedy=f"Send a {field_name} of {limit} bytes at most.",
             facts={"field": field_name, "limit": limit, "actual": actual},
         )

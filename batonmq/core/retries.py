@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from batonmq.core.delays import LEVELS_MS
+from batonmq.core.records import KEYS_BYTES_MAX
 from batonmq.core.route import QueueId
 
 LADDER_MS = LEVELS_MS[2:]
@@ -149,6 +150,23 @@ def properties_of(
         ERROR: error,
         CLIENT: client_id,
     }
+
+
+def indexed(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
+    """Keys of a message that is sent back: its own and, if there is room, the origin's id.
+
+    By that key the copies of a message are found in the retry topic and among the dead letters.
+    """
+    own = unindexed(keys, origin)
+    longer = (*own, origin.message_id)
+    return longer if len(" ".join(longer).encode()) <= KEYS_BYTES_MAX else own
+
+
+def unindexed(keys: Sequence[str], origin: Origin) -> tuple[str, ...]:
+    """Inverse of `indexed`."""
+    if keys and keys[-1] == origin.message_id:
+        return tuple(keys[:-1])
+    return tuple(keys)
 
 
 def origin_of(properties: Mapping[str, str]) -> tuple[Origin, int] | None:

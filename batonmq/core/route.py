@@ -5,15 +5,25 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+import numpy as np
+
 TOPICS_REVISION = "baton-topics-revision"
 """Trailing metadata of storage's QueryOffsets: the etcd revision of the topic that the answer is
 by, decimal; of several topics the lowest. What a node answers by a revision in which a queue takes
 no more messages is final: it waits for the last message, and no other can come."""
+_REMEMBERED_MAX = 10_000
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class QueueId:
-    """One queue of the cluster."""
+    """One queue of the cluster.
+
+    Attributes:
+        broker: Name of the storage node that has it.
+        queue_id: Its index, from 0, among the queues of the topic on this broker.
+    """
 
     topic: str
     broker: str
@@ -23,10 +33,37 @@ class QueueId:
         return f"{self.topic}/{self.broker}/{self.queue_id}"
 
 
-def queue_of_key(queues: tuple[QueueId, ...], ordering_key: str) -> QueueId:
-    """The queue for `ordering_key`: the same one as long as `queues` stays the same.
+class KeyedQueues:
+    """Gives each ordering key a queue, by rendezvous hashing: the queue with the highest score.
+
+    So with a queue more only the keys move that go to the new one, and with one less only those
+    that were there. The score is the last step of SplitMix64 over 64 bits: the upper half is the
+    CRC-32 of the key, the lower half the CRC-32 of `broker/queue_id`, both of UTF-8.
 
     Args:
-        queues: All queues of the topic, ascending; not empty.
+        queues: Those of one topic that take messages, ascending; not empty.
     """
-    return queues[zlib.crc32(ordering_key.encode()) % len(queues)]
+
+    def __init__(self, queues: tuple[QueueId, ...]) -> None:
+        self.queues = queues
+        names = [f"{queue.broker}/{queue.queue_id}" for queue in queues]
+        self._lower = np.array([zlib.crc32(name.encode()) for name in names], np.uint64)
+        self._remembered: dict[str, QueueId] = {}
+
+    def of(self, ordering_key: str) -> QueueId:
+        """The queue of the key: the same one as long as the queues stay the same."""
+        queue = self._remembered.get(ordering_key)
+        if queue is None:
+            if len(self._remembered) >= _REMEMBERED_MAX:
+                self._remembered.clear()
+            queue = self._remembered[ordering_key] = self._highest(ordering_key)
+        return queue
+
+    def _highest(self, ordering_key: str) -> QueueId:
+        score = self._lower | np.uint64(zlib.crc32(ordering_key.encode()) << 32)
+        score ^= score >> _SHIFTS[0]
+        score *= _MIX[0]
+        score ^= score >> _SHIFTS[1]
+        score *= _MIX[1]
+        score ^= score >> _SHIFTS[2]
+        return self.queues[int(score.argmax())]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from batonmq.common.errors import BatonError, Unreachable
+from batonmq.core.compression import Packing
 from batonmq.core.records import BatchBuilder
 from batonmq.core.route import QueueId
 
 Token = TypeVar("Token")
 
 SEQUENCE_LIMIT = 1 << 32
+MAYBE_STORED = (
+    "Check that the storage service runs. It may have stored the message before it was lost."
+)
 ONCE_EPOCH = (1 << 32) - 1
 """Epoch of a producer that sends one batch in its life, whose id is the name of that batch."""
 
@@ -30,7 +37,7 @@ class Batch(Generic[Token]):
 
     token: Token
     begin_ms: int
-    builder: BatchBuilder = field(default_factory=BatchBuilder)
+    builder: BatchBuilder
     encoded: bytes = b""
     failures: int = 0
     unsure: bool = False
@@ -46,9 +53,17 @@ class QueueSender(Generic[Token]):
             epoch on one queue ends the one before on all queues of the id.
     """
 
-    def __init__(self, queue: QueueId, producer_id: int, bytes_max: int, count_max: int) -> None:
+    def __init__(
+        self,
+        queue: QueueId,
+        producer_id: int,
+        bytes_max: int,
+        count_max: int,
+        packing: Packing | None = None,
+    ) -> None:
         self.queue = queue
         self._producer_id, self._bytes_max, self._count_max = producer_id, bytes_max, count_max
+        self._packing = packing or Packing()
         self._epoch = 0
         self._sequence = 0
         self._waiting: deque[Batch[Token]] = deque()
@@ -68,7 +83,12 @@ class QueueSender(Generic[Token]):
     @property
     def idle(self) -> bool:
         """Whether nothing waits or travels."""
-        return not self._waiting and self.in_flight is None
+        return self.last is None
+
+    @property
+    def last(self) -> Batch[Token] | None:
+        """The batch behind which nothing waits or travels; None if nothing does."""
+        return self._waiting[-1] if self._waiting else self.in_flight
 
     def open_batch(self, record_bytes: int) -> Batch[Token] | None:
         """The batch that takes another record of this size; None if a new one has to begin."""
@@ -83,7 +103,7 @@ class QueueSender(Generic[Token]):
 
     def begin_batch(self, token: Token, monotonic_ms: int) -> Batch[Token]:
         """A new batch behind the others."""
-        batch = Batch(token, monotonic_ms)
+        batch = Batch(token, monotonic_ms, BatchBuilder(self._packing))
         self._waiting.append(batch)
         return batch
 
@@ -136,13 +156,18 @@ class QueueSender(Generic[Token]):
 
     def expire(self, begin_ms_max: int) -> list[Batch[Token]]:
         """Forget the batches that were begun so early and never sent; the dropped ones."""
+        return self.take_away(lambda one: one.begin_ms <= begin_ms_max and not one.encoded)
+
+    def take_away(
+        self, wanted: Callable[[Batch[Token]], bool], count_max: int = sys.maxsize
+    ) -> list[Batch[Token]]:
+        """Give up those waiting batches of which `wanted` is true; no try may have stored one."""
         kept: deque[Batch[Token]] = deque()
-        dropped: list[Batch[Token]] = []
+        taken: list[Batch[Token]] = []
         for batch in self._waiting:
-            late = batch.begin_ms <= begin_ms_max and not batch.encoded
-            (dropped if late else kept).append(batch)
+            (taken if len(taken) < count_max and wanted(batch) else kept).append(batch)
         self._waiting = kept
-        return dropped
+        return taken
 
     def drop(self) -> list[Batch[Token]]:
         """Forget everything that waits or travels; the dropped batches."""
@@ -156,3 +181,14 @@ class QueueSender(Generic[Token]):
         assert batch is not None
         self.in_flight = None
         return batch
+
+
+def doubtful(error: BatonError) -> BatonError:
+    """What is told of a message that an earlier try may have stored, if the last one says no."""
+    if isinstance(error, Unreachable):
+        return Unreachable(error.message, remedy=MAYBE_STORED, facts=error.facts)
+    return Unreachable(
+        f"{error.message}; an earlier try may have stored the message",
+        remedy="Look whether it is stored before you send it again: baton message get.",
+        facts=error.facts,
+    )

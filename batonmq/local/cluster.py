@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: etcd and one process of each service, supervised."""
+"""A whole cluster on this machine: etcd and the processes of the services, supervised."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from batonmq.channels import connect
 from batonmq.local.child import Child, NotReady, until
 from batonmq.local.etcd import EtcdProcess, is_healthy
-from batonmq.local.layout import SERVICES, ClusterOptions, Layout
+from batonmq.local.layout import ClusterOptions, Layout
 from batonmq.local.ports import lock_data_dir
 from batonmq.local.supervisor import GivenUp, Supervisor
 
 _ETCD_WAIT_S = 5.0
 _REGISTERED_S = 30.0
-_STOP_ORDER = (("nameserver", "lockmgr", "storage"), ("offsets",), ("etcd",))
 
 
 class ClusterFailed(Exception):
@@ -54,6 +53,8 @@ class LocalCluster:
     keeps ending ends the cluster: the body of the `async with` is cancelled and `ClusterFailed`
     raised in its place.
 
+    Processes go by the names of `endpoints`: `etcd` and those of `ClusterOptions.names`.
+
     Args:
         data_dir: Made if it does not exist. Only one cluster may run on it.
         report: Takes what a person should know at once, one message a call.
@@ -73,8 +74,9 @@ class LocalCluster:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """host:port of each service's gRPC server, and of etcd."""
-        return {name: self._layout.address(name) for name in SERVICES} | {"etcd": self._etcd}
+        """host:port of each process's gRPC server, and of etcd."""
+        addresses = {name: self._layout.address(name) for name in self.options.names}
+        return addresses | {"etcd": self._etcd}
 
     @property
     def nameserver(self) -> str:
@@ -85,7 +87,7 @@ class LocalCluster:
         """Every process, etcd first."""
         rest = [
             Endpoint(n, self._layout.address(n), self._layout.metrics_address(n), self.pid(n))
-            for n in SERVICES
+            for n in self.options.names
         ]
         return [Endpoint("etcd", self._etcd, self._etcd, self.pid("etcd")), *rest]
 
@@ -140,7 +142,8 @@ class LocalCluster:
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
-            exits.push_async_callback(self._processes.stop_all, _STOP_ORDER)
+            writers = [name for name in self.options.names if name != "offsets"]
+            exits.push_async_callback(self._processes.stop_all, (writers, ("offsets",), ("etcd",)))
             await self._start_all()
             tasks = await exits.enter_async_context(asyncio.TaskGroup())
             for name in self._processes:
@@ -172,9 +175,9 @@ class LocalCluster:
                 self._etcd = etcd.endpoint
                 self._processes.add(etcd.child)
                 await self._processes.ready("etcd")
-            for name in SERVICES:
+            for name in self.options.names:
                 self._processes.add(Child(self._layout.program(name, self._etcd)))
-            for name in SERVICES:
+            for name in self.options.names:
                 await self._processes.ready(name)
             await _wait(self._all_registered, _REGISTERED_S, "not every service has registered")
         except NotReady as error:
@@ -189,7 +192,7 @@ class LocalCluster:
             except grpc.aio.AioRpcError:
                 return False
         leaders = {node.address for node in answer.nodes if node.leader}
-        return leaders.issuperset(self._layout.address(name) for name in SERVICES)
+        return leaders.issuperset(self._layout.address(name) for name in self.options.names)
 
     async def _watch(self, name: str) -> None:
         try:

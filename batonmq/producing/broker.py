@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 import grpc.aio
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -13,15 +13,18 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq.common.clock import Clock
 from batonmq.common.errors import (
     BatonError,
+    DiskFull,
     DuplicateSequence,
     Internal,
     NotWritable,
+    Overloaded,
     QueueNotFound,
     Retry,
+    Unreachable,
 )
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.core.route import QueueId
-from batonmq.core.sending import Batch, QueueSender
+from batonmq.core.sending import MAYBE_STORED, Batch, QueueSender, doubtful
 from batonmq.directory import Directory
 from batonmq.producing.receipts import Outcome
 from batonmq.producing.settings import ProducerSettings
@@ -32,19 +35,44 @@ REQUEST_BYTES_MAX = 8 * 1024 * 1024
 REQUEST_BATCHES_MAX = 1_024
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """What the producer does with batches that come back.
+class NotSent(Unreachable):
+    """There was no connection, so nothing left."""
 
-    Attributes:
-        settle: The batch has its outcome.
-        takes: Whether a queue takes messages, as far as is known.
-        move: Gives what waits for a queue that takes none to others of its topic.
-    """
+    remedy = "Check that the storage service runs; nothing was stored, sending again is safe."
 
-    settle: Callable[[Batch[Outcome], pb.AppendReceipt | BatonError], None]
-    takes: Callable[[QueueId], bool]
-    move: Callable[[QueueSender[Outcome], BatonError], None]
+
+_OF_THE_QUEUE = (NotWritable, QueueNotFound)
+_NOT_STORED = (DiskFull, NotSent, Overloaded, *_OF_THE_QUEUE)
+"""Errors that say that this try has stored nothing. `NotServing` does not: a disk that fails under
+a write is told by it too."""
+
+
+class Landing(Protocol):
+    """What is done with batches that come back."""
+
+    def settle(self, batch: Batch[Outcome], outcome: pb.AppendReceipt | BatonError) -> None:
+        """The batch has its outcome."""
+        ...
+
+    def takes(self, queue: QueueId) -> bool:
+        """Whether a queue takes messages, as far as is known."""
+        ...
+
+    def move(self, sender: QueueSender[Outcome], error: BatonError) -> None:
+        """Give what waits for a queue that takes none to others of its topic."""
+        ...
+
+    def answered(self, broker: str, latency_ms: int) -> None:
+        """The broker has done what it was asked."""
+        ...
+
+    def avoid(self, broker: str) -> None:
+        """The broker is in trouble."""
+        ...
+
+    def relieve(self, sender: QueueSender[Outcome]) -> None:
+        """Give what may go anywhere, and is certainly not stored, to other brokers."""
+        ...
 
 
 class BrokerLoop:
@@ -132,16 +160,19 @@ class BrokerLoop:
 
     async def _append(self, batches: list[bytes]) -> Sequence[pb.AppendReceipt | BatonError]:
         """One outcome per batch; if the call failed, its error for each."""
+        timeout_s = self._settings.request_timeout_ms / 1000
         try:
-            stub = await self._directory.storage(self._broker)
-            answer = await stub.Append(
-                pb.AppendRequest(batches=batches, durability=self._settings.durability.value),
-                timeout=self._settings.request_timeout_ms / 1000,
-            )
+            stub = await self._directory.connected_storage(self._broker, timeout_s)
+        except BatonError as error:
+            not_sent = NotSent(error.message, retry_after_ms=error.retry_after_ms)
+            return [not_sent] * len(batches)
+        request = pb.AppendRequest(batches=batches, durability=self._settings.durability.value)
+        begin_ms = self._clock.monotonic_ms()
+        try:
+            answer = await stub.Append(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             return [from_rpc_error(error)] * len(batches)
-        except BatonError as error:
-            return [error] * len(batches)
+        self._landing.answered(self._broker, self._clock.monotonic_ms() - begin_ms)
         return [
             error_from_pb(outcome.error) if outcome.HasField("error") else outcome.receipt
             for outcome in answer.outcomes
@@ -150,20 +181,33 @@ class BrokerLoop:
     def _failed(self, sender: QueueSender[Outcome], error: BatonError) -> None:
         batch = sender.in_flight
         assert batch is not None
-        no_queue = isinstance(error, NotWritable | QueueNotFound)
-        batch.unsure = batch.unsure or not no_queue
+        no_queue = isinstance(error, _OF_THE_QUEUE)
+        doubt = batch.unsure
+        batch.unsure = batch.unsure or not isinstance(error, _NOT_STORED)
         if no_queue and not self._landing.takes(sender.queue):
             self._landing.move(sender, error)
             return
         now_ms = self._clock.monotonic_ms()
         late_ms = now_ms - self._settings.delivery_timeout_ms
         retry = error.retry is not Retry.NEVER
+        if retry and not no_queue:
+            self._landing.avoid(self._broker)
         if retry and batch.begin_ms > late_ms:
             log.debug("append is repeated queue=%s error=%s", sender.queue, error)
             sender.again()
+            self._landing.relieve(sender)
         elif retry or isinstance(error, DuplicateSequence | Internal):
-            self._landing.settle(sender.unknown(), error)
+            late = doubtful(error) if doubt and retry else _too_late(error, batch.unsure)
+            self._landing.settle(sender.unknown(), late)
         else:
-            self._landing.settle(sender.refused(), error)
+            self._landing.settle(sender.refused(), doubtful(error) if doubt else error)
         for never_sent in sender.expire(late_ms):
-            self._landing.settle(never_sent, error)
+            self._landing.settle(never_sent, _too_late(error, never_sent.unsure))
+
+
+def _too_late(error: BatonError, unsure: bool) -> BatonError:
+    """What a sender is told of a batch whose time is over: whether it may be stored counts."""
+    if not isinstance(error, Unreachable):
+        return error
+    kind = Unreachable if unsure else NotSent
+    return kind(error.message, remedy=MAYBE_STORED if unsure else "", facts=error.facts)

@@ -44,6 +44,28 @@ class Receipt(NamedTuple):
         return f"{self.queue.broker}-{self.position:x}-{self.place:x}"
 
 
+class Wish(NamedTuple):
+    """What a message asks for.
+
+    Attributes:
+        ordering_key: Its queue is that of this key.
+        queue: Exactly this queue.
+        one_way: Nobody waits for a receipt.
+    """
+
+    ordering_key: str | None = None
+    queue: QueueId | None = None
+    one_way: bool = False
+
+    @property
+    def free(self) -> bool:
+        """Whether any queue will do."""
+        return self.ordering_key is None and self.queue is None
+
+
+ANY = Wish()
+
+
 class Pending:
     """A message on its way; await it for the receipt."""
 
@@ -62,20 +84,30 @@ class Outcome:
     One that all share would need a shield for each of them, and every message pays for it.
 
     Attributes:
-        wants: Ordering key and queue of the messages that have one, by index.
+        wishes: What messages ask for, by index; those that ask for nothing are not in it.
         moved: Where the messages are now, if the queue did not take them.
     """
 
-    __slots__ = ("_error", "_stored", "_waiters", "bytes_count", "moved", "queue", "wants")
+    __slots__ = ("_error", "_stored", "_waiters", "bytes_count", "moved", "queue", "wishes")
 
     def __init__(self, queue: QueueId) -> None:
         self.queue = queue
         self.bytes_count = 0
-        self.wants: dict[int, tuple[str | None, QueueId | None]] = {}
+        self.wishes: dict[int, Wish] = {}
         self.moved: list[Pending] = []
         self._error: BatonError | None = None
         self._stored = (0, 0, 0, Durability.MEMORY, False)
         self._waiters: list[asyncio.Future[None]] | None = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what became of the batch."""
+        return self._waiters is None
+
+    @property
+    def free(self) -> bool:
+        """Whether any queue will do for each of the messages."""
+        return all(wish.free for wish in self.wishes.values())
 
     async def wait(self, index: int) -> Receipt:
         """The receipt of one of the messages."""

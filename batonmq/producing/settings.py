@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import InvalidArgument
+from batonmq.core.compression import Compression, Packing
 
 
 class Durability(Enum):
@@ -34,6 +38,10 @@ class ProducerSettings:
         delivery_timeout_ms: A batch without an outcome for so long after its first message was
             handed over fails.
         request_timeout_ms: Bound of one request.
+        compression: Of the messages of a batch together, `lz4` for speed or `zstd` for size;
+            consumers need no setting. Limits hold for messages before it.
+        compression_bytes_min: Batches with fewer bytes of messages are not compressed; neither
+            are those that would not get smaller.
     """
 
     durability: Durability = Durability.FSYNCED
@@ -44,3 +52,22 @@ class ProducerSettings:
     in_flight_bytes_max: int = 64 * 1024 * 1024
     delivery_timeout_ms: int = 120_000
     request_timeout_ms: int = 10_000
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    compression_bytes_min: int = 1_024
+
+    @property
+    def packing(self) -> Packing:
+        """How batches are packed.
+
+        Raises:
+            InvalidArgument: there is no such compression.
+        """
+        try:
+            compression = Compression[self.compression.upper()]
+        except KeyError:
+            raise InvalidArgument(
+                f"there is no compression {self.compression!r}",
+                remedy="Use none, lz4 or zstd.",
+                facts={"field": "compression"},
+            ) from None
+        return Packing(compression, self.compression_bytes_min)

@@ -11,6 +11,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
+from batonmq.core import sql_parser
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
 from services.nameserver.group_calls import GroupCalls
@@ -107,4 +108,5 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
 
 
 if __name__ == "__main__":
+    sql_parser.prepare()
     run("nameserver", NameserverSettings, build)

@@ -10,11 +10,12 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.common.errors import BatonError, InvalidArgument, LimitExceeded
 from batonmq.common.rpc import differences_to_pb, error_to_pb
 from batonmq.core.names import check_client_id, check_group, check_host, check_topic
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import parse_filter
 from services.nameserver.choices import choice
 from services.nameserver.core.dealing import Strategy
 from services.nameserver.core.groups import (
     SUBSCRIPTIONS_MAX,
+    Beginning,
     BrokerAssignment,
     Group,
     Heartbeat,
@@ -98,6 +99,14 @@ def group_to_pb(group: Group) -> pb.Group:
         if staged
         else None,
         pause=_pause_to_pb(group.pause),
+        beginnings=[
+            pb.TopicBeginning(
+                topic=one.topic,
+                topic_id=one.topic_id,
+                spread=[pb.QueueSpread(broker=b, queue_count=n) for b, n in one.queue_counts],
+            )
+            for one in group.beginnings
+        ],
     )
 
 
@@ -156,6 +165,14 @@ def group_from_pb(group: pb.Group) -> Group:
         pause=Pause(pause.by, pause.reason, pause.since_unix_ms)
         if group.HasField("pause")
         else None,
+        beginnings=tuple(
+            Beginning(
+                one.topic,
+                one.topic_id,
+                tuple((part.broker, part.queue_count) for part in one.spread),
+            )
+            for one in group.beginnings
+        ),
     )
 
 
@@ -268,7 +285,7 @@ def _checked_subscriptions(asked: Sequence[pb.Subscription]) -> Subscriptions:
                 remedy="Join the tags of the topic in one expression.",
                 facts={"field": "subscriptions"},
             )
-        by_topic[topic] = TagFilter.parse(subscription.expression).canonical()
+        by_topic[topic] = parse_filter(subscription.expression).canonical()
     return tuple(Subscription(topic, by_topic[topic]) for topic in sorted(by_topic))
 
 

@@ -17,6 +17,7 @@ from services.offsets.core.calls import (
     Source,
     Tombstone,
 )
+from services.offsets.core.holds import Hold
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 from services.offsets.core.resets import Operation, Step
@@ -126,6 +127,22 @@ def operation_pb(operation: Operation) -> pb.RecordedReset:
         steps=[step_pb(step) for step in operation.steps],
         undone_op_id=order.undone_op_id,
         from_group=order.from_group,
+    )
+
+
+def hold_pb(hold: Hold) -> pb.Hold:
+    """One token of a queue, as a message."""
+    began, end, end_unix_ms, reach = hold
+    return pb.Hold(
+        token=began.token,
+        holder=_holder_pb(began.holder),
+        begin_unix_ms=began.unix_ms,
+        end_unix_ms=end_unix_ms,
+        end=pb.HoldEnd.ValueType(end),
+        committed_offset=began.committed_offset,
+        acked=ranges_pb(began.acked),
+        delivered_offset=reach.delivered_offset,
+        delivered_offset_max=reach.delivered_offset_max,
     )
 
 

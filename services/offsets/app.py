@@ -20,7 +20,7 @@ from services.offsets.disk import Disk, Entry
 from services.offsets.group_commit import GroupCommit
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.modes import Modes
-from services.offsets.persistence import DurableKey, Stored, entry_of, recover
+from services.offsets.persistence import DurableKey, Stored, entries_of, find_handovers, recover
 from services.offsets.server import OffsetsServicer, Parts
 from services.offsets.telemetry import Telemetry
 from services.runtime.events import EventHub
@@ -58,7 +58,7 @@ def recovered(
     table, records = recover(disk, limits, Instant(clock.monotonic_ms(), clock.unix_ms()))
     metrics = OffsetsMetrics(registry, table, lambda: commits.full is not None)
     commits: GroupCommit[DurableKey] = GroupCommit(
-        partial(_write, disk, metrics), entry_of(table, records)
+        partial(_write, disk, metrics), entries_of(table, records)
     )
     parts = Parts(
         table=table,
@@ -67,6 +67,7 @@ def recovered(
         clock=clock,
         modes=Modes(gates),
         telemetry=Telemetry(metrics, hub),
+        handovers=partial(find_handovers, disk),
     )
     return Offsets(disk, table, commits, gates, OffsetsServicer(parts))
 

@@ -1,4 +1,4 @@
-"""Bytes of a queue's key and progress, and of an operation, on the disk.
+"""Bytes of a queue's key and progress, of an operation and of a handover, on the disk.
 
 A key is `group NUL topic NUL broker NUL queue_id`, all ASCII without NUL inside; keys of a group
 stand together. Keys of anything but queues begin with NUL. A value begins with a checksum:
@@ -25,6 +25,7 @@ from services.offsets.core.calls import (
     Source,
     Tombstone,
 )
+from services.offsets.core.holds import Ended, Handover, HoldEnd, Reach
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 from services.offsets.core.resets import Operation, Order, Step
@@ -84,11 +85,10 @@ def encode_progress(progress: Progress | Tombstone) -> bytes:
             update_unix_ms=progress.update_unix_ms,
             deleted=True,
         ).SerializeToString()
-    grant, holder = progress.grant, progress.holder
+    grant, reach = progress.grant, progress.closed_reach
     return stored_progress_pb2.StoredProgress(
         token=progress.token,
-        holder=holder
-        and queue_pb2.Incarnation(client_id=holder.client_id, incarnation_id=holder.incarnation_id),
+        holder=_encode_holder(progress.holder),
         attempt=progress.attempt,
         committed_offset=progress.committed_offset,
         delivered_reserved=progress.delivered_reserved,
@@ -106,6 +106,8 @@ def encode_progress(progress: Progress | Tombstone) -> bytes:
         source=progress.source,
         first_reset_epoch=progress.first_reset_epoch,
         superseded=bool(progress.attempt) and grant is None,
+        closed_delivered=reach.delivered_offset if reach else 0,
+        closed_delivered_max=reach.delivered_offset_max if reach else 0,
     ).SerializeToString()
 
 
@@ -136,9 +138,6 @@ def decode_progress(key: QueueKey, stored: bytes) -> Progress | Tombstone:
 
 
 def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
-    holder = None
-    if read.HasField("holder"):
-        holder = Holder(read.holder.client_id, read.holder.incarnation_id)
     grant = None
     if read.attempt and not read.superseded:
         grant = Grant(
@@ -148,14 +147,18 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
             RangeSet.decode(read.fenced_maybe_seen),
             read.reset_epoch,
         )
+    reach = None
+    if read.closed_delivered_max:
+        reach = Reach(read.closed_delivered, read.closed_delivered_max)
     return Progress(
         token=read.token,
-        holder=holder,
+        holder=_decode_holder(read),
         closed=read.closed,
         committed_offset=read.committed_offset,
         acked=RangeSet.decode(read.acked),
         delivered_offset=read.delivered_reserved,
         delivered_reserved=read.delivered_reserved,
+        closed_reach=reach,
         maybe_seen=RangeSet.decode(read.maybe_seen),
         reset_epoch=read.reset_epoch,
         first_reset_epoch=read.first_reset_epoch,
@@ -168,6 +171,43 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
         access_monotonic_ms=0,
         update_unix_ms=read.update_unix_ms,
     )
+
+
+def encode_handover(handover: Handover) -> bytes:
+    """A change of a token, all of it."""
+    token, end, reach = handover.ended
+    return stored_progress_pb2.StoredHandover(
+        token=handover.token,
+        holder=_encode_holder(handover.holder),
+        unix_ms=handover.unix_ms,
+        committed_offset=handover.committed_offset,
+        acked=handover.acked.encoded,
+        ended_token=token,
+        end=end,
+        ended_delivered=reach.delivered_offset,
+        ended_delivered_max=reach.delivered_offset_max,
+    ).SerializeToString()
+
+
+def decode_handover(stored: bytes) -> Handover:
+    """Inverse of `encode_handover`.
+
+    Raises:
+        DataLoss: these bytes are not a handover.
+    """
+    try:
+        read = stored_progress_pb2.StoredHandover.FromString(stored)
+        reach = Reach(read.ended_delivered, read.ended_delivered_max)
+        return Handover(
+            read.token,
+            _decode_holder(read),
+            read.unix_ms,
+            read.committed_offset,
+            RangeSet.decode(read.acked),
+            Ended(read.ended_token, HoldEnd(read.end), reach),
+        )
+    except (DecodeError, ValueError) as error:
+        raise DataLoss(f"a stored handover can't be read: {error}") from error
 
 
 def encode_operation(operation: Operation) -> bytes:
@@ -234,3 +274,17 @@ def _decode_step(read: stored_progress_pb2.StoredResetStep) -> Step:
         read.to_offset,
         Moved(before, read.replayed_count, read.skipped_count, read.reset_epoch, read.token),
     )
+
+
+def _encode_holder(holder: Holder | None) -> queue_pb2.Incarnation | None:
+    if holder is None:
+        return None
+    return queue_pb2.Incarnation(client_id=holder.client_id, incarnation_id=holder.incarnation_id)
+
+
+def _decode_holder(
+    read: stored_progress_pb2.StoredProgress | stored_progress_pb2.StoredHandover,
+) -> Holder | None:
+    if not read.HasField("holder"):
+        return None
+    return Holder(read.holder.client_id, read.holder.incarnation_id)

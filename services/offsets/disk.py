@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from shutil import disk_usage
 from types import TracebackType
@@ -22,8 +23,10 @@ from batonmq.common.errors import DataLoss, DiskFull
 
 log = logging.getLogger(__name__)
 
-Entry = tuple[bytes, bytes]
-"""Key and value."""
+Entry = tuple[bytes, bytes | None]
+"""Key and value to be written; None takes the key away."""
+Found = tuple[bytes, bytes]
+"""Key and value as they stand."""
 
 MAP_BYTES_MIN = 1 << 30
 """Address space at first, not memory and not disk; doubled when it is used up."""
@@ -77,15 +80,40 @@ class Disk:
         self._free_bytes_min = free_bytes_min
         self._free_bytes = partial(free_bytes, folder)
 
-    def read(self) -> Iterator[Entry]:
-        """All entries by key, ascending.
+    def read(self, but: bytes = b"") -> Iterator[Found]:
+        """All entries by key, ascending; without those whose keys begin with `but`, if given.
 
         Raises:
             DataLoss: the file is damaged.
         """
         try:
             with self._environment.begin(buffers=False) as transaction:
-                yield from transaction.cursor()
+                cursor = transaction.cursor()
+                more = cursor.first()
+                while more:
+                    key = cursor.key()
+                    if but and key.startswith(but):
+                        more = cursor.set_range(but[:-1] + bytes([but[-1] + 1]))
+                        continue
+                    yield key, cursor.value()
+                    more = cursor.next()
+        except lmdb.Error as error:
+            raise DataLoss(f"stored progress can't be read: {error}") from error
+
+    async def find(self, prefix: bytes) -> list[Found]:
+        """The entries whose keys begin with `prefix`, by key, ascending.
+
+        Raises:
+            DataLoss: the file is damaged.
+        """
+        return await asyncio.to_thread(self._find, prefix)
+
+    def _find(self, prefix: bytes) -> list[Found]:
+        try:
+            with self._access, self._environment.begin(buffers=False) as transaction:
+                cursor = transaction.cursor()
+                cursor.set_range(prefix)
+                return list(takewhile(lambda found: found[0].startswith(prefix), cursor))
         except lmdb.Error as error:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
@@ -121,7 +149,10 @@ class Disk:
         try:
             with self._environment.begin(write=True) as transaction:
                 for key, value in entries:
-                    transaction.put(key, value)
+                    if value is None:
+                        transaction.delete(key)
+                    else:
+                        transaction.put(key, value)
         except lmdb.MapFullError:
             return False
         return True

@@ -17,7 +17,7 @@ from batonmq.common.errors import DiskFull
 log = logging.getLogger(__name__)
 
 Key = TypeVar("Key")
-Entry = tuple[bytes, bytes]
+Entry = tuple[bytes, bytes | None]
 RETRY_MS = 1_000
 
 
@@ -34,7 +34,7 @@ class GroupCommit(Generic[Key]):
         write: Returns when all entries are durable. If it raises anything but `DiskFull`, so does
             `run`, nobody who waits is ever answered, and the process has to end: memory is ahead
             of the disk.
-        entry_of: Key and value on the disk of a key's present state.
+        entries_of: What stands on the disk of a key's present state; None for what doesn't.
 
     Attributes:
         full: The refusal of the disk, as long as it has no room; no change may be made meanwhile.
@@ -43,9 +43,9 @@ class GroupCommit(Generic[Key]):
     def __init__(
         self,
         write: Callable[[Sequence[Entry]], Awaitable[None]],
-        entry_of: Callable[[Key], Entry],
+        entries_of: Callable[[Key], Sequence[Entry]],
     ) -> None:
-        self._write, self._entry_of = write, entry_of
+        self._write, self._entries_of = write, entries_of
         self._gathering: _Batch[Key] = _Batch()
         self._pending: dict[Key, _Batch[Key]] = {}
         self._arrived = asyncio.Event()
@@ -89,7 +89,8 @@ class GroupCommit(Generic[Key]):
             self._arrived.clear()
             batch, self._gathering = self._gathering, _Batch()
             # Once: a state that came later has to become durable with what changed with it.
-            await self._write_once_there_is_room([self._entry_of(key) for key in batch.keys])
+            entries = [entry for key in batch.keys for entry in self._entries_of(key)]
+            await self._write_once_there_is_room(entries)
             for key in batch.keys:
                 if self._pending[key] is batch:
                     del self._pending[key]

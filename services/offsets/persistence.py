@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from batonmq.common.errors import DataLoss
 from services.offsets.codec import (
     META,
+    decode_handover,
     decode_key,
     decode_operation,
     decode_progress,
+    encode_handover,
     encode_key,
     encode_operation,
     encode_progress,
     seal,
     unseal,
 )
-from services.offsets.core.calls import Instant, Limits, QueueKey
+from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
+from services.offsets.core.holds import HOLDS_MAX, Handover
 from services.offsets.core.resets import RecordKey, Records
 from services.offsets.core.table import ProgressTable
-from services.offsets.disk import Entry
+from services.offsets.disk import Entry, Found
 
 log = logging.getLogger(__name__)
 
-DurableKey = QueueKey | RecordKey | str | None
-"""What can change: a queue, a recorded operation, by its name for which id a topic was deleted, or,
-as None, the term of the lock manager."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandedOver:
+    """A change of a queue's token: a fact, so it is its own state and equal to itself alone."""
+
+    key: QueueKey
+    handover: Handover
+
+
+DurableKey = QueueKey | HandedOver | RecordKey | str | None
+"""What can change: a queue, who holds it, a recorded operation, by its name for which id a topic
+was deleted, or, as None, the term of the lock manager."""
 
 FORMAT = META + b"format"
 EPOCH = META + b"epoch"
@@ -36,14 +49,20 @@ TOPIC = META + b"topic\0"
 """Followed by the name of a topic."""
 RESET = META + b"reset\0"
 """Followed by `group NUL slot`."""
+HOLDS = META + b"hold\0"
+"""Followed by `queue NUL slot`. Not in memory: read when somebody asks."""
 _FORMAT_VERSION = b"2"
 
 
 class Stored(Protocol):
     """What the service asks of its disk; see `disk.Disk`."""
 
-    def read(self) -> Iterator[Entry]:
-        """All entries by key, ascending."""
+    def read(self, but: bytes = b"") -> Iterator[Found]:
+        """All entries by key, ascending, without those that begin with `but`."""
+        ...
+
+    async def find(self, prefix: bytes) -> list[Found]:
+        """The entries whose keys begin with `prefix`."""
         ...
 
     async def write(self, entries: Sequence[Entry]) -> None:
@@ -62,8 +81,8 @@ def recover(disk: Stored, limits: Limits, now: Instant) -> tuple[ProgressTable, 
         DataLoss: something stored can't be read or contradicts itself.
     """
     meta: dict[bytes, bytes] = {}
-    queues: list[Entry] = []
-    stored = dict(disk.read())
+    queues: list[Found] = []
+    stored = dict(disk.read(but=HOLDS))
     version = stored.pop(FORMAT, _FORMAT_VERSION)
     if version != _FORMAT_VERSION:
         raise DataLoss(f"the stored progress has format {version!r}, known is {_FORMAT_VERSION!r}")
@@ -92,10 +111,11 @@ def recover(disk: Stored, limits: Limits, now: Instant) -> tuple[ProgressTable, 
     return table, records
 
 
-def entry_of(table: ProgressTable, records: Records) -> Callable[[DurableKey], Entry]:
+def entries_of(table: ProgressTable, records: Records) -> Callable[[DurableKey], Sequence[Entry]]:
     """How the present state of a key stands on the disk."""
 
-    def entry(key: DurableKey) -> Entry:
+    def entries(key: DurableKey) -> Sequence[Entry]:
+        forgotten: list[Entry] = []
         match key:
             case None:
                 found = TERM, b"%d" % table.term
@@ -104,11 +124,30 @@ def entry_of(table: ProgressTable, records: Records) -> Callable[[DurableKey], E
             case RecordKey():
                 at = RESET + key.group.encode() + b"\0%d" % key.slot
                 found = at, encode_operation(records.at(key))
+            case HandedOver():
+                found = _hold_key(key.key, key.handover.slot), encode_handover(key.handover)
             case QueueKey():
-                found = encode_key(key), encode_progress(table.state(key))
-        return found[0], seal(*found)
+                state = table.state(key)
+                found = encode_key(key), encode_progress(state)
+                if isinstance(state, Tombstone):
+                    forgotten = [(_hold_key(key, slot), None) for slot in range(HOLDS_MAX)]
+        return [(found[0], seal(*found)), *forgotten]
 
-    return entry
+    return entries
+
+
+async def find_handovers(disk: Stored, key: QueueKey) -> list[Handover]:
+    """The recorded changes of a queue's token, in no order.
+
+    Raises:
+        DataLoss: one can't be read.
+    """
+    stored = await disk.find(HOLDS + encode_key(key) + b"\0")
+    return [decode_handover(unseal(*each)) for each in stored]
+
+
+def _hold_key(key: QueueKey, slot: int) -> bytes:
+    return HOLDS + encode_key(key) + b"\0%d" % slot
 
 
 def _number(meta: dict[bytes, bytes], key: bytes) -> int:

@@ -7,7 +7,7 @@ a refusal too, waits for the newest change of the queues it speaks of (protocol 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +23,7 @@ from batonmq.core.names import check_group, check_topic
 from services.offsets.answers import (
     committed_pb,
     fenced_pb,
+    hold_pb,
     operation_pb,
     progress_pb,
     ranges_pb,
@@ -39,12 +40,13 @@ from services.offsets.core.calls import (
     QueueKey,
     Source,
 )
+from services.offsets.core.holds import Handover, holds
 from services.offsets.core.ranges import RangeSet
 from services.offsets.core.resets import Outcome, Resets, Step
 from services.offsets.core.table import ProgressTable
 from services.offsets.group_commit import GroupCommit
 from services.offsets.modes import Modes, group_in_use
-from services.offsets.persistence import DurableKey
+from services.offsets.persistence import DurableKey, HandedOver
 from services.offsets.telemetry import Telemetry
 from services.offsets.wire import Reader, check_single, number, topic_or_all
 
@@ -65,6 +67,7 @@ class Parts:
     clock: Clock
     modes: Modes
     telemetry: Telemetry
+    handovers: Callable[[QueueKey], Awaitable[list[Handover]]]
 
 
 class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
@@ -73,6 +76,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def __init__(self, parts: Parts) -> None:
         self._table, self._commits, self._clock = parts.table, parts.commits, parts.clock
         self._resets, self._modes, self._telemetry = parts.resets, parts.modes, parts.telemetry
+        self._handovers = parts.handovers
         self._read = Reader(parts.table, parts.table.limits.ack_ranges_max)
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
@@ -98,7 +102,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
                 outcomes.append(pb.FenceOutcome(error=error_to_pb(grant)))
                 continue
             if grant.changed:
-                self._commits.changed(key)
+                self._handed_over(key)
             outcomes.append(pb.FenceOutcome(fenced=fenced_pb(grant)))
         await self._commits.settled([None, *(key for key, _ in wishes)])
         return pb.FenceResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
@@ -263,6 +267,20 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             offsets_epoch=self._table.epoch, resets=map(operation_pb, found)
         )
 
+    async def ListHolds(
+        self, request: pb.ListHoldsRequest, context: Context
+    ) -> pb.ListHoldsResponse:
+        """See the proto. The disk may know more by then than was true when this began."""
+        key = self._read.queue(request.queue)
+        answer = pb.ListHoldsResponse(offsets_epoch=self._table.epoch)
+        if key in self._table:
+            progress = self._table.query(key)
+            token, reach = progress.token, progress.reach
+            await self._commits.settled([key])
+            found = holds(await self._handovers(key), token, reach)
+            answer.holds.extend(map(hold_pb, found))
+        return answer
+
     # ---- one item
 
     def _deliver(
@@ -321,6 +339,13 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
     # ---- around them
 
+    def _handed_over(self, key: QueueKey) -> None:
+        """Note that the token of a queue has changed, and who had which: all in one write."""
+        self._commits.changed(key)
+        handover = self._table.query(key).handover
+        assert handover is not None
+        self._commits.changed(HandedOver(key, handover))
+
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
 
@@ -340,7 +365,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         There was no await since it was applied: the queues and the record go into one write.
         """
         for step in outcome.fresh:
-            self._commits.changed(step.key)
+            self._handed_over(step.key)
         if outcome.record is not None:
             self._commits.changed(outcome.record)
         await self._commits.settled_all()

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any, NoReturn, TypeVar
 
@@ -27,6 +27,7 @@ from batonmq.common import logs
 from batonmq.common.clock import Clock
 from batonmq.common.config import ConfigError, load
 from batonmq.common.errors import NoQuorum
+from batonmq.common.explain import explain
 from services.runtime.etcd import EtcdSession, Lease
 from services.runtime.events import EventHub, MetricsServicer
 from services.runtime.interceptor import EdgeInterceptor
@@ -192,6 +193,11 @@ def run(service: str, kind: type[S], build: Build[S]) -> NoReturn:
         build: Recovers the state and gives the app; on leaving, closes what it opened.
     """
     prefix = f"BATON_{service.upper()}"
+    if "--explain-config" in sys.argv[1:]:
+        explained, problems = explain(kind, prefix)
+        told = {"settings": list(map(asdict, explained)), "problems": list(map(asdict, problems))}
+        print(json.dumps(told, indent=2))
+        sys.exit(0)
     try:
         settings = load(kind, prefix)
     except ConfigError as error:
@@ -200,7 +206,8 @@ def run(service: str, kind: type[S], build: Build[S]) -> NoReturn:
         print(json.dumps(settings.model_dump(mode="json"), indent=2))
         sys.exit(0)
     if sys.argv[1:]:
-        _refuse(f"usage: python -m services.{service} [--print-config]; settings: {prefix}_*")
+        options = "[--print-config | --explain-config]"
+        _refuse(f"usage: python -m services.{service} {options}; settings: {prefix}_*")
     logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
     try:
         asyncio.run(_main(service, settings, build))

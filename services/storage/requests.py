@@ -13,7 +13,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.errors import InvalidArgument, LimitExceeded, WrongBroker
 from batonmq.core.names import check_broker, check_group, check_topic
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import SqlFilter, parse_filter
 from services.storage.core.filter import HashFilter
 from services.storage.core.store import Wanted
 from services.storage.pulls import Holder
@@ -116,7 +116,7 @@ def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> Wanted:
         request.offset,
         request.bytes_max or PULL_BYTES_DEFAULT,
         request.messages_max or PULL_MESSAGES_DEFAULT,
-        hash_filter(request.expression),
+        filter_of(request.expression),
     )
 
 
@@ -153,13 +153,14 @@ def check_queue_name(queue: queue_pb2.Queue, broker: str) -> queue_pb2.Queue:
 
 
 @lru_cache(maxsize=1_024)
-def hash_filter(expression: str) -> HashFilter:
-    """The filter on tag hashes that `expression` means.
+def filter_of(expression: str) -> HashFilter | SqlFilter:
+    """How this node filters by `expression`.
 
     Raises:
         BadExpression, LimitExceeded: it means nothing.
     """
-    return HashFilter(TagFilter.parse(expression).hashes)
+    found = parse_filter(expression)
+    return found if isinstance(found, SqlFilter) else HashFilter(found.hashes)
 
 
 def limit(field: str, actual: int, most: int) -> None:

@@ -18,6 +18,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         assert running.interrupt() == 0
 
 
+@pytest.fixture(autouse=True)
+def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File of the contexts, which no other program has; there is none yet."""
+    path = tmp_path / "contexts.toml"
+    monkeypatch.setenv("BATON_CONFIG", str(path))
+    return path
+
+
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     """A file of three lines."""

@@ -16,8 +16,10 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq.cli.changes import operation, who
-from batonmq.cli.resets import Wanted, question
+from batonmq.cli.changes import operation
+from batonmq.cli.resets import Wanted, parse_offsets, planned
+from batonmq.common.errors import InvalidArgument
+from batonmq.core.route import QueueId
 from batonmq.core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.resets import Done, Step
 
@@ -82,18 +84,26 @@ def test_yes_goes_on() -> None:
     assert "UNREACHABLE" in told
 
 
-def test_question_tells_what_comes_again_and_what_is_skipped() -> None:
+def test_plan_tells_what_comes_again_and_what_is_skipped() -> None:
     step = Step("g", "t", "b", 0, 10, 4, 6, 0, 1, 2)
     other = replace(step, queue_id=1, replayed_count=0, skipped_count=3)
-    assert question(Done((step, other))) == (
-        "Move group g on 2 queues? To be delivered again: 6; to be skipped: 3."
+    assert planned(Done((step, other))).startswith(
+        "a plan for 2 queues, nothing was changed: 6 messages would be delivered again, 3 skipped"
     )
 
 
+def test_exported_offsets_are_read_and_a_bad_line_is_named() -> None:
+    lines = ["t,b,0,5\n", "\n", "t,b,1,0\n"]
+    assert parse_offsets(lines) == {QueueId("t", "b", 0): 5, QueueId("t", "b", 1): 0}
+    for bad in ("t,b,0", "t,b,x,1", "t,b,0,-1", "t,b,0,6"):
+        with pytest.raises(InvalidArgument, match="line 4"):
+            parse_offsets([*lines, bad])
+
+
 def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
-    first, second = operation("", "r", ""), operation("", "r", "")
+    first, second = operation("me", "r", ""), operation("me", "r", "")
     assert first.op_id != second.op_id
-    assert (first.by, first.reason) == (who(), "r")
+    assert (first.by, first.reason) == ("me", "r")
     assert operation("me", "r", "id") == operation("me", "r", "id")
 
 
@@ -101,9 +111,10 @@ def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
     ("wanted", "target"),
     [
         (Wanted(to_offset=0), ToOffset(0)),
-        (Wanted(shift=0), ShiftBy(0)),
-        (Wanted(shift=-3), ShiftBy(-3)),
-        (Wanted(to_time="5"), ToTime(5)),
+        (Wanted(shift_by=0), ShiftBy(0)),
+        (Wanted(shift_by=-3), ShiftBy(-3)),
+        (Wanted(to_current=True), ShiftBy(0)),
+        (Wanted(to_datetime="5"), ToTime(5)),
         (Wanted(by_duration="10s"), ToTime(NOW - 10_000)),
         (Wanted(to_earliest=True), ToEarliest()),
         (Wanted(to_latest=True), ToLatest()),

@@ -35,29 +35,30 @@ NOWHERE = "127.0.0.1:1"
         ["group", "describe"],
         ["lock", "steal"],
         ["topic", "delete", "t"],
-        ["group", "reset", "g", "--reason", "r", "--yes"],
-        ["group", "reset", "g", "--reason", "r", "--yes", "--to-latest", "--to-earliest"],
-        ["group", "reset", "g", "--reason", "r", "--yes", "--to-offset", "0", "--shift", "0"],
-        ["group", "reset", "g", "--reason", "r", "--yes", "--to-latest", "--undo", "x"],
-        ["group", "reset", "g", "--reason", "r", "--yes", "--to-offset", "-1"],
-        ["group", "reset", "g", "--yes", "--to-latest"],
-        ["group", "reset", "g", "--reason", "r", "--to-latest"],
-        ["group", "reset", "g", "--dry-run", "--to-latest", "--queue", "a/0"],
-        ["group", "reset", "g", "--dry-run", "--to-latest", "--topic", "t", "--queue", "a"],
-        ["group", "reset", "g", "--dry-run", "--to-latest", "--topic", "t", "--queue", "a/x"],
-        ["group", "reset", "g", "--dry-run", "--undo", "x", "--topic", "t"],
-        ["group", "clone", "g", "--reason", "r", "--yes"],
-        ["group", "clone", "g", "h", "--yes"],
-        ["group", "clone", "g", "h", "--reason", "r"],
+        ["group", "reset-offsets", "g", "--reason", "r", "--execute"],
+        ["group", "reset-offsets", "g", "--to-latest", "--to-earliest"],
+        ["group", "reset-offsets", "g", "--to-offset", "0", "--shift-by", "0"],
+        ["group", "reset-offsets", "g", "--to-latest", "--undo", "x"],
+        ["group", "reset-offsets", "g", "--to-offset", "-1"],
+        ["group", "reset-offsets", "g", "--execute", "--to-latest"],
+        ["group", "reset-offsets", "g", "--execute", "--dry-run", "--reason", "r", "--to-latest"],
+        ["group", "reset-offsets", "g", "--to-latest", "--queue", "a/0"],
+        ["group", "reset-offsets", "g", "--to-latest", "--topic", "t", "--queue", "a"],
+        ["group", "reset-offsets", "g", "--to-latest", "--topic", "t", "--queue", "a/x"],
+        ["group", "reset-offsets", "g", "--undo", "x", "--topic", "t"],
+        ["group", "reset-offsets", "g", "--from-file", "/does/not/exist"],
+        ["group", "reset-offsets", "g", "--undo", "x", "--export"],
+        ["group", "reset-offsets", "g", "--to-latest", "--export", "--execute", "--reason", "r"],
+        ["group", "clone", "g", "--reason", "r"],
+        ["group", "clone", "g", "h", "--execute"],
         ["group", "delete", "g"],
         ["group", "update", "g"],
         ["group", "update", "g", "--policy", "maybe"],
         ["group", "pause", "g"],
         ["group", "why-stuck", "g", "--queue", "a/0"],
-        ["lock", "describe", "g", "t", "b"],
-        ["lock", "describe", "g", "t", "b", "-1"],
-        ["lock", "force-release", "g", "t", "b", "0", "--yes"],
-        ["lock", "force-release", "g", "t", "b", "0", "--reason", "r"],
+        ["lock", "show", "g", "t", "b"],
+        ["lock", "show", "g", "t", "b", "-1"],
+        ["lock", "release", "g", "t", "b", "0", "--force"],
         ["message", "get"],
         ["message", "get", "b-0-0", "--topic", "t", "--key", "k"],
         ["message", "get", "--key", "k"],
@@ -65,6 +66,19 @@ NOWHERE = "127.0.0.1:1"
         ["message", "get", "--topic", "t", "--queue", "-1", "--offset", "0"],
         ["fsck"],
         ["fsck", "/does/not/exist"],
+        ["produce", "t", "--rate", "fast"],
+        ["produce", "t", "--property", "colour"],
+        ["produce", "t", "--queue", "3"],
+        ["consume", "t", "--group", "g", "--from", "2x"],
+        ["bench", "produce", "--rate", "0"],
+        ["bench", "produce", "--size", "15"],
+        ["bench", "consume", "--count", "0"],
+        ["config", "check", "etcd"],
+        ["config", "check", "--file", __file__],
+        ["debug", "bundle"],
+        ["mqadmin", "updateTopic", "-t", "t", "-r", "2", "-w", "3"],
+        ["mqadmin", "sendMessage", "-t", "t", "-p", "x", "-i", "0"],
+        ["mqadmin", "resetOffsetByTime", "-g", "g", "-t", "t"],
     ],
 )
 def test_wrong_command_line_is_2(arguments: list[str]) -> None:
@@ -87,6 +101,11 @@ def test_wrong_command_line_is_2(arguments: list[str]) -> None:
         ["consume"],
         ["message"],
         ["fsck"],
+        ["context"],
+        ["config"],
+        ["bench"],
+        ["debug"],
+        ["mqadmin"],
     ],
 )
 def test_every_command_has_help(arguments: list[str]) -> None:
@@ -108,7 +127,7 @@ def test_unreachable_nameserver_is_1_and_told_in_the_form_asked_for() -> None:
     "arguments",
     [
         ["topic", "list"],
-        ["group", "reset", "g", "--dry-run", "--to-latest"],
+        ["group", "reset-offsets", "g", "--to-latest"],
         ["group", "why-stuck", "g"],
         ["lock", "list"],
         ["consume", "t", "--group", "g"],
@@ -124,12 +143,18 @@ def test_nameserver_without_an_address_is_1(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--to-time", "tomorrow"], ["--by-duration", "2 hours"], ["--by-duration", "h"]]
+    "arguments",
+    [["--to-datetime", "tomorrow"], ["--by-duration", "2 hours"], ["--by-duration", "h"]],
 )
 def test_reset_to_what_is_no_time_is_1(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, ["group", "reset", "g", "--dry-run", *arguments])
+    result = CliRunner().invoke(app, ["group", "reset-offsets", "g", *arguments])
     assert result.exit_code == 1
     assert "INVALID_ARGUMENT" in result.stderr
+
+
+def test_reset_of_one_topic_and_of_all_is_a_wrong_command_line() -> None:
+    arguments = ["group", "reset-offsets", "g", "--to-latest", "--topic", "t", "--all-topics"]
+    assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
 def test_up_on_a_directory_in_use_is_1(tmp_path: Path) -> None:

@@ -220,6 +220,18 @@ def test_filter_leaves_out_other_tags_and_still_ends(cluster: Up, lines: Path) -
     assert sum(int(row["CURRENT-OFFSET"]) for row in rows) == 6
 
 
+def test_condition_leaves_out_what_it_is_not_true_of(cluster: Up, lines: Path) -> None:
+    cluster("topic", "create", "priced", "--queues", "2")
+    for price in ("5", "20", "x"):
+        lines.write_text(f"{price}\n")
+        cluster("produce", "priced", "--property", f"price={price}", "--file", str(lines))
+    reading = ("consume", "priced", "--group", "priced", "--from", "first", "--filter")
+    assert cluster(*reading, "sql: price > 10").out.split()[-1] == "20"
+    refused = cluster(*reading, "sql: price != 10")
+    assert refused.code == 1
+    assert "column 12: '!' is not understood" in refused.err
+
+
 def test_new_group_starts_first_and_a_known_one_where_its_members_do(
     cluster: Up, lines: Path
 ) -> None:

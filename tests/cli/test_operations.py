@@ -67,38 +67,54 @@ def _reason(err: str) -> str:
 
 def test_reset_tells_moves_records_and_is_undone(cluster: Up, read: str) -> None:
     why = ("--reason", "a bug", "--by", "tester")
-    told = cluster("group", "reset", read, "--to-earliest", "--dry-run")
+    told = cluster("group", "reset-offsets", read, "--to-earliest")
     assert told.code == 0
     (row,) = told.rows
     assert (row["FROM"], row["TO"], row["REPLAYED"], row["SKIPPED"]) == ("3", "0", "3", "0")
     assert "nothing was changed" in told.out
     assert _queue(cluster, read)["committed_offset"] == 3
-    asked = cluster("group", "reset", read, "--shift", "-2", *why)
-    assert (asked.code, asked.out) == (2, "")
-    moved = cluster("group", "reset", read, "--shift", "-2", *why, "--yes", *JSON).json
+    moved = cluster(
+        "group", "reset-offsets", read, "--shift-by", "-2", *why, "--execute", *JSON
+    ).json
     assert [(s["from_offset"], s["to_offset"]) for s in moved["steps"]] == [(3, 1)]
     again = cluster("consume", read, "--group", read, *JSON).json_lines
     assert [(m["body"], m["redelivered"]) for m in again] == [("2", True), ("3", True)]
     (recorded,) = cluster("group", "resets", read, *JSON).json
     assert (recorded["op_id"], recorded["by"]) == (moved["op_id"], "tester")
     assert recorded["reason"] == "a bug"
-    undone = cluster("group", "reset", read, "--undo", moved["op_id"], "--yes")
+    undone = cluster("group", "reset-offsets", read, "--undo", moved["op_id"], "--execute")
     assert (undone.code, undone.rows[0]["TO"]) == (0, "3")
     rows = cluster("group", "resets", read, *JSON).json
     assert [row["undone_op_id"] for row in rows] == [moved["op_id"], None]
     assert rows[0]["reason"] == f"undo of {moved['op_id']}"
 
 
+def test_exported_plan_is_what_a_file_brings_back(cluster: Up, read: str, tmp_path: Path) -> None:
+    exported = cluster("group", "reset-offsets", read, "--to-current", "--export")
+    assert exported.out == f"{read},broker-0,0,3\n"
+    kept = tmp_path / "kept.csv"
+    kept.write_text(exported.out.replace(",3", ",1"))
+    arguments = ("group", "reset-offsets", read, "--from-file", str(kept), *JSON)
+    assert cluster(*arguments).json["steps"][0]["to_offset"] == 1
+    assert _queue(cluster, read)["committed_offset"] == 3
+    assert cluster(*arguments, "--execute", "--reason", "r").code == 0
+    assert _queue(cluster, read)["committed_offset"] == 1
+    kept.write_text(f"{read},broker-0,7,1\n")
+    assert _reason(cluster(*arguments[:-2]).err) == "QUEUE_NOT_FOUND"
+
+
 def test_reset_beyond_the_queue_ends_at_its_end_with_a_note(cluster: Up, read: str) -> None:
-    moved = cluster("group", "reset", read, "--to-offset", "9", "--reason", "r", "--yes")
+    moved = cluster(
+        "group", "reset-offsets", read, "--to-offset", "9", "--reason", "r", "--execute"
+    )
     assert moved.code == 0
     assert moved.rows[0]["TO"] == "3"
     assert f"{read}/broker-0/0: offset 9 is past the end; 3 is the end" in moved.out
 
 
 def test_reset_goes_to_times(cluster: Up, read: str) -> None:
-    far = cluster("group", "reset", read, "--by-duration", "1h", "--dry-run", *JSON).json
-    near = cluster("group", "reset", read, "--to-time", "2999-01-01", "--dry-run", *JSON).json
+    far = cluster("group", "reset-offsets", read, "--by-duration", "1h", *JSON).json
+    near = cluster("group", "reset-offsets", read, "--to-datetime", "2999-01-01", *JSON).json
     assert [done["steps"][0]["to_offset"] for done in (far, near)] == [0, 3]
 
 
@@ -109,13 +125,13 @@ def test_reset_of_what_does_not_exist_is_1(cluster: Up, read: str) -> None:
         ((read, "--to-latest", "--topic", read, "--queue", "broker-0/7"), "QUEUE_NOT_FOUND"),
         ((read, "--undo", "nothing"), "OPERATION_NOT_FOUND"),
     ):
-        refused = cluster("group", "reset", *arguments, "--reason", "r", "--yes")
+        refused = cluster("group", "reset-offsets", *arguments, "--reason", "r", "--execute")
         assert (refused.code, refused.out, _reason(refused.err)) == (1, "", reason)
 
 
 def test_clone_starts_another_group_where_this_one_is(cluster: Up, read: str) -> None:
     other = f"{read}-2"
-    done = cluster("group", "clone", read, other, "--reason", "r", "--yes", *JSON).json
+    done = cluster("group", "clone", read, other, "--reason", "r", "--execute", *JSON).json
     assert [(s["group"], s["to_offset"]) for s in done["steps"]] == [(other, 3)]
     assert cluster("consume", read, "--group", other).out == ""
     assert cluster("group", "resets", other, *JSON).json[0]["kind"] == "clone"
@@ -215,11 +231,15 @@ def test_queue_taken_by_force_has_an_owner_again(cluster: Up, lines: Path, read:
     queue = (read, read, "broker-0", "0")
     with member(cluster, read) as reading:
         before = _lock(cluster, read)
-        described = cluster("lock", "describe", *queue, *JSON).json
+        described = cluster("lock", "show", *queue, *JSON).json
         assert described["client_id"] == before["client_id"]
         assert 0 < described["lease_left_ms"] <= 30_000
         assert described["subscription_generation"] > 0
-        force = ("lock", "force-release", *queue, "--reason", "r", "--yes", *JSON)
+        looked = cluster("lock", "release", *queue)
+        assert (looked.code, looked.rows[0]["OWNER"]) == (0, before["client_id"])
+        assert "nothing was changed" in looked.out
+        assert _lock(cluster, read)["token"] == before["token"]
+        force = ("lock", "release", *queue, "--force", "--reason", "r", *JSON)
         taken = cluster(*force).json
         assert taken["client_id"] == before["client_id"]
         assert taken["token"] > before["token"]
@@ -233,7 +253,7 @@ def test_queue_taken_by_force_has_an_owner_again(cluster: Up, lines: Path, read:
         assert "given back: 0 queues; kept: 1" in told.out
     nobody = cluster("lock", "release-all", "nobody")
     assert (nobody.code, nobody.out.splitlines()[-1]) == (0, "nobody owns nothing")
-    never = cluster("lock", "force-release", "g", read, "broker-0", "0", "--reason", "r", "--yes")
+    never = cluster("lock", "release", "g", read, "broker-0", "0", "--force", "--reason", "r")
     assert (never.code, _reason(never.err)) == (1, "UNKNOWN_QUEUE")
 
 

@@ -43,6 +43,17 @@ def test_json_has_every_key_of_the_items(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out) == ITEMS
 
 
+def test_wide_has_more_columns_and_a_table_has_not(capsys: pytest.CaptureFixture[str]) -> None:
+    more: Columns = {"LAG": "lag"}
+    Output(Form.TABLE).items(ITEMS, COLUMNS, more)
+    assert capsys.readouterr().out.split()[: len(COLUMNS)] == list(COLUMNS)
+    Output(Form.WIDE).detail({}, ITEMS, COLUMNS, more)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[:2] == [[*COLUMNS, "LAG"], ["orders", "broker-0", "6", "3"]]
+    Output(Form.WIDE).note("for people")
+    assert capsys.readouterr().out == "for people\n"
+
+
 def test_empty_list_is_headings_or_an_empty_array(capsys: pytest.CaptureFixture[str]) -> None:
     Output(Form.TABLE).items([], COLUMNS)
     assert capsys.readouterr().out.split() == list(COLUMNS)

@@ -23,7 +23,9 @@ QUICK = ConsumerSettings(
     retry_first_ms=10,
     retry_ms_max=50,
     drain_timeout_ms=5_000,
+    send_back=False,
 )
+"""Of a member that has the queues of its topic, and no others; what fails stays in hand."""
 
 
 @dataclass

@@ -130,10 +130,16 @@ async def test_settings_of_a_group_change_and_it_may_be_created_so(
         with pytest.raises(GroupInUse):
             await admin.delete_group("g")
         await running.leave("g", "c1")
+        for topic in ("%RETRY%g", "%DLQ%g"):
+            await admin.create_topic(topic, 1)
         assert await admin.delete_group("g") == 0
+        assert [topic.name for topic in await admin.list_topics()] == ["%DLQ%g", "flights"]
+        await admin.create_topic("%RETRY%g", 1)
         for missing in (admin.describe_group("g"), admin.delete_group("g")):
             with pytest.raises(GroupNotFound):
                 await missing
+        left = {topic.name for topic in await admin.list_topics()}
+        assert "%RETRY%g" not in left, "asking again finishes what was begun"
 
 
 async def test_pause_says_who_and_why_and_a_group_that_does_not_exist_is_not_created(
@@ -213,6 +219,7 @@ async def test_progress_of_a_real_cluster(tmp_path: Path) -> None:
     async with local_cluster(tmp_path) as running, Admin(running.nameserver) as admin:
         topic = (await admin.create_topic("flights", 2)).topic
         first, second = topic.queues
+        retries = QueueId("%RETRY%g", first.broker, 0)
         async with Producer(running.nameserver) as producer:
             for number in range(5):
                 await producer.send("flights", str(number).encode(), queue=first)
@@ -233,13 +240,14 @@ async def test_progress_of_a_real_cluster(tmp_path: Path) -> None:
                     and at[first].log_end_offset == 5
                     and (at[first].unacked_count or 0) >= 1
                     and (at[second].committed_offset, at[second].lag) == (0, 0)
+                    and (at[retries].committed_offset, at[retries].lag) == (0, 0)
                     and {r.client_id for r in progress.queues} == {"c1"}
                     and all(r.host and r.token for r in progress.queues)
                 )
 
             await until(told)
             locks = await admin.list_locks("g")
-            assert [(lock.state, lock.client_id) for lock in locks] == [("held", "c1")] * 2
+            assert [(lock.state, lock.client_id) for lock in locks] == [("held", "c1")] * 3
         after = await admin.group_progress("g")
         assert after.group.members == ()
         assert {row.client_id for row in after.queues} == {None}

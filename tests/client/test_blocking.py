@@ -1,4 +1,4 @@
-"""Producer and consumer for code without asyncio.
+"""The clients for code without asyncio.
 
 Goal: they do what the asynchronous ones do, from plain threads, and leave no thread behind.
 Method: a real cluster; everything runs in threads of the test's own while it waits.
@@ -6,14 +6,19 @@ Method: a real cluster; everything runs in threads of the test's own while it wa
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from batonmq.blocking import BlockingConsumer, BlockingProducer
+from batonmq.admin import Admin
+from batonmq.blocking import BlockingConsumer, BlockingProducer, BlockingPuller
 from batonmq.common.errors import BadExpression, TopicNotFound, Unreachable
+from batonmq.consuming.membership import Verdict
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.producing.placing import ProducerClosed
 from tests.client.group import QUICK, Scene, scene
 
 pytestmark = pytest.mark.e2e
@@ -77,6 +82,92 @@ def test_options_of_a_message_are_passed_on(at: Scene) -> None:
     assert message.properties == {"a": "b"}
 
 
+def test_function_in_threads_handles_every_message_and_is_stopped_from_outside(at: Scene) -> None:
+    with BlockingProducer(at.nameserver) as producer:
+        for number in range(50):
+            producer.send(at.topic, b"%d" % number)
+    seen: Counter[bytes] = Counter()
+    with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
+
+        def handle(message: ReceivedMessage) -> None:
+            seen[message.body] += 1
+            if seen.total() == 50:
+                consumer.stop()
+
+        consumer.run(handle)
+    assert seen == Counter(b"%d" % number for number in range(50))
+    assert not our_threads()
+
+
+def test_lists_are_handled_queues_paused_and_what_is_so_is_told(at: Scene) -> None:
+    with BlockingProducer(at.nameserver) as producer:
+        for number in range(50):
+            producer.send(at.topic, b"%d" % number)
+    lists: list[list[ReceivedMessage]] = []
+    with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
+        consumer.handle_timeout_ms = 20_000
+        assert consumer.handle_timeout_ms == 20_000
+        assert consumer.verdict == Verdict("accepted")
+        told: set[object] = set()
+
+        def handle(messages: list[ReceivedMessage]) -> None:
+            lists.append(messages)
+            queue = messages[0].queue
+            consumer.pause(queue)
+            told.add((queue in consumer.assignment, consumer.flow.get(queue)))
+            consumer.resume(queue)
+            if sum(map(len, lists)) == 50:
+                consumer.stop()
+
+        consumer.run_batches(handle, messages_max=5)
+        consumer.close(drain_ms=0)
+        assert consumer.assignment == ()
+    assert told == {(True, "paused")}
+    assert max(map(len, lists)) <= 5
+    assert len({(m.queue, m.offset) for each in lists for m in each}) == 50
+
+
+async def test_puller_reads_seeks_and_commits(at: Scene) -> None:
+    async with Admin(at.nameserver) as admin:
+        await admin.update_group(at.group, ownership="off")
+
+    def read() -> tuple[list[bytes], list[bytes], list[int | None]]:
+        with BlockingProducer(at.nameserver) as producer:
+            queue = producer.send(at.topic, b"0", ordering_key="o").queue
+            for number in range(1, 10):
+                producer.send(at.topic, b"%d" % number, ordering_key="o")
+        with BlockingPuller(at.nameserver, at.group) as puller:
+            assert queue in puller.queues(at.topic)
+            puller.assign([queue])
+            assert puller.assignment == (queue,)
+            assert puller.seek(queue, "begin") == 0
+            first = _polled(puller, 10)
+            puller.seek(queue, 7)
+            again = _polled(puller, 3)
+            puller.pause(queue)
+            assert puller.poll(50) == {}
+            puller.resume(queue)
+            assert (puller.position(queue), puller.lost_count(queue)) == (10, 0)
+            before = puller.committed(queue)
+            puller.commit()
+            return first, again, [before, puller.committed(queue)]
+
+    first, again, committed = await asyncio.to_thread(read)
+    assert first == [b"%d" % number for number in range(10)]
+    assert again == [b"7", b"8", b"9"]
+    assert committed[-1] == 10
+    assert committed[0] != 10
+    assert not our_threads()
+
+
+def _polled(puller: BlockingPuller, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    while len(found) < count:
+        for messages in puller.poll(count_max=count - len(found)).values():
+            found += [message.body for message in messages]
+    return found
+
+
 # ---- errors
 
 
@@ -107,6 +198,21 @@ def test_closed_producer_takes_nothing(at: Scene) -> None:
         producer.send(at.topic, b"")
     with pytest.raises(Unreachable, match="not open"):
         producer.send(at.topic, b"")
+
+
+def test_close_waits_for_what_was_handed_over_and_can_be_done_again(at: Scene) -> None:
+    with BlockingProducer(at.nameserver) as producer:
+        for number in range(50):
+            producer.send_one_way(at.topic, b"%d" % number)
+        producer.close()
+        with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
+            seen = {message.body for _, message in zip(range(50), consumer, strict=False)}
+        assert seen == {b"%d" % number for number in range(50)}
+        producer.close()
+        with pytest.raises(ProducerClosed):
+            producer.send_one_way(at.topic, b"")
+    producer.close()
+    assert not our_threads()
 
 
 def test_error_in_the_block_passes_through(at: Scene) -> None:

@@ -42,6 +42,7 @@ SETTINGS = ConsumerSettings(
     keep_alive_ms=60_000,
     drain_timeout_ms=5_000,
     retry_first_ms=1,
+    send_back=False,
 )
 """Nothing happens by the clock: what happens, something has caused."""
 

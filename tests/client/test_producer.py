@@ -27,8 +27,9 @@ from batonmq.common.errors import (
     Unreachable,
 )
 from batonmq.core.records import Header, Message
-from batonmq.core.route import QueueId, queue_of_key
+from batonmq.core.route import KeyedQueues, QueueId
 from batonmq.producer import Producer
+from batonmq.producing.placing import ProducerClosed
 from batonmq.producing.receipts import Pending, Receipt
 from batonmq.producing.settings import Durability, ProducerSettings
 from tests.client.twins import BROKER, NOWHERE, Gate, bodies, failing, twins
@@ -171,9 +172,24 @@ async def test_ordering_key_keeps_its_queue_and_its_order_through_failures() -> 
         for key in range(5):
             of_key = [r for r in receipts[key::5] if isinstance(r, Receipt)]
             queues = tuple(queue(queue_id) for queue_id in range(8))
-            assert {r.queue for r in of_key} == {queue_of_key(queues, f"key-{key}")}
+            assert {r.queue for r in of_key} == {KeyedQueues(queues).of(f"key-{key}")}
             assert len(of_key) == 20
             assert [r.offset for r in of_key] == sorted(r.offset for r in of_key)
+
+
+@pytest.mark.parametrize("in_flight_bytes_max", [2_000, 1_000_000])
+async def test_messages_of_a_key_sent_at_once_keep_their_order(in_flight_bytes_max: int) -> None:
+    """From a topic nobody has asked for yet on; small ones do not overtake large ones."""
+    settings = ProducerSettings(in_flight_bytes_max=in_flight_bytes_max)
+    async with twins(orders=4) as at, Producer(at.address, settings) as producer:
+        async with asyncio.TaskGroup() as tasks:
+            for n in range(200):
+                body = b"%d " % n + bytes(1_500 if n % 7 == 0 else 0)
+                tasks.create_task(producer.send("orders", body, ordering_key=f"key-{n % 3}"))
+        numbers = [int(body.split()[0]) for body in at.storage.log]
+    for key in range(3):
+        of_key = [number for number in numbers if number % 3 == key]
+        assert of_key == list(range(key, 200, 3))
 
 
 async def test_messages_without_key_use_all_queues() -> None:
@@ -440,6 +456,108 @@ async def test_closed_producer_takes_nothing() -> None:
             await producer.send("orders", b"")
         with pytest.raises(Unreachable, match="closed"):
             await producer.send("orders", b"")
+
+
+async def test_close_waits_for_every_outcome_and_refuses_what_comes_later() -> None:
+    gate = Gate()
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        (pending,) = await submit(producer, 1)
+        await producer.send_one_way("orders", b"2")
+        await until(lambda: gate.arrived)
+        async with asyncio.TaskGroup() as tasks:
+            closing = [tasks.create_task(producer.close()) for _ in range(2)]
+            await asyncio.sleep(0)  # each has begun
+            refused = await _refusal(producer)
+            assert isinstance(refused, ProducerClosed)
+            assert "not sent" in refused.remedy
+            with pytest.raises(ProducerClosed):
+                await producer.send_one_way("orders", b"later")
+            with pytest.raises(ProducerClosed):
+                await producer.send("orders", b"later", delay_ms=1)
+            assert not any(one.done() for one in closing)
+            gate.open()
+        assert isinstance(await pending, Receipt)
+        assert sorted(at.storage.stored) == [b"1", b"2"]
+        await producer.close()
+    await producer.close()
+
+
+async def test_send_that_waits_for_room_is_refused_by_the_close() -> None:
+    gate, settings = Gate(), ProducerSettings(in_flight_bytes_max=100)
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        at.storage.before = gate
+        pending = await producer.submit("orders", Message(bytes(90)))
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_refusal_of(producer, bytes(90)))
+            await until(lambda: gate.arrived)
+            closing = tasks.create_task(producer.close())
+            await asyncio.sleep(0)  # it has begun
+            assert not waiting.done()
+            gate.open()
+            await closing
+        assert isinstance(waiting.result(), ProducerClosed)
+        assert isinstance(await pending, Receipt)
+        assert at.storage.stored == [bytes(90)]
+
+
+async def test_batch_that_is_moved_while_the_producer_closes_is_stored() -> None:
+    gate = Gate()
+    async with twins(orders=2) as at, Producer(at.address) as producer:
+        await producer.send("orders", b"open")
+        at.storage.before = gate
+        at.storage.refusal = lambda header: QueueNotFound("gone") if header.queue_id == 1 else None
+        pending = await submit(producer, *range(200))
+        await until(lambda: gate.arrived)
+        at.nameserver.set_topic("orders", 1)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(producer.close())
+            gate.open()
+        found = await outcomes(pending)
+        assert {type(one) for one in found} == {Receipt}
+        assert {one.queue.queue_id for one in found if isinstance(one, Receipt)} == {0}
+
+
+async def test_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
+    async with twins(orders=2) as at, Producer(at.address) as producer:
+        at.storage.after = failing(Unreachable("killed before it answered"))
+        (pending,) = await submit(producer, 1, queue_id=1)
+        await until(lambda: at.storage.has(1))
+        at.storage.refusal = lambda _: QueueNotFound("gone")
+        at.storage.before = failing(QueueNotFound("gone"), times=99)
+        at.nameserver.set_topic("orders", 1)
+        with pytest.raises(Unreachable, match="gone; an earlier try may have stored") as told:
+            await pending
+        assert "Look whether it is stored" in told.value.remedy
+
+
+async def _refusal_of(producer: Producer, body: bytes) -> BatonError:
+    with pytest.raises(BatonError) as refused:
+        await producer.send("orders", body)
+    return refused.value
+
+
+async def _refusal(producer: Producer) -> BatonError:
+    with pytest.raises(BatonError) as refused:
+        await producer.send("orders", b"")
+    return refused.value
+
+
+async def test_sends_that_still_look_for_their_topic_are_told_of_the_closing() -> None:
+    async with asyncio.TaskGroup() as tasks, Producer(NOWHERE) as producer:
+        sending = [tasks.create_task(_refusal(producer)) for _ in range(3)]
+        await asyncio.sleep(0)  # each has begun
+    assert {type(one.result()) for one in sending} == {ProducerClosed}
+
+
+async def test_sends_without_a_nameserver_fail_together() -> None:
+    clock, settings = Clock(), ProducerSettings(delivery_timeout_ms=500)
+    async with Producer(NOWHERE, settings) as producer, asyncio.TaskGroup() as tasks:
+        begin_ms = clock.monotonic_ms()
+        sending = [tasks.create_task(_refusal(producer)) for _ in range(20)]
+        await asyncio.wait(sending)
+    assert {type(one.result()) for one in sending} == {Unreachable}
+    assert clock.monotonic_ms() - begin_ms < 5_000, "not the timeout once for each"
 
 
 async def test_error_nobody_awaits_is_no_trouble() -> None:

@@ -30,10 +30,10 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.core.flow import ByteBudget, FlowLimits
 from batonmq.core.records import BatchBuilder, Message, encode_record, stamped_head
 from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import Filter, TagFilter
 from batonmq.directory import Directory
 from batonmq.producer import Producer
-from batonmq.puller import AtTime, Puller, PullerSettings
+from batonmq.puller import AtTime, Place, Puller, PullerSettings
 from tests.client.group import Scene, noting, scene
 from tests.client.test_group_settings import reset
 from tests.support.waiting import until
@@ -141,6 +141,30 @@ async def test_commit_after_a_reset_is_refused_and_says_how_to_go_on(nameserver:
 
 
 @pytest.mark.e2e
+async def test_commit_of_what_is_not_there_is_refused_and_changes_nothing(nameserver: str) -> None:
+    async with unowned(nameserver, 1) as at, puller(at) as pulling:
+        await at.send(numbers(3))
+        (queue,) = await pulling.queues(at.topic)
+        for unknown in (QueueId(at.topic, queue.broker, 9), QueueId(at.topic, "nobody", 0)):
+            with pytest.raises(QueueNotFound) as refused:
+                await pulling.commit({queue: 1, unknown: 0})
+            assert "queues()" in refused.value.remedy
+        with pytest.raises(TopicNotFound):
+            await pulling.commit({QueueId("never-made", queue.broker, 0): 0})
+        for assigned in ([], [queue]):
+            await pulling.assign(assigned)
+            with pytest.raises(OffsetAheadOfLog) as ahead:
+                await pulling.commit({queue: 4})
+            assert "behind the last message" in ahead.value.remedy
+        await pulling.seek(queue, 1_000)
+        with pytest.raises(OffsetAheadOfLog):
+            await pulling.commit()
+        assert await pulling.committed(queue) is None
+        await pulling.commit({queue: 3})
+        assert await pulling.committed(queue) == 3
+
+
+@pytest.mark.e2e
 async def test_group_with_ownership_is_refused_with_the_command_that_helps(nameserver: str) -> None:
     async with scene(nameserver, 1) as at:
         await at.send(["1"])
@@ -184,6 +208,21 @@ async def test_reader_seeks_by_offset_time_begin_and_end(nameserver: str) -> Non
             assert bodies(await gather(reading, 1)) == ["new"]
             with pytest.raises(InvalidArgument, match="no group"):
                 await reading.commit()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("to", [-1, 1 << 63, AtTime(-1), AtTime(1 << 63), "start", 1.5, None])
+async def test_what_is_no_place_is_refused_and_reading_goes_on(nameserver: str, to: Place) -> None:
+    async with unowned(nameserver, 1) as at, puller(at) as pulling:
+        await at.send(numbers(3))
+        (queue,) = await pulling.queues(at.topic)
+        await pulling.assign([queue])
+        with pytest.raises(InvalidArgument):
+            await pulling.seek(queue, to)
+        if isinstance(to, int):
+            with pytest.raises(InvalidArgument):
+                await pulling.commit({queue: to})
+        assert bodies(await gather(pulling, 3)) == numbers(3)
 
 
 @pytest.mark.e2e
@@ -284,7 +323,7 @@ class Kept:
     async def _extent(self, _: QueueId) -> Extent:
         return Extent(self.first, self.end)
 
-    async def _fetch(self, _: QueueId, offset: int, wanted: TagFilter, bytes_max: int) -> Fetched:
+    async def _fetch(self, _: QueueId, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
         self.fetched.append(offset)
         if offset > self.end:
             raise OffsetAheadOfLog(f"{offset} is beyond {self.end}")

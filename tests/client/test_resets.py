@@ -61,6 +61,12 @@ def test_all_that_a_group_subscribes_to_or_has_progress_on_is_meant() -> None:
     )
 
 
+def test_retry_topic_is_meant_only_if_it_is_named() -> None:
+    topics, retries = [*TOPICS, topic("%RETRY%g")], topic("%RETRY%g").queues
+    assert queues_in(Scope(), group("t", "%RETRY%g"), retries, topics) == topic("t").queues
+    assert queues_in(Scope("%RETRY%g"), group("t"), retries, topics) == retries
+
+
 def test_named_topic_or_queue_is_meant_alone() -> None:
     assert queues_in(Scope("s"), group("t"), [], TOPICS) == topic("s").queues
     chosen = queues_in(Scope("t", ("a", 1)), group("t"), [], TOPICS)

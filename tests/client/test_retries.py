@@ -46,19 +46,20 @@ def test_ladder_is_that_of_rocketmq() -> None:
 
 
 def test_seventeenth_failure_is_the_last_by_default() -> None:
-    made = [decide(attempts, send_back=True) for attempts in range(1, RETRIES_MAX + 2)]
+    made = [decide(attempts) for attempts in range(1, RETRIES_MAX + 2)]
     assert made == [*map(SendBack, LADDER_MS), DeadLetter()]
 
 
 @pytest.mark.parametrize(
     ("settings", "attempts", "asked_ms", "expected"),
     [
-        ({"send_back": True}, 1, 5, SendBack(5)),
-        ({"send_back": True}, 1, 0, SendBack(0)),
-        ({"send_back": True}, 17, 5, DeadLetter()),
-        ({"send_back": True, "retries_max": 0}, 1, None, DeadLetter()),
-        ({"send_back": True, "retries_max": 20}, 20, None, SendBack(2 * HOUR)),
-        ({"send_back": True, "retries_max": 2, "exhausted": "stop"}, 3, None, Stop()),
+        ({}, 1, 5, SendBack(5)),
+        ({}, 1, 0, SendBack(0)),
+        ({}, 17, 5, DeadLetter()),
+        ({"retries_max": 0}, 1, None, DeadLetter()),
+        ({"retries_max": 20}, 20, None, SendBack(2 * HOUR)),
+        ({"retries_max": 2, "exhausted": "stop"}, 3, None, Stop()),
+        ({"send_back": False}, 17, None, HandleAgain(30 * SECOND)),
         ({"orderly": True}, 1, None, HandleAgain(SECOND)),
         ({"orderly": True}, 5, None, HandleAgain(16 * SECOND)),
         ({"orderly": True}, 6, None, HandleAgain(30 * SECOND)),

@@ -22,7 +22,7 @@ from baton.common.v1 import queue_pb2
 from batonmq.admin import Admin
 from batonmq.common.clock import Clock
 from batonmq.consumer import Consumer
-from batonmq.consuming.handling import Handler
+from batonmq.consuming.forms import Handler
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.results import MessageFailed, RetryLater, Suspend
 from batonmq.consuming.retrying import Return, Returns
@@ -36,7 +36,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
 
-BACK = replace(QUICK, send_back=True)
+BACK = replace(QUICK, send_back=None)
 ORDERLY = replace(QUICK, orderly=True)
 READ = replace(QUICK, drain_timeout_ms=1_000)
 
@@ -110,7 +110,8 @@ async def test_message_that_always_fails_ends_as_a_dead_letter_with_all_it_had(
         first = (at.topic, "paid", ("k1", "k2"), b"body", {"a": "1"})
         origin = (sent.queue, sent.offset, sent.message_id)
         assert seen == [(attempts, *first, *origin) for attempts in (1, 2, 3)]
-        assert (dead.tag, dead.keys, dead.body) == ("paid", ("k1", "k2"), b"body")
+        found_by = ("k1", "k2", sent.message_id)
+        assert (dead.tag, dead.keys, dead.body) == ("paid", found_by, b"body")
         assert dead.properties == {
             "a": "1",
             "baton.origin": f"{at.topic}/{sent.queue.broker}/0/0",

@@ -12,7 +12,7 @@ import asyncio
 import pytest
 
 from batonmq.consuming.deadlines import Deadlines, Run
-from tests.support.virtual_time import run_virtual
+from batonmq.testing.virtual_time import run_virtual
 
 
 async def hang(deadlines: Deadlines, *, begin_s: float = 0, extended_ms: int = 0) -> float:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 
 from batonmq.admin import Admin
 from batonmq.blocking import BlockingProducer
@@ -20,9 +24,11 @@ from batonmq.common.errors import (
     InvalidArgument,
     LimitExceeded,
     NotScheduled,
+    QueueNotFound,
     TopicNotFound,
     Unreachable,
 )
+from batonmq.common.rpc import error_to_pb
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
@@ -30,8 +36,11 @@ from batonmq.core.delays import AHEAD_MS_MAX
 from batonmq.core.records import Message
 from batonmq.core.route import QueueId
 from batonmq.producer import Producer
+from batonmq.producing.placing import ProducerClosed
 from batonmq.producing.settings import ProducerSettings
+from tests.client.twins import Context, twins
 from tests.support.cluster import local_cluster
+from tests.support.serving import serving_at
 from tests.support.waiting import until
 
 BROKER = "broker-0"
@@ -150,7 +159,38 @@ async def test_a_producer_that_closes_flushes_first(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
         pending = [await producer.submit(topic, Message(b"a"), delay_ms=50) for _ in range(100)]
+        await producer.close()
+        with pytest.raises(ProducerClosed):
+            await producer.submit(topic, Message(b"a"), delay_ms=50)
     assert len({(await one).schedule_id for one in pending}) == 100
+
+
+class _Lost(schedule_grpc.ScheduleServiceServicer):
+    """The first answer is lost; from then on the queue is gone."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def Schedule(
+        self, request: schedule_pb.ScheduleRequest, context: Context
+    ) -> schedule_pb.ScheduleResponse:
+        self.asked += 1
+        if self.asked == 1:
+            raise Unreachable("killed before it answered")
+        gone = schedule_pb.ScheduleOutcome(error=error_to_pb(QueueNotFound("gone")))
+        return schedule_pb.ScheduleResponse(outcomes=[gone] * len(request.items))
+
+
+async def test_a_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
+    lost = _Lost()  # type: ignore[abstract]
+    add: Any = partial(schedule_grpc.add_ScheduleServiceServicer_to_server, lost)
+    settings = ProducerSettings(delivery_timeout_ms=1_000)
+    async with twins(orders=1) as at, serving_at(add) as at.nameserver.storage_address:
+        producer = Producer(at.address, settings)
+        with pytest.raises(Unreachable, match="gone; an earlier try may have stored"):
+            async with producer:
+                await producer.send("orders", b"a", delay_ms=600_000)
+    assert lost.asked > 1
 
 
 def test_code_without_asyncio_can_do_the_same(nameserver: str) -> None:

@@ -2,8 +2,8 @@
 
 Goal: a group without progress starts where it is told, by time too, on topics of a few messages;
 bounds by count, span and bytes hold, are named, and end when there is room.
-Method: the start on a real cluster; the bounds on twins, with members that take nothing until the
-test lets them.
+Method: the start on a real cluster, or on the broker in memory; the bounds on twins, with members
+that take nothing until the test lets them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from batonmq.admin import Admin
 from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.route import QueueId
 from batonmq.producer import Producer
+from batonmq.testing import MemoryBroker, run_virtual
 from tests.client.group import QUICK, noting, scene
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
 from tests.support.waiting import until
@@ -54,13 +57,51 @@ async def test_without_a_time_the_last_half_hour_is_read(nameserver: str) -> Non
             await until(lambda: len(at.handled) == 8)
 
 
+@pytest.mark.parametrize("ownership", ["on", "off"])
+def test_queues_that_were_added_while_the_group_was_away_are_read_from_their_first_message(
+    ownership: Literal["on", "off"],
+) -> None:
+    async def run() -> list[bytes]:
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic("orders", queues=1)
+            async with Admin(broker.nameserver, surroundings=broker.surroundings) as admin:
+                await admin.update_group("billing", ownership=ownership)
+                await producer.send("orders", b"before the group")
+                await handle_all(broker)
+                await admin.update_topic("orders", queue_count=4)
+                for n in range(8):
+                    queue = QueueId("orders", "broker-0", n % 4)
+                    await producer.send("orders", b"%d" % n, queue=queue)
+            return await handle_all(broker)
+
+    async def handle_all(broker: MemoryBroker) -> list[bytes]:
+        bodies: list[bytes] = []
+
+        async def handle(message: ReceivedMessage) -> None:
+            bodies.append(message.body)
+
+        settings = ConsumerSettings(consume_from="last")
+        async with (
+            broker.consumer("billing", {"orders": "*"}, settings) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(consumer.run(handle))
+            await broker.settled("billing")
+            consumer.stop()
+        return bodies
+
+    assert sorted(run_virtual(run())) == [b"%d" % n for n in range(8)]
+
+
 # ---- the bounds
 
 
 @asynccontextmanager
 async def member(at: Twins, **settings: Any) -> AsyncIterator[Consumer]:
     """One that has all queues, and takes nothing by itself."""
-    quick = ConsumerSettings(**{"commit_interval_ms": 50, "drain_timeout_ms": 100, **settings})
+    quick = ConsumerSettings(
+        **{"commit_interval_ms": 50, "drain_timeout_ms": 100, "send_back": False, **settings}
+    )
     async with Consumer(at.address, GROUP, {TOPIC: "*"}, quick, client_id="a") as consumer:
         at.nameserver.give("a", range(at.nameserver.queue_count))
         yield consumer

@@ -25,7 +25,7 @@ from batonmq.core.records import Header, check_batch, decode_records
 from services.storage.core.producers import ProducerTable, Receipt
 from tests.support.serving import serving_at
 
-BROKER = "broker-a"
+BROKER, OTHER_BROKER = "broker-a", "broker-b"
 NOWHERE = "127.0.0.1:1"
 """Nobody serves there."""
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,11 +43,16 @@ def bodies(batch: bytes) -> list[bytes]:
 
 
 class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
-    """Topics on one broker."""
+    """Topics on one broker, or with as many queues on each of two.
+
+    Attributes:
+        other_address: Of the other broker; empty if there is none.
+    """
 
     def __init__(self) -> None:
         self.queue_counts: dict[str, int] = {}
         self.storage_address = NOWHERE
+        self.other_address = ""
         self.asked: list[str] = []
         self._generation = 1
         self._changed = asyncio.Event()
@@ -63,12 +68,23 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
         queue_count = self.queue_counts.get(topic, 0)
         if not queue_count:
             raise TopicNotFound(f"no topic {topic}")
-        spread = nameserver_pb.QueueSpread(broker=BROKER, queue_count=queue_count)
+        spread = [
+            nameserver_pb.QueueSpread(broker=broker, queue_count=queue_count)
+            for broker in self._addresses()
+        ]
+        brokers = [
+            nameserver_pb.BrokerAddress(broker=broker, address=address)
+            for broker, address in self._addresses().items()
+        ]
         return nameserver_pb.Route(
-            topic=nameserver_pb.Topic(name=topic, topic_id=1, spread=[spread]),
-            brokers=[nameserver_pb.BrokerAddress(broker=BROKER, address=self.storage_address)],
+            topic=nameserver_pb.Topic(name=topic, topic_id=1, spread=spread),
+            brokers=brokers,
             generation=self._generation,
         )
+
+    def _addresses(self) -> dict[str, str]:
+        other = {OTHER_BROKER: self.other_address} if self.other_address else {}
+        return {BROKER: self.storage_address} | other
 
     async def QueryRoute(
         self, request: nameserver_pb.QueryRouteRequest, context: Context
@@ -87,13 +103,16 @@ class NameserverTwin(nameserver_grpc.NameserverServiceServicer):
     async def DescribeCluster(
         self, request: nameserver_pb.DescribeClusterRequest, context: Context
     ) -> nameserver_pb.DescribeClusterResponse:
-        node = nameserver_pb.Node(
-            service=nameserver_pb.SERVICE_KIND_STORAGE,
-            node_id=BROKER,
-            address=self.storage_address,
-            leader=True,
-        )
-        return nameserver_pb.DescribeClusterResponse(nodes=[node])
+        nodes = [
+            nameserver_pb.Node(
+                service=nameserver_pb.SERVICE_KIND_STORAGE,
+                node_id=broker,
+                address=address,
+                leader=True,
+            )
+            for broker, address in self._addresses().items()
+        ]
+        return nameserver_pb.DescribeClusterResponse(nodes=nodes)
 
 
 class StorageTwin(pb_grpc.StorageServiceServicer):
@@ -102,6 +121,7 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
     Attributes:
         requests: The batches of every Append, as they came.
         queues: Bodies by topic and queue.
+        log: Bodies in the order in which they were stored.
         headers: Headers of the batches that were stored, in order.
         before: Awaited before anything is stored; may raise.
         after: Awaited when all is stored and not yet answered; may raise.
@@ -112,6 +132,7 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
         self.requests: list[list[bytes]] = []
         self.durabilities: list[int] = []
         self.queues: defaultdict[tuple[str, int], list[bytes]] = defaultdict(list)
+        self.log: list[bytes] = []
         self.headers: list[Header] = []
         self.before: Hook = _nothing
         self.after: Hook = _nothing
@@ -122,6 +143,10 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
     def stored(self) -> list[bytes]:
         """Bodies of all queues."""
         return [body for queue in self.queues.values() for body in queue]
+
+    def has(self, count: int) -> bool:
+        """Whether so many messages are stored."""
+        return len(self.log) >= count
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         self.requests.append(list(request.batches))
@@ -160,18 +185,30 @@ class StorageTwin(pb_grpc.StorageServiceServicer):
         queue = self.queues[header.topic, header.queue_id]
         receipt = Receipt(len(queue), 4_096 * len(self.headers), 0, 1_700_000_000_000)
         self._table.record(header, key, receipt)
-        queue += bodies(batch)
+        found = bodies(batch)
+        queue += found
+        self.log += found
         self.headers.append(header)
         return receipt
 
 
 class Twins:
-    """The cluster: `nameserver` and `storage`, and where clients find it."""
+    """The cluster: `nameserver`, `storage`, perhaps `other`, and where clients find it."""
 
     def __init__(self) -> None:
         self.nameserver = NameserverTwin()  # type: ignore[abstract]
         self.storage = StorageTwin()  # type: ignore[abstract]
+        self.other = StorageTwin()  # type: ignore[abstract]
         self.address = NOWHERE
+
+
+@asynccontextmanager
+async def two_brokers(**queue_counts: int) -> AsyncIterator[Twins]:
+    """A cluster with so many queues of these topics on each of two brokers."""
+    async with twins(**queue_counts) as made:
+        add_other: Any = partial(pb_grpc.add_StorageServiceServicer_to_server, made.other)
+        async with serving_at(add_other) as made.nameserver.other_address:
+            yield made
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Small things asyncio lacks.
 
 Goal: work ends with the event that makes it pointless, and with nothing else; its errors arrive
-as they are.
+as they are; nobody overtakes in a line.
 Method: events that the tests set themselves.
 """
 
@@ -12,7 +12,7 @@ import gc
 
 import pytest
 
-from batonmq.common.aio import only_error, unless, wait_until
+from batonmq.common.aio import Lines, only_error, unless, wait_until
 from batonmq.common.errors import Held
 
 
@@ -133,6 +133,33 @@ async def test_wait_until_is_cancelled_like_anything_else() -> None:
         await started.wait()
         waiting.cancel()
     assert waiting.cancelled()
+
+
+async def test_those_in_a_line_go_on_in_the_order_in_which_they_came() -> None:
+    lines, gone = Lines(), list[str]()
+
+    async def wait(line: str, name: str) -> None:
+        async with lines.turn(line):
+            await asyncio.sleep(0)
+            gone.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(wait("a", name)) for name in "123"]
+        await asyncio.sleep(0)
+        assert "a" in lines
+        assert "b" not in lines
+        assert lines.count == 3
+        waiting[1].cancel()
+        tasks.create_task(wait("a", "4"))
+    assert gone == ["1", "3", "4"]
+    assert "a" not in lines
+    assert lines.count == 0
+
+
+async def test_lines_do_not_wait_for_each_other() -> None:
+    lines = Lines()
+    async with lines.turn("a"), asyncio.timeout(10), lines.turn("b"):
+        assert "a" in lines
 
 
 def test_only_error_is_the_one_inside() -> None:

@@ -150,7 +150,11 @@ def test_print_config_tells_what_is_in_force_and_starts_nothing(tmp_path: Path) 
         ),
         ((), {"data_dir": "d", "prot": "1"}, "offsets: unknown variable BATON_OFFSETS_PROT"),
         (("--print-config",), {}, "offsets: BATON_OFFSETS_DATA_DIR: Field required"),
-        (("--prnt",), {"data_dir": "d"}, "usage: python -m services.offsets [--print-config]"),
+        (
+            ("--prnt",),
+            {"data_dir": "d"},
+            "usage: python -m services.offsets [--print-config | --explain-config]",
+        ),
     ],
     ids=["bad value", "unknown", "missing", "bad argument"],
 )

@@ -60,19 +60,40 @@ def test_forty_days_are_allowed_and_no_more() -> None:
     assert check_deliver_time(NOW + AHEAD_MS_MAX, NOW) == NOW + AHEAD_MS_MAX
     with pytest.raises(LimitExceeded) as refused:
         check_deliver_time(NOW + AHEAD_MS_MAX + 1, NOW)
+    assert "40 days" in refused.value.remedy
     assert refused.value.facts["limit"] == str(40 * 24 * HOUR)
     assert refused.value.facts["actual"] == str(40 * 24 * HOUR + 1)
 
 
 @pytest.mark.parametrize(
     ("text", "ms"),
-    [("500ms", 500), ("10s", 10_000), ("5m", 5 * MINUTE), ("2h", 2 * HOUR), ("40d", AHEAD_MS_MAX)],
+    [
+        ("0s", 0),
+        ("500ms", 500),
+        ("10s", 10_000),
+        ("5m", 5 * MINUTE),
+        ("2h", 2 * HOUR),
+        ("40d", AHEAD_MS_MAX),
+        ("1d12h", 36 * HOUR),
+        ("1h500ms", HOUR + 500),
+        ("P1DT12H", 36 * HOUR),
+        ("PT1H5M2S", HOUR + 5 * MINUTE + 2_000),
+        ("P2D", 48 * HOUR),
+    ],
 )
 def test_durations_are_read(text: str, ms: int) -> None:
     assert parse_duration_ms(text) == ms
 
 
-@pytest.mark.parametrize("text", ["", "5", "s", "-5s", "1.5s", "5 s", "5w", "5S", "٣s"])
+@pytest.mark.parametrize(
+    "text", ["", "5", "s", "-5s", "1.5s", "5 s", "5w", "5S", "٣s", "2h-", "1h 5m"]
+)
 def test_other_texts_are_no_durations(text: str) -> None:
+    with pytest.raises(InvalidArgument):
+        parse_duration_ms(text)
+
+
+@pytest.mark.parametrize("text", ["P", "PT", "P5M", "PT5", "P1H", "pt5m", "P-1D", "PT1.5S"])
+def test_iso_durations_are_whole_days_hours_minutes_and_seconds(text: str) -> None:
     with pytest.raises(InvalidArgument):
         parse_duration_ms(text)

@@ -218,8 +218,8 @@ OTHERS = pytest.mark.parametrize("others", [0, 39, 40, 200])
     [
         ((2_000, 0, 0), "keys"),
         ((0, 128, 0), "tag"),
-        ((0, 0, 32 * 1024 + 1), "properties"),
-        ((0, 0, 40_000), "properties"),
+        ((0, 0, 48 * 1024 + 1), "properties"),
+        ((0, 0, 49_900), "properties"),
     ],
 )
 def test_limits_of_a_record_are_checked_without_decoding_it(
@@ -330,3 +330,20 @@ def test_properties_come_back_as_they_were(properties: dict[str, str]) -> None:
     raw = encode_properties(properties)
     assert decode_properties(raw) == properties
     assert decode_properties(raw.removesuffix(b"\x02")) == properties
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        (Message(b"", tag="two words"), "Use a tag without white space and '|'."),
+        (Message(b"", tag="t" * 128), "Send a tag of 127 bytes at most."),
+        (Message(b"", keys=("two words",)), "Use keys without white space."),
+        (Message(b"", properties={"a\x01": ""}), "Use names and values without these two"),
+    ],
+)
+def test_message_that_cannot_be_sent_is_refused_with_what_to_change(
+    message: Message, remedy: str
+) -> None:
+    with pytest.raises(BatonError) as refused:
+        encode_record(message)
+    assert refused.value.remedy.startswith(remedy)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batonmq.common.errors import BadExpression, LimitExceeded
 from batonmq.core.records import tag_hash
-from batonmq.core.subscription import TagFilter
+from batonmq.core.subscription import SqlFilter, TagFilter, parse_filter
 
 TAGS = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=8)
 
@@ -77,3 +77,27 @@ def test_a_long_expression_is_refused_with_both_numbers() -> None:
     with pytest.raises(LimitExceeded) as refused:
         TagFilter.parse("a" * 2_049)
     assert refused.value.facts == {"field": "expression", "limit": "2048", "actual": "2049"}
+
+
+@pytest.mark.parametrize("expression", ["*", "", " a || b", "sql:", "sqlite", "sql:insert || x"])
+def test_tags_are_tags_also_if_they_look_like_sql(expression: str) -> None:
+    assert parse_filter(expression) == TagFilter.parse(expression)
+
+
+def test_what_follows_sql_and_white_space_is_a_condition() -> None:
+    found = parse_filter("  SQL:\n a=1")
+    assert isinstance(found, SqlFilter)
+    assert (found.canonical(), found.hashes) == ("sql: a = 1", None)
+    assert found != parse_filter("a=1")
+
+
+@pytest.mark.parametrize("expression", ["sql:a=5", "SQL:a>5", "sql:b IN('x')", "sql:(a<>5)"])
+def test_a_condition_without_white_space_before_it_is_no_tag(expression: str) -> None:
+    with pytest.raises(BadExpression, match="no white space after sql:"):
+        parse_filter(expression)
+
+
+def test_a_condition_without_sql_before_it_is_refused_with_the_way_to_write_it() -> None:
+    with pytest.raises(BadExpression) as refused:
+        parse_filter("a > 5")
+    assert "sql:" in refused.value.remedy

@@ -1,6 +1,6 @@
 """Measures the figures that README and docs quote, on this machine, and prints them.
 
-    python -m tests.docs.figures [codec] [disk] [send] [groups] [faults] [owners]
+    python -m tests.docs.figures [codec] [compression] [disk] [send] [groups] [faults] [owners]
 
 Not a test: nothing here has a bound. Without a name all are measured, in about five minutes.
 """
@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from time import perf_counter  # noqa: TID251  a stop-watch
 from typing import Any
 
@@ -28,9 +29,12 @@ from batonmq.admin import Admin
 from batonmq.channels import connect
 from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
+from batonmq.core.compression import Compression, Packing
 from batonmq.core.records import (
     BatchBuilder,
+    Header,
     Message,
+    Record,
     check_batch,
     decode_records,
     encode_record,
@@ -72,6 +76,55 @@ async def codec() -> None:
     every = range(header.count)
     decode_s = best_s(lambda: list(decode_records(batch, header, every)))
     tell("decode, per message", 1_000 * decode_s, "µs")
+
+
+async def compression() -> None:
+    """What compression saves and costs, for 1,000 orders as JSON, against a batch without it."""
+    random = Random(1)
+    messages = [Message(_order(random, number)) for number in range(1_000)]
+    plain = _packed(Compression.NONE, messages)
+    every = range(len(messages))
+    times: dict[Compression, tuple[float, float, float]] = {}
+    for one in Compression:
+        batch = _packed(one, messages)
+        header = read_header(batch)
+        tell(f"{one.name.lower()}: size, of that without", len(batch) / len(plain), "")
+        times[one] = (
+            best_s(partial(_packed, one, messages)),
+            best_s(partial(check_batch, batch, stamped=False)),
+            best_s(partial(_decoded, batch, header, every)),
+        )
+    for one, found in times.items():
+        for what, took_s, plain_s in zip(
+            ("encode", "check", "decode"), found, times[Compression.NONE], strict=True
+        ):
+            tell(f"{one.name.lower()}: {what}, of that without", took_s / plain_s, "")
+            tell(f"{one.name.lower()}: {what}", 1e6 * took_s, "µs")
+
+
+def _decoded(batch: bytes, header: Header, indexes: Sequence[int]) -> list[Record]:
+    return list(decode_records(batch, header, indexes))
+
+
+def _order(random: Random, number: int) -> bytes:
+    items = [
+        {
+            "sku": f"SKU-{random.randrange(5_000)}",
+            "quantity": random.randrange(1, 5),
+            "price_cents": random.randrange(100, 100_000),
+        }
+        for _ in range(3)
+    ]
+    customer = f"c-{random.randrange(100_000)}"
+    order = {"order_id": 10_000_000 + number, "customer": customer, "items": items, "paid": True}
+    return json.dumps(order).encode()
+
+
+def _packed(compression: Compression, messages: Sequence[Message]) -> bytes:
+    builder = BatchBuilder(Packing(compression))
+    for message in messages:
+        builder.add(message, encode_record(message))
+    return builder.encode(topic="orders", queue_id=0)
 
 
 async def disk() -> None:
@@ -368,7 +421,7 @@ async def _in_cluster(measure: Callable[[LocalCluster], Coroutine[Any, Any, None
             await measure(cluster)
 
 
-ALONE = {"codec": codec, "disk": disk}
+ALONE = {"codec": codec, "compression": compression, "disk": disk}
 IN_CLUSTER = {"send": send, "groups": groups, "faults": faults, "owners": owners}
 
 

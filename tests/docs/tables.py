@@ -8,22 +8,19 @@ nobody's business here.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from batonmq.common.clock import Clock
 from batonmq.common.config import Settings
+from batonmq.common.explain import allowed_of, default_of, meanings, unit_of
+from batonmq.metrics import ClientMetrics
 from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.metrics import Recorder
 from services.nameserver.catalog import Catalog
@@ -73,25 +70,6 @@ def names_of(page: str) -> list[str]:
     return [block[2] for block in _BLOCK.finditer(page)]
 
 
-def meanings(kind: type[Settings]) -> dict[str, str]:
-    """What the class says of each setting: the string below its field, on one line."""
-    found: dict[str, str] = {}
-    for cls in reversed(kind.__mro__):
-        if not issubclass(cls, Settings):
-            continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in zip(tree.body, tree.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
-
-
 def _common_fields() -> list[str]:
     return [name for name in ServiceSettings.model_fields if name != "node_id"]
 
@@ -102,38 +80,17 @@ def _settings(kind: type[Settings], service: str, names: Iterable[str]) -> str:
     for name in names:
         field = kind.model_fields[name]
         variable = f"`BATON_{service}_{name.upper()}`"
-        rows.append((variable, _unit(name, field), _default(field), _allowed(field), told[name]))
+        rows.append(
+            (variable, unit_of(name, field), _default(field), allowed_of(field), told[name])
+        )
     return _table(("Variable", "Unit", "Default", "Allowed", "Meaning"), rows)
 
 
-def _unit(name: str, field: FieldInfo) -> str:
-    units = {"_ms": "ms", "_s": "s", "bytes": "bytes", "_percent": "%", "port": "port"}
-    for part, unit in units.items():
-        if name.endswith(part) or f"{part}_" in name:
-            return unit
-    kinds = {bool: "true or false", int: "count", float: "number", Path: "path"}
-    return kinds.get(field.annotation, "text") if isinstance(field.annotation, type) else "text"
-
-
 def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
+    text = default_of(field)
+    if text is None:
         return "**required**"
-    value = field.default.value if isinstance(field.default, Enum) else field.default
-    text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"`{text}`" if text else "empty"
-
-
-def _allowed(field: FieldInfo) -> str:
-    if get_origin(field.annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
-    limits = {
-        limit: getattr(rule, limit)
-        for rule in field.metadata
-        for limit in ("gt", "ge", "lt", "le", "pattern")
-        if getattr(rule, limit, None) is not None
-    }
-    signs = {"gt": "> {:,}", "ge": "≥ {:,}", "lt": "< {:,}", "le": "≤ {:,}", "pattern": "`{}`"}
-    return ", ".join(signs[limit].format(value) for limit, value in limits.items())
 
 
 class _Recording(CollectorRegistry):
@@ -182,6 +139,7 @@ _METRICS: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "offsets": _offsets_metrics,
     "lockmgr": lambda registry: Recorder(registry, _hub()),
     "nameserver": _nameserver_metrics,
+    "clients": ClientMetrics,
 }
 
 

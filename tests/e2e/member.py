@@ -70,6 +70,7 @@ async def consume(options: argparse.Namespace, lines: Lines) -> None:
         keep_alive_ms=KEEP_ALIVE_MS,
         queue_concurrency=options.parallel,
         drain_timeout_ms=options.drain_ms,
+        send_back=False,  # the journal names queues by number: those of one topic
     )
     consumer = Consumer(
         options.nameserver,

@@ -103,24 +103,6 @@ async def test_kill_9_of_an_owner_brings_back_at_most_what_it_had_in_hand_and_fl
         assert await heir.leave() == 0
 
 
-async def test_one_stuck_message_comes_back_alone_after_a_crash(tmp_path: Path) -> None:
-    async with scene(tmp_path, 1) as (cluster, crew):
-        victim = await crew.join("victim", parallel=16, stick=2101)
-        await owning(victim, 1)
-        await send(cluster.nameserver, TOPIC, range(2_201))
-        await until(lambda: crew.done() == set(range(2_201)) - {2101})
-        await until(lambda: _acked_but_one(cluster, crew.group))
-        victim.kill()
-        await victim.process.wait()
-        heir = await crew.join("heir", parallel=16)
-        await until(lambda: crew.done() == set(range(2_201)), timeout_s=60)
-        await send(cluster.nameserver, TOPIC, range(2_201, 2_301))
-        await until(lambda: crew.done() == set(range(2_301)))
-        (pair,) = started_again(crew.handlings())
-        assert (pair[1].number, pair[1].redelivered) == (2101, True)
-        assert [h.number for h in heir.handlings() if h.redelivered] == [2101]
-
-
 async def test_nothing_that_a_frozen_owner_does_after_its_lease_is_accepted(
     tmp_path: Path,
 ) -> None:
@@ -186,11 +168,6 @@ async def _progress(cluster: LocalCluster, group: str) -> offsets_pb.Progress:
 
 async def _committed(cluster: LocalCluster, group: str, offset: int) -> bool:
     return (await _progress(cluster, group)).committed_offset == offset
-
-
-async def _acked_but_one(cluster: LocalCluster, group: str) -> bool:
-    progress = await _progress(cluster, group)
-    return (progress.committed_offset, progress.acked_count) == (2101, 99)
 
 
 async def _refused_everywhere(cluster: LocalCluster, group: str, token: int) -> None:

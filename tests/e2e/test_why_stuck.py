@@ -91,6 +91,7 @@ class Scene:
             commit_interval_ms=100,
             queue_concurrency=queue_concurrency,
             drain_timeout_ms=500,
+            send_back=False,  # what is told is of one queue
         )
         nameserver = self.cluster.nameserver
         async with (

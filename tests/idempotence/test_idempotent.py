@@ -20,8 +20,8 @@ from batonmq.consuming.results import RetryLater, Suspend
 from batonmq.core.retries import Origin
 from batonmq.core.route import QueueId
 from batonmq.idempotence import MemoryStore, Store, by_key, by_origin, idempotent
+from batonmq.testing.virtual_time import VirtualTimeLoop
 from tests.idempotence.messages import message
-from tests.support.virtual_time import VirtualTimeLoop
 
 CLAIM_MS, DONE_MS = 1_000, 60_000
 

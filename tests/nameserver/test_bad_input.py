@@ -150,10 +150,19 @@ async def test_too_many_subscriptions_are_refused(nameserver: Replica) -> None:
     assert error.facts == {"field": "subscriptions", "limit": "64", "actual": "65"}
 
 
-@pytest.mark.parametrize("expression", ["||", "a||", "a||*", "a b", "a|b", "a\x00b"])
+@pytest.mark.parametrize(
+    "expression", ["||", "a||", "a||*", "a b", "a|b", "a\x00b", "sql: a", "sql: a >", "sql:a>5"]
+)
 async def test_bad_expression_is_refused(nameserver: Replica, expression: str) -> None:
     error = await refused(nameserver, "Heartbeat", heartbeat("g2", "c2", expression))
     assert error.reason == "BAD_EXPRESSION"
+
+
+async def test_bad_condition_is_refused_with_its_place(nameserver: Replica) -> None:
+    error = await refused(nameserver, "Heartbeat", heartbeat("g2", "c2", "sql: a > 5 AND b != 1"))
+    assert error.reason == "BAD_EXPRESSION"
+    assert "column 18: '!' is not understood" in error.message
+    assert "<>" in error.remedy
 
 
 async def test_oversized_expression_is_refused(nameserver: Replica) -> None:

@@ -105,6 +105,23 @@ async def test_expressions_that_mean_the_same_agree(nameserver: Replica) -> None
     assert ids(await nameserver.join("g", "c2", " AA || DL ")) == ["c1", "c2"]
 
 
+async def test_conditions_that_are_written_differently_agree(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1", "sql: a > 5 AND b IN ('x', 'y')")
+    answer = await nameserver.join("g", "c2", "SQL:  a>5 and b in('y','x')")
+    assert ids(answer) == ["c1", "c2"]
+    assert answer.subscriptions[0].expression == "sql: a > 5 AND b IN ('x', 'y')"
+
+
+async def test_a_condition_and_tags_disagree_and_both_are_shown(nameserver: Replica) -> None:
+    await nameserver.join("g", "c1", "sql: a>5")
+    for other, shown in (("tag1", "tag1"), ("sql: a>6", "sql: a > 6")):
+        error = await refusal(nameserver.join("g", "c2", other))
+        assert error.reason == "SUBSCRIPTION_CONFLICT"
+        assert error.differences == (
+            Difference("flights", "expression", "c2", shown, "c1", "sql: a > 5"),
+        )
+
+
 async def test_model_orderliness_and_start_must_agree(nameserver: Replica) -> None:
     await nameserver.join("g", "c1")
     request = heartbeat("g", "c2")

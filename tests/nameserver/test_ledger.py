@@ -6,6 +6,8 @@ Method: stories for each policy, then properties over arbitrary histories of a g
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from batonmq.common.errors import (
 )
 from services.nameserver.core.groups import (
     MEMBERS_MAX,
+    Beginning,
     Group,
     Member,
     Pause,
@@ -28,7 +31,8 @@ from services.nameserver.core.groups import (
     hash_of,
 )
 from services.nameserver.core.ledger import VerdictKind, target_of
-from tests.nameserver.ledger_scene import Scene, beat, scene, subscribed, terms
+from services.nameserver.core.topics import QueueSpread
+from tests.nameserver.ledger_scene import TOPIC, Scene, beat, scene, subscribed, terms
 
 ACCEPTED, STAGED, REPLACED, OVERRULED = VerdictKind
 BOUND = (Policy.REJECT, Policy.STAGED, Policy.STAGED_LATEST)
@@ -495,3 +499,47 @@ def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool
     assert scene.owners == may_own
     counts = [owners.count(owner) for owner in {*owners} - {0}]
     assert not counts or max(counts) - min(counts) <= 1
+
+
+# ---- what a topic was when the group began with it
+
+
+def test_queues_that_come_later_are_told_from_those_of_the_beginning() -> None:
+    began = (Beginning("flights", 1, (("a", 3), ("b", 2))),)
+    group = Scene()
+    group.beat("c1")
+    assert group.record.beginnings == began
+    group.topics = (replace(TOPIC, spread=(QueueSpread("a", 8), QueueSpread("c", 1))),)
+    group.leave("c1")
+    assert group.record.beginnings == began
+    group.beat("c2")
+    assert group.record.beginnings == began
+
+
+def test_topic_created_again_is_begun_with_anew() -> None:
+    group = Scene()
+    group.beat("c1")
+    group.topics = ()
+    group.leave("c1")
+    group.topics = (replace(TOPIC, topic_id=2, spread=(QueueSpread("a", 5),)),)
+    group.beat("c1", incarnation_id=2)
+    assert group.record.beginnings == (Beginning("flights", 2, (("a", 5),)),)
+
+
+def test_topic_that_a_group_comes_to_later_has_a_beginning_of_its_own() -> None:
+    other = replace(TOPIC, name="weather", topic_id=7, spread=(QueueSpread("b", 1),))
+    group = Scene((TOPIC, other))
+    group.beat("c1")
+    group.leave("c1")
+    group.beat("c2", terms("*", "flights", "weather"))
+    group.tend(drained=True)
+    assert group.record.beginnings == (
+        Beginning("flights", 1, (("a", 3), ("b", 2))),
+        Beginning("weather", 7, (("b", 1),)),
+    )
+
+
+def test_broadcasting_group_has_no_beginnings() -> None:
+    group = Scene()
+    group.beat("c1", terms(model="BROADCASTING"))
+    assert group.record.beginnings == ()

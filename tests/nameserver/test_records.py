@@ -15,6 +15,7 @@ from services.nameserver.convert_groups import gate_of, group_from_pb, group_to_
 from services.nameserver.core.dealing import Queue, Strategy
 from services.nameserver.core.groups import (
     MEMBERS_MAX,
+    Beginning,
     BrokerAssignment,
     Group,
     Member,
@@ -51,6 +52,7 @@ FULL = Group(
     assignments=(TopicAssignment("flights", (BrokerAssignment("a", (1, 0, 2)),)),),
     staged=Staged(subscribed("y"), draining=True, since_unix_ms=9),
     pause=Pause("op", "disk", 8),
+    beginnings=(Beginning("flights", 7, (("a", 3), ("b", 1))),),
 )
 
 

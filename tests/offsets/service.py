@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
 from services.offsets.app import Offsets
-from services.offsets.disk import Entry
+from services.offsets.disk import Found
 from services.runtime.etcd import Stored
 from services.runtime.events import EventHub
 
@@ -58,7 +58,7 @@ class Service:
     hub: EventHub
     registry: CollectorRegistry
 
-    def stored(self) -> list[Entry]:
+    def stored(self) -> list[Found]:
         return list(self.offsets.disk.read())
 
     def knows(self, group: str, **fields: Any) -> None:

@@ -20,7 +20,7 @@ from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
 from services.offsets.codec import encode_key
 from services.offsets.core.calls import QueueKey
-from services.offsets.persistence import RESET
+from services.offsets.persistence import HOLDS, RESET
 from services.runtime.etcd import EtcdSession, Stored
 from tests.offsets.service import TERM, Service, call, queue, reasons, refusal, run, wish
 from tests.support.waiting import until
@@ -89,9 +89,10 @@ async def test_reset_and_its_record_are_durable_in_one_write_when_it_is_answered
     after = dict(service.stored())
     changed = {key for key, value in after.items() if before.get(key) != value}
     keys = {encode_key(QueueKey("readers", "news", "broker-a", q)) for q in (1, 2, 3)}
-    assert changed == {RESET + b"readers\x001", *keys}
+    holds = {HOLDS + key + b"\x002" for key in keys}
+    assert changed == {RESET + b"readers\x001", *keys, *holds}
     values = service.registry.get_sample_value
-    assert values("baton_offsets_durable_entries_total") == entries + 4
+    assert values("baton_offsets_durable_entries_total") == entries + 7
 
 
 async def test_reset_refuses_item_by_item(service: Service) -> None:

@@ -25,7 +25,16 @@ from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
 from services.offsets.core.resets import RecordKey
 from services.offsets.core.table import ProgressTable
 from services.offsets.disk import DataDirInUse, Disk
-from services.offsets.persistence import EPOCH, FORMAT, RESET, TERM, TOPIC, entry_of, recover
+from services.offsets.persistence import (
+    EPOCH,
+    FORMAT,
+    RESET,
+    TERM,
+    TOPIC,
+    DurableKey,
+    entries_of,
+    recover,
+)
 from tests.offsets.scene import FORCED, KEY, A, B, Scene, offsets
 
 NOW = Instant(5, 6)
@@ -93,8 +102,8 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
     scene = busy()
     with Disk(tmp_path) as disk:
         recover(disk, Limits(), NOW)
-        entry = entry_of(scene.table, scene.resets.records)
-        await disk.write([entry(KEY), entry(None)])
+        entries = entries_of(scene.table, scene.resets.records)
+        await disk.write([*entries(KEY), *entries(None)])
     table = life(tmp_path)
     scene.restart()
     after = table.query(KEY)
@@ -109,8 +118,8 @@ async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         recover(disk, Limits(), NOW)
         scene.delete(4)
-        entry = entry_of(scene.table, scene.resets.records)
-        await disk.write([entry(KEY.topic), entry(KEY)])
+        entries = entries_of(scene.table, scene.resets.records)
+        await disk.write([*entries(KEY.topic), *entries(KEY)])
     table = life(tmp_path)
     assert (len(table), table.deleted_for(KEY.topic), table.deleted_for("other")) == (0, 4, 0)
     assert table.state(KEY) == scene.table.state(KEY) == Tombstone(10, 1, scene.now.unix_ms)
@@ -193,7 +202,8 @@ def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         recover(disk, Limits(), NOW)
         scene = busy()
-        key, value = entry_of(scene.table, scene.resets.records)(KEY)
+        ((key, value),) = entries_of(scene.table, scene.resets.records)(KEY)
+        assert value is not None
         disk.write_now([(key, value[:-1] + bytes([value[-1] ^ 1]))])
     with pytest.raises(DataLoss, match="checksum"):
         life(tmp_path)
@@ -206,10 +216,11 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
     with Disk(tmp_path) as disk:
         recover(disk, Limits(), NOW)
         records = scene.resets.records
-        entry = entry_of(scene.table, records)
+        entries = entries_of(scene.table, records)
         slots = [operation.number for operation in records.newest_first(KEY.group)]
         assert slots == [2, 1]
-        await disk.write([entry(KEY), *(entry(RecordKey(KEY.group, slot)) for slot in slots)])
+        keys: list[DurableKey] = [KEY, *(RecordKey(KEY.group, slot) for slot in slots)]
+        await disk.write([entry for key in keys for entry in entries(key)])
     with Disk(tmp_path) as disk:
         found = recover(disk, Limits(), NOW)[1]
     kept = found.newest_first(KEY.group)

@@ -22,10 +22,10 @@ class Scene:
         self.state = dict.fromkeys("abc", 0)
         self.begun: asyncio.Queue[list[Entry]] = asyncio.Queue(maxsize=100)
         self._ends: asyncio.Queue[OSError | DiskFull | None] = asyncio.Queue(maxsize=100)
-        self.commits: GroupCommit[str] = GroupCommit(self.write, self.entry)
+        self.commits: GroupCommit[str] = GroupCommit(self.write, self.entries)
 
-    def entry(self, key: str) -> Entry:
-        return key.encode(), b"%d" % self.state[key]
+    def entries(self, key: str) -> list[Entry]:
+        return [(key.encode(), b"%d" % self.state[key])]
 
     async def write(self, entries: Sequence[Entry]) -> None:
         self.begun.put_nowait(list(entries))

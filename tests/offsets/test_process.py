@@ -172,6 +172,14 @@ async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
     async with life(child, address) as stub:
         request = pb.FenceRequest(term=TERM, items=[repeated, following])
         answer = await stub.Fence(request, timeout=TIMEOUT_S)
+        child.kill_now()
+    async with life(child, address) as stub:
+        asked = pb.ListHoldsRequest(queue=queue(queue_id=0))
+        holds = (await stub.ListHolds(asked, timeout=TIMEOUT_S)).holds
+    assert [(hold.token, hold.end, hold.delivered_offset) for hold in holds] == [
+        (2, pb.HOLD_END_UNSPECIFIED, 5),
+        (1, pb.HOLD_END_PASSED, DELIVERED),
+    ]
     assert [outcome.fenced for outcome in answer.outcomes] == [
         pb.Fenced(token=1),
         pb.Fenced(token=2, committed_offset=5, maybe_seen=[run(7, 9)]),

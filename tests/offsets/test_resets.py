@@ -358,6 +358,14 @@ def test_s13_clone_of_one_topic_leaves_the_others() -> None:
     assert theirs() not in scene.table
 
 
+def test_s13_clone_leaves_out_the_retries_of_the_source_unless_they_are_named() -> None:
+    scene = held()
+    retries = KEY._replace(topic=f"%RETRY%{KEY.group}")
+    scene.table.commit_unowned(retries, handled(3), scene.now)
+    assert [each.key for each in cloned(scene, dry_run=True)] == [theirs()]
+    assert [each.key for each in cloned(scene, topic=retries.topic)] == [theirs(retries)]
+
+
 def test_s13_clone_dry_run_changes_nothing() -> None:
     scene = held()
     told = cloned(scene, dry_run=True)

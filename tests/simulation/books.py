@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.common.v1 import queue_pb2
 
+from batonmq.core.retries import once_id, retry_topic
 from batonmq.core.route import QueueId
 from batonmq.core.subscription import TagFilter
 from services.offsets.core.calls import Holder, QueueKey
@@ -128,6 +129,19 @@ class Group:
         return all(each.accepts(tag) for each in filters)
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A message that was sent back, and waits for its time at storage or has come again.
+
+    Attributes:
+        name: As it will be called in the retry topic.
+        place: Topic id, queue id and offset where it waits.
+    """
+
+    name: str
+    place: tuple[int, int, int]
+
+
 class Books:
     """What all checks of one run share.
 
@@ -135,6 +149,11 @@ class Books:
         group: Name of the consumer group.
         lease_ms: Length of a lock's lease.
         now_ms: Reads the time of the simulation.
+
+    Attributes:
+        retries: The retry topic of the group.
+        topic_ids: Of topics that something was stored in.
+        copies: What was sent back, by the id under which it was.
     """
 
     def __init__(self, group: str, lease_ms: int, trace: Trace, now_ms: Callable[[], int]) -> None:
@@ -142,6 +161,9 @@ class Books:
         self.counts: Counter[str] = Counter()
         self.queues: dict[QueueKey, Queue] = defaultdict(Queue)
         self.group = Group()
+        self.retries = retry_topic(group)
+        self.topic_ids: dict[str, int] = {}
+        self.copies: dict[int, Copy] = {}
         self.table: ProgressTable | None = None
         self.watching = True
         self.violation: Violation | None = None
@@ -172,6 +194,13 @@ class Books:
         if self.table is not None and key in self.table:
             return self.table.query(key).token
         return durable.token
+
+    def wanted(self, key: QueueKey, offset: int, tag: str, reset_epoch: int) -> bool:
+        """Whether a message had to be handled: the filter let it pass, and it was not sent back."""
+        if key.topic != self.retries and not self.group.wants(tag, self.queues[key].judged[offset]):
+            return False
+        place = QueueId(key.topic, key.broker, key.queue_id)
+        return once_id(place, self.topic_ids[key.topic], offset, reset_epoch) not in self.copies
 
     def key(self, queue: QueueId) -> QueueKey:
         """The queue as offsets names it."""

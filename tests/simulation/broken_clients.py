@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import grpc.aio
 import pytest
@@ -10,7 +11,8 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
-from batonmq.consuming import giving_back, runner
+from batonmq.consuming import giving_back, retrying, runner
+from batonmq.consuming.retrying import Return, Returns
 from batonmq.consuming.runner import QueueRunner
 from batonmq.consuming.session import ranges_to_pb
 from batonmq.core.inflight import Acks, Closing, QueueProgress
@@ -72,3 +74,18 @@ def commit_all_received(patch: pytest.MonkeyPatch) -> None:
         return Acks(self.next_offset, (), self._version)
 
     patch.setattr(QueueProgress, "acks", acks)
+
+
+def ack_without_sending_back(patch: pytest.MonkeyPatch) -> None:
+    """A client acks what its handler did not take, and keeps no copy."""
+
+    async def send(self: Returns, one: Return) -> bool:
+        return one.counts()
+
+    patch.setattr(Returns, "send", send)
+
+
+def ids_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """What is sent back has another id each time, so that storage can't know it again."""
+    numbers = count(1)
+    patch.setattr(retrying, "once_id", lambda *_: next(numbers))

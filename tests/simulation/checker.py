@@ -14,19 +14,19 @@ from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 
-from batonmq.core.records import decode_records
+from batonmq.core.records import Record, decode_records, read_header
+from batonmq.core.retries import ATTEMPTS
 from services.offsets.core.calls import QueueKey
+from services.storage.core import schedule
 from services.storage.core.producers import Receipt
-from services.storage.core.store import Checked, Store
+from services.storage.core.store import Checked, Store, TopicQueues
 from tests.simulation.answer_checks import AnswerChecks
-from tests.simulation.books import Books, Queue, key_of
+from tests.simulation.books import Books, Copy, Queue, key_of
 from tests.simulation.client_checks import ClientChecks
 from tests.simulation.etcd_checks import EtcdChecks
 from tests.simulation.offsets_checks import OffsetsChecks
 from tests.simulation.trace import Trace
 
-TOPIC_ID = 1
-"""Of the first topic in a cluster."""
 STILL_MS = 70_000
 """A queue that has not moved for so long is not said to move: a nameserver that has seen it move
 within the last minute may say so."""
@@ -59,18 +59,29 @@ class Checker:
         """See what a new life of storage has kept, and takes in. There is one topic."""
         self.forget_pause()
         for key, queue in self.books.queues.items():
-            if key.broker == broker:
-                end = store.offsets((TOPIC_ID, key.queue_id)).next_offset
+            if key.broker == broker and key.topic in self.books.topic_ids:
+                end = store.offsets((self.books.topic_ids[key.topic], key.queue_id)).next_offset
                 for offset in [offset for offset in queue.stored if offset >= end]:
                     del queue.stored[offset]
                     self.books.counts["torn"] += 1
+        for once, copy in list(self.books.copies.items()):
+            topic_id, queue_id, offset = copy.place
+            if offset >= store.offsets((topic_id, queue_id)).next_offset:
+                del self.books.copies[once]
         append = store.append
 
-        def watched(batches: Sequence[Checked], *more: Any) -> Any:
-            outcomes = append(batches, *more)
+        def watched(
+            batches: Sequence[Checked], topics: Mapping[str, TopicQueues], *more: Any
+        ) -> Any:
+            outcomes = append(batches, topics, *more)
             for checked, outcome in zip(batches, outcomes, strict=True):
                 if isinstance(outcome, Receipt) and not outcome.duplicate:
-                    self._stored(broker, checked, outcome)
+                    topic = checked.header.topic
+                    self.books.topic_ids[topic] = topics[topic].topic_id
+                    if topic == schedule.TOPIC:
+                        self._scheduled(checked, outcome)
+                    else:
+                        self._stored(broker, checked, outcome)
             return outcomes
 
         setattr(store, "append", watched)  # noqa: B010  it stands before the class's own
@@ -85,8 +96,25 @@ class Checker:
         records = decode_records(checked.batch, header, range(header.count))
         for index, record in enumerate(records):
             offset = receipt.first_offset + index
-            queue.stored[offset] = (record.body.decode(), record.tag)
+            queue.stored[offset] = (_name(record), record.tag)
             queue.stored_ms[offset] = self.books.now_ms()
+
+    def _scheduled(self, checked: Checked, receipt: Receipt) -> None:
+        """A message was sent back; by whoever does it, it is kept once (T5)."""
+        header, books = checked.header, self.books
+        if header.queue_id != schedule.SCHEDULED:
+            return
+        scheduled = schedule.decode_scheduled(header, checked.batch)
+        if scheduled.schedule_id != schedule.FIRST:
+            return
+        inner = read_header(scheduled.batch)
+        (record,) = decode_records(scheduled.batch, inner, range(inner.count))
+        name, place = _name(record), (schedule.TOPIC_ID, header.queue_id, receipt.first_offset)
+        books.trace.note("storage", f"{name} waits for its time")
+        books.counts["sent back"] += 1
+        if inner.producer_id in books.copies:
+            books.fail("T5", f"{name} is sent back twice")
+        books.copies[inner.producer_id] = Copy(name, place)
 
     # ---- why a queue does not move
 
@@ -133,31 +161,51 @@ class Checker:
     def check_complete(self, acked: Mapping[str, object]) -> None:
         """Everything that was appended is handled and committed, once (L2)."""
         books = self.books
-        ids = Counter(body for queue in books.queues.values() for body, _ in queue.stored.values())
+        ids, again = self._names(retries=False), self._names(retries=True)
+        copies = Counter(copy.name for copy in books.copies.values())
         for body, count in ids.items():
             if count > 1:
                 books.fail("T5", f"message {body} is stored {count} times")
+        if again != copies:
+            books.fail("T5", f"sent back were {copies - again}, and came were {again - copies}")
+        if not books.counts["resets"] and (twice := [n for n, c in copies.items() if c > 1]):
+            books.fail("T5", f"sent back more than once: {twice}")
         if missing := sorted(acked.keys() - ids.keys()):
             books.fail("P1", f"acknowledged messages are lost: {missing}")
         for key, queue in sorted(books.queues.items()):
             if queue.committed_offset != len(queue.stored):
                 books.fail("L2", f"{key}: C is {queue.committed_offset} of {len(queue.stored)}")
-            if unhandled := self._unhandled(queue):
+            if unhandled := self._unhandled(key, queue):
                 books.fail("L2", f"{key}: never handled: {unhandled[:10]}")
 
     def complete(self) -> bool:
         """Whether nothing is left to be done."""
-        return all(
+        return self._names(retries=True).total() == len(self.books.copies) and all(
             queue.committed_offset == len(queue.stored) for queue in self.books.queues.values()
         )
 
-    def _unhandled(self, queue: Queue) -> list[int]:
+    def _names(self, *, retries: bool) -> Counter[str]:
+        """What is stored in the retry topic, or in the other one."""
+        return Counter(
+            name
+            for key, queue in self.books.queues.items()
+            if (key.topic == self.books.retries) == retries
+            for name, _ in queue.stored.values()
+        )
+
+    def _unhandled(self, key: QueueKey, queue: Queue) -> list[int]:
         """Offsets that somebody should have handled since the last reset and nobody has."""
-        epoch = queue.epoch()
+        epoch, reset_epoch = queue.epoch(), queue.durable.reset_epoch if queue.durable else 0
         return [
             offset
             for offset, (_, tag) in sorted(queue.stored.items())
             if offset not in epoch.handled
             and not epoch.given.between(offset, offset + 1)
-            and self.books.group.wants(tag, queue.judged[offset])
+            and self.books.wanted(key, offset, tag, reset_epoch)
         ]
+
+
+def _name(record: Record) -> str:
+    """What a message is called in the books: a copy that was sent back has a name of its own."""
+    attempts = record.properties.get(ATTEMPTS)
+    return record.body.decode() + (f" after {attempts} attempts" if attempts else "")

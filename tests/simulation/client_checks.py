@@ -57,7 +57,8 @@ class ClientChecks:
         text = f"{key}@{offset}: {client} starts it under token {token}"
         if token in queue.told:
             books.fail("V3", f"{text}, and knows that it is over")
-        self._check_wanted(text, asked, message.tag)
+        if key.topic != books.retries:
+            self._check_wanted(text, asked, message.tag)
         if token in queue.revoked:
             books.counts["starts after a revocation"] += 1
             queue.starts[offset].append(Start(client, books.now_ms(), excused=True))
@@ -74,6 +75,11 @@ class ClientChecks:
         key, books = self._books.key(message.queue), self._books
         books.trace.note(client, f"handled {key}@{message.offset}")
         books.queues[key].epoch_of[message.token].handled.add(message.offset)
+
+    def failed(self, client: str, message: ReceivedMessage) -> None:
+        """A handler has ended badly; the message is sent back before it is acked (V4)."""
+        self._books.trace.note(client, f"failed {self._books.key(message.queue)}@{message.offset}")
+        self._books.counts["failed"] += 1
 
     def _check_wanted(self, text: str, asked: TagFilter, tag: str) -> None:
         """Section 14: nobody is shown what it does not want, unless the policy is to warn."""

@@ -7,11 +7,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.results import RetryLater
 from batonmq.consuming.session import ConsumerSettings
-from tests.simulation.cluster import ConsumerProcess, Process
+from batonmq.testing.processes import Process
+from tests.simulation.cluster import ConsumerProcess
 from tests.simulation.stage import Later, Stage
 
 MEMBERS_MAX = 6
+ATTEMPTS_MAX = 3
+"""The last one is taken."""
 EXPRESSIONS = ("a || b", "b || c", "c", "*", "a")
 
 
@@ -35,6 +39,7 @@ class Crew:
             commit_on_pull=stage.options.commit_on_pull,
             keep_alive_ms=2_000,
             drain_timeout_ms=2_000,
+            send_back=stage.options.fails > 0,
         )
 
     @property
@@ -139,10 +144,13 @@ class Crew:
         await asyncio.sleep(random.choice([0.1, 3, 20]) * random.random())
         self.join(name)
 
-    async def _handle(self, process: Process, _: ReceivedMessage) -> None:
+    async def _handle(self, process: Process, message: ReceivedMessage) -> RetryLater | None:
         random = process.random
         if random.random() < self._stage.options.slow_handlers:
             self._stage.counts["slow handlers"] += 1
             await asyncio.sleep(random.uniform(1, 6))
         else:
             await asyncio.sleep(random.choice([0.002, 0.02, 0.2]) * random.random())
+        if message.attempts < ATTEMPTS_MAX and random.random() < self._stage.options.fails:
+            return RetryLater(random.choice([0, 500, 5_000]))
+        return None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from batonmq.testing.network import Faults
 from tests.simulation import broken_clients, broken_lockmgr, broken_offsets, broken_serving
 from tests.simulation.options import Options
-from tests.support.network import Faults
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -57,6 +57,7 @@ UNDERWAY = Options(
     steps=120, queues=8, consumers=6, faults=Faults(loss=0.03, duplicate=0.3, slow=0.05), joins=2,
     leaves=6, pauses=4, service_pauses=3, pause_ms_max=4_000,
 )  # fmt: skip
+FAILING = Options(steps=40, fails=0.5, faults=Faults(loss=0.05))
 FAILOVER = Options(steps=40, service_kills=8, service_pauses=4, joins=6, leaves=2)
 RESETS = Options(steps=60, resets=10, faults=Faults(slow=0.05, duplicate=0.3), slow_handlers=0.1)
 FORCES = Options(steps=60, forces=10, slow_handlers=0.1)
@@ -101,6 +102,10 @@ MUTANTS = (
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",)),
     Mutant("acked ranges forgotten", broken_offsets.acked_ranges_forgotten, ZOMBIES, ("V9",)),
     Mutant("commit what is received", broken_clients.commit_all_received, CALM, ("V4",)),
+    Mutant(
+        "ack without sending back", broken_clients.ack_without_sending_back, FAILING, ("V4", "L2")
+    ),
+    Mutant("ids of their own", broken_clients.ids_of_their_own, FAILING, ("V4", "T5")),
     Mutant("reset without epoch", broken_offsets.reset_no_epoch, RESETS, ("V4",)),
     Mutant(
         "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")

@@ -189,14 +189,14 @@ class OffsetsChecks:
         if after.committed_offset < before.committed_offset:
             self._fail("V5", f"{key}: C fell from {before.committed_offset} in memory")
         self._moved(key, before, after)
-        queue, group = self._books.queues[key], self._books.group
+        queue = self._books.queues[key]
         handled = queue.epochs[after.reset_epoch].handled
         for first, end in done(after).difference(done(before)).runs:
             for offset in range(first, end):
                 if offset in handled:
                     continue
                 tag = queue.stored.get(offset, ("", None))[1]
-                if tag is None or group.wants(tag, queue.judged[offset]):
+                if tag is None or self._books.wanted(key, offset, tag, after.reset_epoch):
                     self._fail("V4", f"{key}@{offset} is acked, and nobody has handled it")
 
     def _moved(self, key: QueueKey, before: Progress | None, after: Progress) -> None:
@@ -208,11 +208,12 @@ class OffsetsChecks:
 
     # ---- what is durable
 
-    def written(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
+    def written(self, entries: Sequence[tuple[bytes, bytes | None]]) -> None:
         """Offsets has made progress durable."""
         for raw_key, raw in entries:
             if raw_key.startswith(META):
                 continue
+            assert raw is not None, "of a queue there is always something left"
             key = decode_key(raw_key)
             now = decode_progress(key, unseal(raw_key, raw))
             if isinstance(now, Tombstone):

@@ -15,8 +15,9 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq.common.errors import BatonError, Retry
 from batonmq.common.rpc import from_rpc_error
 from batonmq.directory import CALL_TIMEOUT_S, Directory
+from batonmq.testing.processes import Process
 from services.offsets.core.calls import QueueKey
-from tests.simulation.cluster import GROUP, NAMESERVERS, Process
+from tests.simulation.cluster import GROUP, NAMESERVERS
 from tests.simulation.stage import Later, Stage
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ Fault model. The cluster must keep its promises while
   in its sockets;
 - wall clocks jump by hours;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
-  run longer than a queue that is lost may drain;
+  run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
 - an operator moves the group back and forth, undoes that, takes queues from their owners, stops
   the group for a while; a new version with another subscription is rolled out.
@@ -25,11 +25,11 @@ differ in kind and not just in luck.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Literal, get_args
 
-from tests.support.network import Faults
+from batonmq.testing.network import Faults
 
 Strategy = Literal["STICKY", "AVERAGE", "AVERAGE_BY_CIRCLE", "CONSISTENT_HASH"]
 
@@ -69,6 +69,8 @@ class Options:
         slow_handlers: Probability that a handler runs longer than the drain timeout.
         power_cuts: Whether a killed storage node loses or tears what it had not synced.
         strategy: How the group deals out its queues.
+        fails: Probability that a handler fails; what has failed is sent back. 0: there is no
+            retry topic.
     """
 
     steps: int = 30
@@ -98,6 +100,7 @@ class Options:
     slow_handlers: float = 0.0
     power_cuts: bool = False
     strategy: Strategy = "STICKY"
+    fails: float = 0.0
 
     @staticmethod
     def drawn(random: Random, steps: int) -> Options:
@@ -112,7 +115,7 @@ class Options:
             slow=random.choice([0, 0.01, 0.04]),
             delay_ms_max=random.choice([3, 20, 150]),
         )
-        return Options(
+        found = Options(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -141,6 +144,9 @@ class Options:
             power_cuts=random.random() < 0.5,
             strategy=random.choice(get_args(Strategy)),
         )
+        # What is sent back waits by the wall clock, so for hours if that has jumped.
+        fails = random.choice([0, 0.3, 0.3, 0.6])
+        return found if found.jumps else replace(found, fails=fails)
 
     @staticmethod
     def graceful(random: Random, steps: int) -> Options:
@@ -159,6 +165,7 @@ class Options:
             policy=random.choice(POLICIES),
             commit_on_pull=random.random() < 0.5,
             strategy=random.choice(get_args(Strategy)),
+            fails=random.choice([0, 0.1]),
         )
 
     def __str__(self) -> str:

@@ -6,7 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
-from tests.simulation.cluster import Service, ServiceProcess, services
+from batonmq.testing.processes import LoopClock, Service, ServiceProcess
+from tests.simulation.cluster import BROKER, services
 from tests.simulation.crew import Crew
 from tests.simulation.stage import Later, Stage
 
@@ -91,6 +92,7 @@ class Plant:
         """A wall clock jumps."""
         random = self._stage.random
         process = random.choice([*self._all_processes()])
+        assert isinstance(process.clock, LoopClock)
         process.clock.ahead_ms += random.choice([-1, 1]) * random.randint(1, 7_200_000)
         self._stage.note(f"wall clock of {process.name} jumps", "jumps")
 
@@ -113,15 +115,15 @@ class Plant:
 
     def _crash_disk(self) -> None:
         world, random = self._stage.world, self._stage.random
-        disk = world.storage_disk
+        disk = world.storage_disks[BROKER]
         if self._stage.options.power_cuts and random.random() < 0.5:
             survives = random.choice([0.0, 0.5, 1.0])
-            world.storage_disk = disk.power_cut(
+            world.storage_disks[BROKER] = disk.power_cut(
                 lambda size: size if random.random() < survives else random.randint(0, size)
             )
             self._stage.counts["power cuts"] += 1
         else:
-            world.storage_disk = disk.killed()
+            world.storage_disks[BROKER] = disk.killed()
 
     async def _start_again(self, process: ServiceProcess) -> None:
         random = self._stage.random

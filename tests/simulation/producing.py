@@ -14,7 +14,8 @@ from batonmq.core.records import Message
 from batonmq.directory import CALL_TIMEOUT_S, Directory
 from batonmq.producer import Producer
 from batonmq.producing.settings import ProducerSettings
-from tests.simulation.cluster import NAMESERVERS, TOPIC, Process
+from batonmq.testing.processes import Process
+from tests.simulation.cluster import NAMESERVERS, TOPIC
 from tests.simulation.stage import Stage
 
 TAGS = ("a", "b", "c")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batonmq.common.aio import unless
+from batonmq.testing.network import Faults
+from batonmq.testing.virtual_time import run_virtual
 from tests.simulation.books import Violation
 from tests.simulation.cluster import World
 from tests.simulation.crew import Crew
@@ -17,8 +19,6 @@ from tests.simulation.options import Options
 from tests.simulation.plant import Plant
 from tests.simulation.producing import Producing
 from tests.simulation.stage import Later, Stage
-from tests.support.network import Faults
-from tests.support.virtual_time import run_virtual
 
 SETTLE_S = 240
 """Once faults have ceased, everything must be done within this time."""

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tests.simulation.cluster import Process, World
+from batonmq.testing.processes import Process
+from tests.simulation.cluster import World
 from tests.simulation.options import Options
 
 Later = Coroutine[Any, Any, None] | None

@@ -21,17 +21,18 @@ from prometheus_client import CollectorRegistry
 from batonmq.common.config import load
 from batonmq.common.errors import NoQuorum, OldEpoch, Unreachable
 from batonmq.common.rpc import from_rpc_error
+from batonmq.testing.etcd import TwinSession
+from batonmq.testing.network import Faults
+from batonmq.testing.processes import LoopClock
+from batonmq.testing.virtual_time import Deadlock, Host, Livelock, run_virtual
+from batonmq.testing.wire import Server, connector
 from services.runtime.election import Election
 from services.runtime.etcd import Compare, Put
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.mirror import Mirror
 from services.runtime.process import Runtime
 from services.runtime.settings import ServiceSettings
-from tests.simulation.cluster import JumpingClock, World
-from tests.simulation.etcd import TwinSession
-from tests.support.network import Faults
-from tests.support.virtual_time import Deadlock, Host, Livelock, run_virtual
-from tests.support.wire import Server, connector
+from tests.simulation.cluster import World
 
 
 class Offsets(pb_grpc.OffsetsServiceServicer):
@@ -80,7 +81,7 @@ class Pair:
         self.world = World("pair")
         self.offsets = Offsets()  # type: ignore[abstract]
         self.client, self.host = Host("client"), Host("server")
-        edge = EdgeInterceptor(JumpingClock(), CollectorRegistry())
+        edge = EdgeInterceptor(LoopClock(), CollectorRegistry())
         self.server = Server(self.world.network, self.host, "server:1", edge)
         pb_grpc.add_OffsetsServiceServicer_to_server(self.offsets, self.server)  # type: ignore[arg-type]
         self.server.start()
@@ -102,7 +103,7 @@ def test_a_stuck_program_is_a_deadlock_not_a_hang() -> None:
 
 
 def test_a_program_that_spins_is_a_livelock_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.virtual_time.SPINS_MAX", 1_000)
+    monkeypatch.setattr("batonmq.testing.virtual_time.SPINS_MAX", 1_000)
 
     async def spin() -> None:
         loop = asyncio.get_running_loop()
@@ -232,7 +233,7 @@ def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
         world, loop = World("streams"), asyncio.get_running_loop()
         client, host = Host("client"), Host("server")
         locks = Locks()  # type: ignore[abstract]
-        edge = EdgeInterceptor(JumpingClock(), CollectorRegistry())
+        edge = EdgeInterceptor(LoopClock(), CollectorRegistry())
         server = Server(world.network, host, "server:1", edge)
         lockmgr_grpc.add_LockmgrServiceServicer_to_server(locks, server)  # type: ignore[arg-type]
         server.start()
@@ -260,7 +261,7 @@ def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
 
 
 def session(world: World, name: str) -> TwinSession:
-    return TwinSession(world.etcd, Host(name), JumpingClock(), world.random(name))
+    return TwinSession(world.etcd, Host(name), LoopClock(), world.random(name))
 
 
 def test_etcd_compares_and_swaps_and_counts_revisions() -> None:
@@ -336,7 +337,7 @@ def test_the_real_election_has_one_winner_at_a_time_on_the_twin() -> None:
         hosts = {name: Host(name) for name in ("a", "b")}
         tasks = []
         for name, host in hosts.items():
-            etcd = TwinSession(world.etcd, host, JumpingClock(), world.random(name))
+            etcd = TwinSession(world.etcd, host, LoopClock(), world.random(name))
             election = Election(etcd, "boss", name)
 
             async def lead(term: int, name: str = name) -> None:

@@ -13,7 +13,7 @@ import grpc.aio
 from google.protobuf import text_format
 
 from batonmq.common.errors import BatonError
-from tests.support.network import Call
+from batonmq.testing.network import Call
 
 TAIL = 100
 _LENGTH = 300

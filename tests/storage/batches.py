@@ -12,6 +12,8 @@ from batonmq.core.records import (
     encode_record,
     read_header,
 )
+from batonmq.core.subscription import SqlFilter
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core.commitlog import CommitLog
 from services.storage.core.files import FileCache
 from services.storage.core.filter import HashFilter
@@ -19,7 +21,6 @@ from services.storage.core.keyindex import KeyIndex
 from services.storage.core.producers import ProducerTable, QueueKey, Receipt
 from services.storage.core.recovery import Recovery, RecoveryReport
 from services.storage.core.store import Store, TopicQueues, Wanted, check
-from tests.storage.memory import MemoryDisk
 
 TOPIC = "orders"
 TOPIC_ID = 7
@@ -100,7 +101,7 @@ def stored(store: Store, *batches: bytes) -> list[Receipt]:
 def wanted(
     offset: int = 0,
     *,
-    filter: HashFilter = ALL,
+    filter: HashFilter | SqlFilter = ALL,
     bytes_max: int = 1 << 20,
     messages_max: int = 1_000,
 ) -> Wanted:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, TopicNotFound
 from batonmq.common.rpc import error_from_pb
+from batonmq.testing.disks import MemoryDisk
 from services.runtime.events import EventHub
 from services.storage.appending import Appender
 from services.storage.core.retention import Policy, Retention
@@ -24,7 +25,6 @@ from services.storage.node import Node, recovered
 from services.storage.schedule_server import ScheduleServicer
 from services.storage.topics import Topics
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
-from tests.storage.memory import MemoryDisk
 
 BROKER = "broker-a"
 SEGMENT_BYTES = 4_096

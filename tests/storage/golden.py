@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batonmq.core.records import Message
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core import floors
 from services.storage.core.checkpointing import Checkpointing
 from services.storage.core.delay import Delayed
@@ -16,7 +17,6 @@ from services.storage.core.floors import Floor
 from services.storage.core.recovery import encode_synced
 from services.storage.core.schedule import TOPIC as SCHEDULE_TOPIC
 from tests.storage.batches import TOPIC, TOPIC_ID, Opened, append, batch, open_store, sync
-from tests.storage.memory import MemoryDisk
 
 FOLDER = Path(__file__).parent / "golden"
 SEGMENT_BYTES, RUN_ENTRIES = 900, 6

@@ -23,11 +23,11 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq.common.errors import BatonError, DataLoss, QueueNotFound, TopicNotFound
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.core.records import BatchBuilder, Message, decode_records, encode_record, read_header
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core import store
 from services.storage.core.producers import Receipt
 from services.storage.core.query import Queries, Window
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
-from tests.storage.memory import MemoryDisk
 from tests.storage.running import BROKER, TIMEOUT_S, Running, running
 
 INT64_MAX, INT64_MIN = (1 << 63) - 1, -(1 << 63)

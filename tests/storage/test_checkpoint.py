@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from batonmq.common.errors import DataLoss
 from batonmq.core.records import Message
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core import checkpoint, floors
 from services.storage.core.checkpoint import Checkpoint, QueueState
 from services.storage.core.checkpointing import Checkpointing
@@ -36,7 +37,6 @@ from tests.storage.batches import (
     stored,
     sync,
 )
-from tests.storage.memory import MemoryDisk
 
 SEGMENT_BYTES = 1_200
 INDEXES = ("consumequeue/", "keyindex/", "checkpoint")

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
+from batonmq.testing.disks import MemoryDisk
 from services.storage import checkpoints
 from services.storage.checkpoints import Checkpointer
 from services.storage.flush import Flusher
 from services.storage.node import Node, recovered
 from tests.storage.batches import append, batch, bodies, open_store
-from tests.storage.memory import MemoryDisk
 from tests.storage.running import running
 from tests.support.waiting import until
 

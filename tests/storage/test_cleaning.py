@@ -18,6 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from batonmq.common.clock import Clock
+from batonmq.testing.disks import MemoryDisk, MemoryFile
 from services.storage.checkpoints import Checkpointer
 from services.storage.cleaning import RESERVE, RESERVE_BYTES, Bounds, Cleaner
 from services.storage.core import floors
@@ -36,7 +37,6 @@ from services.storage.metrics import StorageMetrics
 from services.storage.node import Node, recovered
 from services.storage.schedule_server import SYSTEM_TOPICS, checked
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
-from tests.storage.memory import MemoryDisk, MemoryFile
 from tests.support.waiting import until
 
 SEGMENT_BYTES = 1_000

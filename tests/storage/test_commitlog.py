@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batonmq.common.errors import DataLoss, DiskFull, LimitExceeded
+from batonmq.testing.disks import MemoryDisk, MemoryFile
 from services.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
 from services.storage.core.files import FileCache
-from tests.storage.memory import MemoryDisk, MemoryFile
 
 SEGMENT = 100
 

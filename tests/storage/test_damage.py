@@ -18,6 +18,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from batonmq.common.errors import DataLoss, MessageNotFound
 from batonmq.core.records import Message
+from batonmq.testing.disks import MemoryDisk
+from batonmq.testing.virtual_time import VirtualTimeLoop
 from services.storage.core import scrub as scrub_core
 from services.storage.core.checkpointing import Checkpointing
 from services.storage.core.commitlog import FILLER
@@ -38,8 +40,6 @@ from tests.storage.batches import (
     stored,
     wanted,
 )
-from tests.storage.memory import MemoryDisk
-from tests.support.virtual_time import VirtualTimeLoop
 
 SEGMENT_BYTES = 700
 EVER = Window(0, 1 << 62)

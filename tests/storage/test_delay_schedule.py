@@ -20,6 +20,7 @@ from batonmq.core.records import (
     decode_records,
     read_header,
 )
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core import schedule
 from services.storage.core.delay import Key
 from services.storage.core.producers import Receipt
@@ -37,7 +38,6 @@ from services.storage.core.schedule import (
 from services.storage.core.store import Checked, Store, check
 from services.storage.schedule_server import SYSTEM_TOPICS
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
-from tests.storage.memory import MemoryDisk
 
 FIRST_SEGMENT = f"log/{0:020d}"
 GOLDEN_SCHEDULED = (

@@ -28,13 +28,13 @@ from batonmq.common.errors import (
 )
 from batonmq.core.delays import AHEAD_MS_MAX
 from batonmq.core.records import Message, decode_records, read_header
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core.retention import Usage
 from services.storage.core.store import TopicQueues
 from services.storage.due import UNSETTLED_MAX
 from services.storage.schedule_server import decode_id, encode_id
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, wanted
 from tests.storage.delay_scene import SEGMENT_BYTES, scene
-from tests.storage.memory import MemoryDisk
 
 HOUR_MS = 3_600_000
 FILL = b"x" * (SEGMENT_BYTES // 2)

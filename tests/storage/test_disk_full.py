@@ -21,6 +21,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq.common.errors import DiskFull
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.core.records import decode_records, read_header
+from batonmq.testing.disks import MemoryDisk, MemoryFile
 from services.storage.core.files import File
 from services.storage.core.producers import Receipt
 from services.storage.core.retention import DiskState, Usage
@@ -37,7 +38,6 @@ from tests.storage.batches import (
     stored,
     sync,
 )
-from tests.storage.memory import MemoryDisk, MemoryFile
 from tests.storage.running import BROKER, TIMEOUT_S, Running, running
 from tests.support.tmpfs import fill_up, small_file_system
 from tests.support.waiting import until

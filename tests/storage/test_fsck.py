@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from batonmq.core.records import Message
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core.checkpointing import Checkpointing
 from services.storage.core.consumequeue import ENTRY, folder_of
 from services.storage.core.fsck import Fsck, FsckReport
@@ -30,7 +31,6 @@ from tests.storage.batches import (
     open_store,
     stored,
 )
-from tests.storage.memory import MemoryDisk
 
 FIRST = f"log/{0:020d}"
 QUEUE_FILE = f"{folder_of(TOPIC, TOPIC_ID, 1)}/{0:020d}"

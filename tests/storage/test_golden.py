@@ -11,13 +11,13 @@ import struct
 import google_crc32c
 
 from batonmq.core.records import key_hash, tag_hash
+from batonmq.testing.disks import MemoryDisk, MemoryFile
 from services.storage.core import checkpoint, floors
 from services.storage.core.keyindex import search_hash
 from services.storage.core.query import Queries, Window
 from services.storage.core.recovery import decode_synced
 from tests.storage import golden
 from tests.storage.batches import TOPIC_ID, Opened, bodies, open_store
-from tests.storage.memory import MemoryDisk, MemoryFile
 
 
 def opened() -> Opened:

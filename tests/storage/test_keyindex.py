@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core.files import BadIndex, FileCache
 from services.storage.core.keyindex import (
     FENCE_STEP,
@@ -19,7 +20,6 @@ from services.storage.core.keyindex import (
     encode_run,
     open_path,
 )
-from tests.storage.memory import MemoryDisk
 
 SEGMENT_BYTES = 1_000
 Entry = tuple[int, int, int, int]

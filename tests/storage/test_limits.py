@@ -45,7 +45,7 @@ def record(keys: int = 0, tag: int = 0, properties: int = 0, body: int = 0) -> b
     ("sizes", "field", "limit"),
     [
         ({"body": 4 * MIB + 1}, "body", 4 * MIB),
-        ({"properties": 32 * 1024 + 1}, "properties", 32 * 1024),
+        ({"properties": 48 * 1024 + 1}, "properties", 48 * 1024),
         ({"keys": 1_025}, "keys", 1_024),
         ({"tag": 128}, "tag", 127),
     ],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from batonmq.common.errors import DataLoss, MessageNotFound
 from batonmq.core.records import Message, decode_records, key_hash, read_header
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core.query import LOOKED_AT_MAX, Match, Queries, Window
 from services.storage.core.store import Store
 from tests.storage.batches import (
@@ -26,7 +27,6 @@ from tests.storage.batches import (
     stored,
     sync,
 )
-from tests.storage.memory import MemoryDisk
 
 EVER = Window(0, 1 << 62)
 

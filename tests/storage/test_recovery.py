@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq.common.errors import DataLoss
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core.producers import Receipt
 from services.storage.core.recovery import decode_synced, encode_synced
 from tests.storage.batches import TOPIC_ID, append, batch, bodies, open_store, stored
-from tests.storage.memory import MemoryDisk
 
 FIRST = f"log/{0:020d}"
 

@@ -13,13 +13,13 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from batonmq.common.errors import DataLoss
+from batonmq.testing.disks import MemoryDisk, MemoryFile
 from services.storage.core import scrub as core
 from services.storage.core.scrub import Scrub
 from services.storage.damage import Damage
 from services.storage.node import opened
 from services.storage.scrub import Scrubber
 from tests.storage.batches import Opened, append, batch, open_store, stored
-from tests.storage.memory import MemoryDisk, MemoryFile
 from tests.support.waiting import until
 
 

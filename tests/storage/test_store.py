@@ -22,6 +22,7 @@ from batonmq.common.errors import (
     TopicNotFound,
 )
 from batonmq.core.records import Message, check_batch, decode_records
+from batonmq.testing.disks import MemoryDisk
 from services.storage.core.filter import HashFilter
 from services.storage.core.producers import Receipt
 from services.storage.core.store import SCANNED_MAX, QueueRange, TopicQueues, check
@@ -38,7 +39,6 @@ from tests.storage.batches import (
     tagged,
     wanted,
 )
-from tests.storage.memory import MemoryDisk
 
 KEY = (TOPIC_ID, 0)
 

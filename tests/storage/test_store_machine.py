@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 from batonmq.common.clock import Clock
 from batonmq.common.errors import DataLoss, OffsetAheadOfLog
 from batonmq.core.records import Message, decode_records, read_header, tag_hash
+from batonmq.testing.disks import MemoryDisk
 from services.storage.cleaning import Bounds, Cleaner
 from services.storage.core.commitlog import FILLER
 from services.storage.core.filter import HashFilter
@@ -38,7 +39,6 @@ from services.storage.core.store import Wanted
 from services.storage.metrics import StorageMetrics
 from services.storage.node import Node, recovered
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, append, batch
-from tests.storage.memory import MemoryDisk
 
 SEGMENT_BYTES = 800
 QUEUES = 2

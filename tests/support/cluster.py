@@ -19,6 +19,7 @@ async def local_cluster(
     *,
     etcd: str = "",
     cluster: str = "baton",
+    brokers: int = 1,
     auto_restart: bool = True,
     report: Callable[[str], None] = to_stderr,
     **settings: Mapping[str, object],
@@ -30,11 +31,12 @@ async def local_cluster(
     Args:
         data_dir: A cluster on the same directory later has the same messages and addresses.
         etcd: host:port of an etcd to share, under a `cluster` name of one's own.
+        brokers: Storage nodes: `storage`, `storage-1` and so on.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
     settings["storage"] = {"segment_bytes": SEGMENT_BYTES} | dict(settings.get("storage", {}))
     options = ClusterOptions(
-        cluster=cluster, etcd=etcd, settings=settings, auto_restart=auto_restart
+        cluster=cluster, etcd=etcd, brokers=brokers, settings=settings, auto_restart=auto_restart
     )
     async with LocalCluster(data_dir, options, report) as running:
         yield running

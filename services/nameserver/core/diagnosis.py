@@ -112,7 +112,8 @@ def _offset_ahead_of_log(e: Evidence) -> Finding | None:
         Reason.OFFSET_AHEAD_OF_LOG,
         f"the group has committed offset {e.committed_offset} of {e.name}, which ends at "
         f"{e.log.next_offset}: the broker has lost messages that were handled",
-        "Find out what the broker lost; then `baton group reset` to an offset that the queue has.",
+        "Find out what the broker lost; then `baton group reset-offsets` to an offset that the "
+        "queue has.",
         {"committed_offset": e.committed_offset, "next_offset": e.log.next_offset},
     )
 
@@ -236,7 +237,8 @@ def _data_loss(e: Evidence) -> Finding | None:
     return Finding(
         Reason.DATA_LOSS,
         f"the next message of {e.name} can't be read: {e.damage.error}",
-        f"Run `baton fsck` on {e.broker}; then `baton group reset` to an offset past what is lost.",
+        f"Run `baton fsck` on {e.broker}; then `baton group reset-offsets` to an offset past what "
+        "is lost.",
         {"position": e.damage.position, "error": e.damage.error},
     )
 
@@ -320,7 +322,7 @@ def _phantom_token(e: Evidence) -> Finding | None:
         f"offsets has token {e.progress.token} for {e.name} and the lock manager "
         f"{e.lock.token}: {e.owner} has to acquire it again",
         f"Wait: {e.owner} does so by itself, and if it is dead its lease ends. If it lasts, "
-        "`baton lock force-release` takes the queue away.",
+        "`baton lock release --force` takes the queue away.",
         {"lock_token": e.lock.token, "offsets_token": e.progress.token},
     )
 
@@ -335,7 +337,7 @@ def _held(e: Evidence) -> Finding | None:
         f"{e.owner} has owned {e.name} for {span(e.lock.held_ms)} and has not given it back, with "
         f"{_messages(unacked)} in hand; it is dealt to {e.assigned}",
         f"Wait until {e.owner} has finished what it has in hand, or stop it. `baton lock "
-        "force-release` takes the queue away, and what is in hand comes again, flagged.",
+        "release --force` takes the queue away, and what is in hand comes again, flagged.",
         {
             "owner": e.owner,
             "held_ms": e.lock.held_ms,

@@ -29,7 +29,7 @@ class Policy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """One topic and the canonical form of its tag expression."""
+    """One topic and the canonical form of its expression."""
 
     topic: str
     expression: str
@@ -133,6 +133,19 @@ class TopicAssignment:
     brokers: tuple[BrokerAssignment, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a topic was when a group began with it.
+
+    Attributes:
+        queue_counts: By broker, ascending.
+    """
+
+    topic: str
+    topic_id: int
+    queue_counts: tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """A consumer group; `members` ascend by client id, which is unique among them.
@@ -144,6 +157,7 @@ class Group:
         owned: Whether an operator wants queues to be owned; those of a broadcasting group never
             are.
         assignments: By topic, ascending; none without members and for a broadcasting group.
+        beginnings: By topic, ascending: a queue that is not there came later.
     """
 
     name: str
@@ -157,6 +171,7 @@ class Group:
     assignments: tuple[TopicAssignment, ...] = ()
     staged: Staged | None = None
     pause: Pause | None = None
+    beginnings: tuple[Beginning, ...] = ()
 
     def member(self, client_id: str) -> Member | None:
         """The member with that client id."""
@@ -222,6 +237,27 @@ def assign(group: Group, topics: Iterable[Topic], before: Group) -> tuple[TopicA
         )
         for topic in ascending
     )
+
+
+def begin(group: Group, topics: Iterable[Topic]) -> tuple[Beginning, ...]:
+    """The beginnings of all topics that `group` subscribes to; of a new one it is now.
+
+    Args:
+        topics: What it subscribes to, as far as it exists.
+    """
+    if group.terms.broadcasting:
+        return ()
+    present = {topic.name: topic for topic in topics}
+    known = {one.topic: one for one in group.beginnings}
+    found = []
+    for name in (subscription.topic for subscription in group.terms.subscriptions):
+        one, topic = known.get(name), present.get(name)
+        if topic is not None and (one is None or one.topic_id != topic.topic_id):
+            counts = tuple((part.broker, part.queue_count) for part in topic.spread)
+            one = Beginning(name, topic.topic_id, counts)
+        if one is not None:
+            found.append(one)
+    return tuple(found)
 
 
 def owners_of(group: Group) -> dict[Queue, str]:

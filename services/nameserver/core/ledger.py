@@ -26,6 +26,7 @@ from services.nameserver.core.groups import (
     Subscriptions,
     Terms,
     assign,
+    begin,
     hash_of,
 )
 from services.nameserver.core.topics import Topic
@@ -210,7 +211,9 @@ class Ledger:
             topics: What the settled group subscribes to, as far as it exists.
         """
         after = self.settled()
-        after = replace(after, assignments=assign(after, topics, self._before))
+        topics = list(topics)
+        dealt = assign(after, topics, self._before)
+        after = replace(after, assignments=dealt, beginnings=begin(after, topics))
         if after == self._before and not (self._wanted and self._stored is None):
             return self._stored
         return replace(after, generation=self._before.generation + 1)

@@ -35,9 +35,16 @@ from services.offsets.core.calls import (
     Place,
     Source,
 )
+from services.offsets.core.holds import ACKED_RANGES_MAX, Ended, Handover, HoldEnd, Reach
 from services.offsets.core.ranges import EMPTY, RangeSet
 
 _RUN_BYTES_MAX = 16
+_ENDS = {
+    Condition.CLOSED_OR_DRAINED: HoldEnd.PASSED,
+    Condition.SAME_HOLDER: HoldEnd.RENEWED,
+    Condition.IDLE: HoldEnd.TIMED_OUT,
+    Condition.FORCED: HoldEnd.FORCED,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +59,9 @@ class Progress:
         acked: A, all above C.
         delivered_offset: D, not below C.
         delivered_reserved: Durable upper bound of D, not below D.
+        delivered_known: What of D is no mere upper bound: below D only after a restart.
+        closed_reach: How far was delivered under T when it was closed, which takes D back to C.
+        handover: The record of the change that issued T; None if that was in an earlier life.
         maybe_seen: M; disjoint from what is acked or committed.
         reset_epoch: R.
         first_reset_epoch: R when this progress began; greater than 0 if an earlier one was deleted.
@@ -72,6 +82,9 @@ class Progress:
     acked: RangeSet = EMPTY
     delivered_offset: int = 0
     delivered_reserved: int = 0
+    delivered_known: int = 0
+    closed_reach: Reach | None = None
+    handover: Handover | None = None
     maybe_seen: RangeSet = EMPTY
     reset_epoch: int = 0
     first_reset_epoch: int = 0
@@ -98,6 +111,14 @@ class Progress:
     def lowest_unacked(self) -> int | None:
         """The lowest offset in flight; C is never acked, so it is that one."""
         return None if self.drained else self.committed_offset
+
+    @property
+    def reach(self) -> Reach:
+        """How far was delivered under T, closed or not."""
+        if self.closed_reach is not None:
+            return self.closed_reach
+        known = max(self.delivered_known, self.committed_offset)
+        return Reach(known, self.delivered_offset)
 
     def idle_ms(self, now: Instant) -> int:
         """Time since the last accepted access under T."""
@@ -134,6 +155,7 @@ class Progress:
                 },
             )
         self._check_condition(wish, now)
+        ended = Ended(self.token, _ENDS[wish.condition], self.reach)
         live = EMPTY
         if wish.reset_epoch == self.reset_epoch:
             live = wish.resume.at_or_above(self.committed_offset).difference(self.acked)
@@ -145,6 +167,8 @@ class Progress:
             self.maybe_seen = self.maybe_seen.union(dropped)
         lowest = self.delivered_offset if same_holder else self.committed_offset
         self.delivered_offset = self.delivered_reserved = max(lowest, live.next_offset)
+        kept = ended.reach.delivered_offset if same_holder else 0
+        self.delivered_known = max(kept, live.next_offset)
         self.holder, self.closed = wish.holder, wish.holder is None
         self.forced_by, self.forced_reason = wish.forced_by, wish.forced_reason
         self.subscription_generation = wish.subscription_generation
@@ -154,6 +178,7 @@ class Progress:
             self.token, self.committed_offset, self.acked, self.maybe_seen, self.reset_epoch
         )
         self.access_monotonic_ms, self.update_unix_ms = now
+        self._hand_over(ended, now)
         return self.grant
 
     def _replay(self, wish: Fence) -> Grant:
@@ -164,6 +189,13 @@ class Progress:
                 facts={"token": self.token},
             )
         return self.grant._replace(changed=False)
+
+    def _hand_over(self, ended: Ended, now: Instant) -> None:
+        self.closed_reach = None
+        acked = RangeSet(self.acked.runs[:ACKED_RANGES_MAX])
+        self.handover = Handover(
+            self.token, self.holder, now.unix_ms, self.committed_offset, acked, ended
+        )
 
     def _check_condition(self, wish: Fence, now: Instant) -> None:
         match wish.condition:
@@ -227,6 +259,7 @@ class Progress:
             if changed:
                 self.delivered_reserved = next_offset + limits.span_max
                 self.update_unix_ms = now.unix_ms
+        self.delivered_known = max(self.delivered_known, next_offset)
         self.access_monotonic_ms = now.monotonic_ms
         return Delivered(self.maybe_seen.between(first_offset, next_offset), changed)
 
@@ -288,6 +321,7 @@ class Progress:
         self._check_delivered(cut_off)
         self._ack(new, now, Source.COMMIT)
         self.maybe_seen = self.maybe_seen.union(cut_off.at_or_above(self.committed_offset))
+        self.closed_reach = self.reach
         self.delivered_offset = self.delivered_reserved = self.committed_offset
         self.closed = True
         return Committed(self.committed_offset, True)
@@ -301,17 +335,20 @@ class Progress:
         and the ends of A and M: all of it that is not handled by `to` becomes maybe-seen.
         """
         before = Place(self.committed_offset, self.acked)
+        ended = Ended(self.token, HoldEnd.RESET, self.reach)
         had, has = before.handled(), to.handled()
         started = max(self.delivered_offset, self.acked.next_offset, self.maybe_seen.next_offset)
         self.maybe_seen = RangeSet.of(to.committed_offset, started).difference(to.acked)
         self.committed_offset, self.acked = to
         self.delivered_offset = self.delivered_reserved = to.committed_offset
+        self.delivered_known = 0
         self.token += 1
         self.reset_epoch += 1
         self.holder, self.closed, self.grant = None, True, None
         self.forced_by = self.forced_reason = ""
         self.subscription_generation, self.source = 0, source
         self.access_monotonic_ms, self.update_unix_ms = now
+        self._hand_over(ended, now)
         replayed, skipped = had.difference(has).count, has.difference(had).count
         return Moved(before, replayed, skipped, self.reset_epoch, self.token)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from batonmq.common.errors import BatonError, OperationExists, OperationNotFound, UnknownQueue
+from batonmq.core.retries import retry_topic
 from services.offsets.core.calls import Instant, Moved, Place, QueueKey, Source
 from services.offsets.core.table import ProgressTable
 
@@ -168,6 +169,8 @@ class Resets:
     ) -> Outcome:
         """Give `to_group` the progress of `order.from_group`, on one topic or, if empty, all.
 
+        All but its retry topic, which only `from_group` reads.
+
         Raises:
             OperationExists: the id was used for something else.
         """
@@ -176,9 +179,9 @@ class Resets:
             raise _exists(order.op_id)
         if known is not None:
             return Outcome(list(known.steps), [], None)
-        targets = []
+        targets, own = [], retry_topic(order.from_group)
         for key in self._table.group(order.from_group):
-            if topic in ("", key.topic):
+            if key.topic == topic or (not topic and key.topic != own):
                 source = self._table.query(key)
                 place = Place(source.committed_offset, source.acked)
                 targets.append(Target(key._replace(group=to_group), place))

@@ -63,6 +63,7 @@ class ProgressTable:
             self._tombstones[key] = stored
             return
         stored.delivered_offset = stored.delivered_reserved
+        stored.delivered_known, stored.handover = 0, None
         stored.access_monotonic_ms = self._start.monotonic_ms
         self._put(key, stored)
 

@@ -69,7 +69,7 @@ def select(entries: Entries, wanted: HashFilter, *, bytes_max: int, messages_max
     if not len(kept):
         return Selection([], [], scanned_count, 0)
     positions = entries.positions[kept]
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(positions)) + 1))
+    starts = batch_starts(positions)
     sizes = entries.sizes[kept[starts]]
     batches_max = max(1, int(np.searchsorted(np.cumsum(sizes), bytes_max, "right")))
     kept_count = len(kept)
@@ -78,3 +78,8 @@ def select(entries: Entries, wanted: HashFilter, *, bytes_max: int, messages_max
         scanned_count = int(kept[kept_count])
         starts, sizes = starts[:batches_max], sizes[:batches_max]
     return Selection(positions[starts].tolist(), sizes.tolist(), scanned_count, kept_count)
+
+
+def batch_starts(positions: Int64Array) -> Int64Array:
+    """Indexes of the entries with which a batch begins; `positions` are not empty, ascending."""
+    return np.concatenate(([0], np.flatnonzero(np.diff(positions)) + 1))

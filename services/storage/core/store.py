@@ -7,7 +7,7 @@ Everything here happens at once; time comes in as an argument. A caller appends,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batonmq.common.errors import (
@@ -33,12 +33,14 @@ from batonmq.core.records import (
     stamped_head,
     tag_hashes,
 )
+from batonmq.core.subscription import SqlFilter
 from services.storage.core.commitlog import CommitLog, Stamped
-from services.storage.core.consumequeue import ConsumeQueue, folder_of
+from services.storage.core.consumequeue import ConsumeQueue, Entries, folder_of
 from services.storage.core.files import FileCache
-from services.storage.core.filter import HashFilter, select
+from services.storage.core.filter import HashFilter, batch_starts, select
 from services.storage.core.keyindex import KeyIndex
 from services.storage.core.producers import ProducerTable, QueueKey, Receipt
+from services.storage.core.properties import find_passing
 from services.storage.core.schedule import Schedule
 
 SCANNED_MAX = 16_384
@@ -92,7 +94,7 @@ class Wanted:
     offset: int
     bytes_max: int
     messages_max: int
-    filter: HashFilter
+    filter: HashFilter | SqlFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,17 +269,16 @@ class Store:
         if queue is None or wanted.offset >= queue.visible_offset:
             return None
         scanned_max = wanted.messages_max
-        if not wanted.filter.keeps_all:
+        if isinstance(wanted.filter, SqlFilter) or not wanted.filter.keeps_all:
             scanned_max = max(SCANNED_MAX, scanned_max)
-        end = min(queue.visible_offset, wanted.offset + scanned_max)
+        entries = queue.read(wanted.offset, min(queue.visible_offset, wanted.offset + scanned_max))
+        if isinstance(wanted.filter, SqlFilter):
+            return self._find(key, entries, wanted, wanted.filter)
         selection = select(
-            queue.read(wanted.offset, end),
-            wanted.filter,
-            bytes_max=wanted.bytes_max,
-            messages_max=wanted.messages_max,
+            entries, wanted.filter, bytes_max=wanted.bytes_max, messages_max=wanted.messages_max
         )
         return Reading(
-            self._read_batches(key, selection.positions, selection.sizes),
+            list(self._read_batches(key, selection.positions, selection.sizes)),
             wanted.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
@@ -419,11 +420,32 @@ class Store:
         if self.schedule.concerns(header, key):
             self.schedule.take(header, receipt, batch)
 
+    def _find(
+        self, key: QueueKey, entries: Entries, wanted: Wanted, condition: SqlFilter
+    ) -> Reading:
+        """As `read`; batches have to be read to see what passes."""
+        starts = batch_starts(entries.positions)
+        places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
+        found = find_passing(
+            zip(
+                [*starts[1:].tolist(), len(entries)], self._read_batches(key, *places), strict=True
+            ),
+            wanted.offset,
+            condition,
+            bytes_max=wanted.bytes_max,
+            messages_max=wanted.messages_max,
+        )
+        return Reading(
+            found.batches,
+            wanted.offset + found.scanned_count,
+            found.kept_count,
+            found.scanned_count - found.kept_count,
+        )
+
     def _read_batches(
         self, key: QueueKey, positions: Sequence[int], sizes: Sequence[int]
-    ) -> list[bytes]:
+    ) -> Iterator[bytes]:
         """Batches of a queue at ascending positions, in as few reads as is sensible."""
-        batches: list[bytes] = []
         begin = 0
         while begin < len(positions):
             first = positions[begin]
@@ -440,9 +462,8 @@ class Store:
             for index in range(begin, last):
                 at = positions[index] - first
                 batch = chunk[at : at + sizes[index]]
-                batches.append(verified(batch, positions[index], key))
+                yield verified(batch, positions[index], key)
             begin = last
-        return batches
 
 
 def _check_offset(queue: ConsumeQueue | None, offset: int) -> None:

@@ -983,7 +983,9 @@ class Subscription(_message.Message):
     topic: _builtins.str
     """Topic name. Required."""
     expression: _builtins.str
-    """Tag filter: `*` or empty for all, else tags separated by `||`; at most 2,048 characters."""
+    """Filter: `*` or empty for all, tags separated by `||`, or `sql:`, a space and a condition on
+    properties (docs/filters.md); at most 2,048 characters.
+    """
     def __init__(
         self,
         *,
@@ -1345,6 +1347,7 @@ class Group(_message.Message):
     ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    BEGINNINGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     generation: _builtins.int
@@ -1385,6 +1388,13 @@ class Group(_message.Message):
     def pause(self) -> Global___Pause:
         """Set while an operator has paused the group."""
 
+    @_builtins.property
+    def beginnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicBeginning]:
+        """What the topics were when the group began with them, by topic, ascending; none for a
+        broadcasting group. A queue that came later is read from its first message, whatever
+        `consume_from` says: all of its messages were sent to a group that was there.
+        """
+
     def __init__(
         self,
         *,
@@ -1402,14 +1412,47 @@ class Group(_message.Message):
         assignments: _abc.Iterable[Global___TopicAssignment] | None = ...,
         staged: Global___StagedSubscription | None = ...,
         pause: Global___Pause | None = ...,
+        beginnings: _abc.Iterable[Global___TopicBeginning] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "consume_from", b"consume_from", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beginnings", b"beginnings", "consume_from", b"consume_from", "generation", b"generation", "members", b"members", "model", b"model", "name", b"name", "orderly", b"orderly", "ownership", b"ownership", "pause", b"pause", "policy", b"policy", "staged", b"staged", "strategy", b"strategy", "subscription_generation", b"subscription_generation", "subscriptions", b"subscriptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Group: _TypeAlias = Group  # noqa: Y015
+
+@_typing.final
+class TopicBeginning(_message.Message):
+    """A topic when a group began with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Topic name."""
+    topic_id: _builtins.int
+    """Id of the topic."""
+    @_builtins.property
+    def spread(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueSpread]:
+        """The queues it had: brokers, ascending, and their `queue_count`."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        topic_id: _builtins.int = ...,
+        spread: _abc.Iterable[Global___QueueSpread] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spread", b"spread", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicBeginning: _TypeAlias = TopicBeginning  # noqa: Y015
 
 @_typing.final
 class StagedSubscription(_message.Message):

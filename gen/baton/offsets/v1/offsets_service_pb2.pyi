@@ -89,6 +89,42 @@ PROGRESS_SOURCE_CLONE: ProgressSource.ValueType  # 5
 """A Clone."""
 Global___ProgressSource: _TypeAlias = ProgressSource  # noqa: Y015
 
+class _HoldEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HoldEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOLD_END_UNSPECIFIED: _HoldEnd.ValueType  # 0
+    """Not set; it is the present one."""
+    HOLD_END_PASSED: _HoldEnd.ValueType  # 1
+    """The next holder got the queue after this one had closed, or had nothing in flight."""
+    HOLD_END_RENEWED: _HoldEnd.ValueType  # 2
+    """The holder asked again."""
+    HOLD_END_TIMED_OUT: _HoldEnd.ValueType  # 3
+    """No access for the lease time."""
+    HOLD_END_FORCED: _HoldEnd.ValueType  # 4
+    """By force."""
+    HOLD_END_RESET: _HoldEnd.ValueType  # 5
+    """A reset or a clone moved the progress."""
+
+class HoldEnd(_HoldEnd, metaclass=_HoldEndEnumTypeWrapper):
+    """What ended a token."""
+
+HOLD_END_UNSPECIFIED: HoldEnd.ValueType  # 0
+"""Not set; it is the present one."""
+HOLD_END_PASSED: HoldEnd.ValueType  # 1
+"""The next holder got the queue after this one had closed, or had nothing in flight."""
+HOLD_END_RENEWED: HoldEnd.ValueType  # 2
+"""The holder asked again."""
+HOLD_END_TIMED_OUT: HoldEnd.ValueType  # 3
+"""No access for the lease time."""
+HOLD_END_FORCED: HoldEnd.ValueType  # 4
+"""By force."""
+HOLD_END_RESET: HoldEnd.ValueType  # 5
+"""A reset or a clone moved the progress."""
+Global___HoldEnd: _TypeAlias = HoldEnd  # noqa: Y015
+
 @_typing.final
 class AnnounceRequest(_message.Message):
     """Request for Announce."""
@@ -1506,7 +1542,7 @@ class CloneRequest(_message.Message):
     to_group: _builtins.str
     """Group that gets it; another one. Required."""
     topic: _builtins.str
-    """Only this topic; empty for all."""
+    """Only this topic; empty for all, but the retry topic of `from_group`."""
     dry_run: _builtins.bool
     """Tell what would happen and change nothing."""
     def __init__(
@@ -1714,3 +1750,119 @@ class RecordedReset(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordedReset: _TypeAlias = RecordedReset  # noqa: Y015
+
+@_typing.final
+class ListHoldsRequest(_message.Message):
+    """Request for ListHolds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queue(self) -> _queue_pb2.GroupQueue:
+        """Group and queue. Required."""
+
+    def __init__(
+        self,
+        *,
+        queue: _queue_pb2.GroupQueue | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHoldsRequest: _TypeAlias = ListHoldsRequest  # noqa: Y015
+
+@_typing.final
+class ListHoldsResponse(_message.Message):
+    """Response for ListHolds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    @_builtins.property
+    def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hold]:
+        """Newest first; the first one is that of the present token."""
+
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        holds: _abc.Iterable[Global___Hold] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holds", b"holds", "offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHoldsResponse: _TypeAlias = ListHoldsResponse  # noqa: Y015
+
+@_typing.final
+class Hold(_message.Message):
+    """One token of a queue, from its issue to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    BEGIN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    END_UNIX_MS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
+    ACKED_FIELD_NUMBER: _builtins.int
+    DELIVERED_OFFSET_FIELD_NUMBER: _builtins.int
+    DELIVERED_OFFSET_MAX_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """The token."""
+    begin_unix_ms: _builtins.int
+    """Wall clock of its issue."""
+    end_unix_ms: _builtins.int
+    """Wall clock of its end; 0 while it is the present one."""
+    end: Global___HoldEnd.ValueType
+    """What ended it, or 0 while it is the present one."""
+    committed_offset: _builtins.int
+    """Committed offset at its issue: everything below was handled before."""
+    delivered_offset: _builtins.int
+    """One past the last offset that is known to have been delivered under it, so far or in all. Equal
+    to `committed_offset` if nothing was.
+    """
+    delivered_offset_max: _builtins.int
+    """Upper bound of it. Greater only if offsets was restarted meanwhile: what lies between may have
+    been delivered.
+    """
+    @_builtins.property
+    def holder(self) -> _queue_pb2.Incarnation:
+        """Whom it was issued to; unset if to nobody."""
+
+    @_builtins.property
+    def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
+        """Offsets above that were acked before its issue, and so not delivered under it; the first 64
+        ranges.
+        """
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        holder: _queue_pb2.Incarnation | None = ...,
+        begin_unix_ms: _builtins.int = ...,
+        end_unix_ms: _builtins.int = ...,
+        end: Global___HoldEnd.ValueType = ...,
+        committed_offset: _builtins.int = ...,
+        acked: _abc.Iterable[_queue_pb2.OffsetRange] | None = ...,
+        delivered_offset: _builtins.int = ...,
+        delivered_offset_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "begin_unix_ms", b"begin_unix_ms", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "delivered_offset_max", b"delivered_offset_max", "end", b"end", "end_unix_ms", b"end_unix_ms", "holder", b"holder", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hold: _TypeAlias = Hold  # noqa: Y015

@@ -105,6 +105,11 @@ class OffsetsServiceStub:
                 request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsRequest.SerializeToString,
                 response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsResponse.FromString,
                 _registered_method=True)
+        self.ListHolds = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/ListHolds',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.FromString,
+                _registered_method=True)
 
 
 class OffsetsServiceServicer:
@@ -260,6 +265,18 @@ class OffsetsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHolds(self, request, context):
+        """Who held a queue, newest first, at most 32: older ones are forgotten. What was delivered to whom.
+
+        A queue without progress has none. Nor has one without owner, and one that was passed on before
+        this was recorded.
+
+        Statuses: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OffsetsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -327,6 +344,11 @@ def add_OffsetsServiceServicer_to_server(servicer, server):
                     servicer.ListResets,
                     request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsRequest.FromString,
                     response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsResponse.SerializeToString,
+            ),
+            'ListHolds': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHolds,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -686,6 +708,33 @@ class OffsetsService:
             '/baton.offsets.v1.OffsetsService/ListResets',
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsRequest.SerializeToString,
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListResetsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHolds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/ListHolds',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.FromString,
             options,
             channel_credentials,
             insecure,

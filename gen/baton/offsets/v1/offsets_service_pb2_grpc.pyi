@@ -131,6 +131,14 @@ class OffsetsServiceStub:
 
     Statuses: INVALID_ARGUMENT.
     """
+    ListHolds: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.ListHoldsRequest, _offsets_service_pb2.ListHoldsResponse]
+    """Who held a queue, newest first, at most 32: older ones are forgotten. What was delivered to whom.
+
+    A queue without progress has none. Nor has one without owner, and one that was passed on before
+    this was recorded.
+
+    Statuses: INVALID_ARGUMENT.
+    """
 
 @_typing.type_check_only
 class OffsetsServiceAsyncStub(OffsetsServiceStub):
@@ -232,6 +240,14 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     """
     ListResets: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.ListResetsRequest, _offsets_service_pb2.ListResetsResponse]  # type: ignore[assignment]
     """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
+
+    Statuses: INVALID_ARGUMENT.
+    """
+    ListHolds: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.ListHoldsRequest, _offsets_service_pb2.ListHoldsResponse]  # type: ignore[assignment]
+    """Who held a queue, newest first, at most 32: older ones are forgotten. What was delivered to whom.
+
+    A queue without progress has none. Nor has one without owner, and one that was passed on before
+    this was recorded.
 
     Statuses: INVALID_ARGUMENT.
     """
@@ -411,6 +427,20 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_offsets_service_pb2.ListResetsResponse, _abc.Awaitable[_offsets_service_pb2.ListResetsResponse]]:
         """The recorded resets and clones of a group, newest first, at most 1,000: older ones are forgotten.
+
+        Statuses: INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def ListHolds(
+        self,
+        request: _offsets_service_pb2.ListHoldsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.ListHoldsResponse, _abc.Awaitable[_offsets_service_pb2.ListHoldsResponse]]:
+        """Who held a queue, newest first, at most 32: older ones are forgotten. What was delivered to whom.
+
+        A queue without progress has none. Nor has one without owner, and one that was passed on before
+        this was recorded.
 
         Statuses: INVALID_ARGUMENT.
         """

@@ -50,6 +50,8 @@ class StoredProgress(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     FIRST_RESET_EPOCH_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
+    CLOSED_DELIVERED_FIELD_NUMBER: _builtins.int
+    CLOSED_DELIVERED_MAX_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Current token."""
     attempt: _builtins.str
@@ -90,6 +92,10 @@ class StoredProgress(_message.Message):
     """Reset epoch with which the progress began: greater than 0 if an earlier one was deleted."""
     superseded: _builtins.bool
     """True if a reset has issued the token: the attempt was answered with an earlier one."""
+    closed_delivered: _builtins.int
+    """Of a closed token: one past the last offset that is known to have been delivered under it."""
+    closed_delivered_max: _builtins.int
+    """Of a closed token: upper bound of it."""
     @_builtins.property
     def holder(self) -> _queue_pb2.Incarnation:
         """Incarnation the token was issued to; unset if none."""
@@ -117,14 +123,74 @@ class StoredProgress(_message.Message):
         source: _builtins.int = ...,
         first_reset_epoch: _builtins.int = ...,
         superseded: _builtins.bool = ...,
+        closed_delivered: _builtins.int = ...,
+        closed_delivered_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "attempt", b"attempt", "closed", b"closed", "committed_offset", b"committed_offset", "deleted", b"deleted", "delivered_reserved", b"delivered_reserved", "fenced_acked", b"fenced_acked", "fenced_committed_offset", b"fenced_committed_offset", "fenced_maybe_seen", b"fenced_maybe_seen", "first_reset_epoch", b"first_reset_epoch", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "maybe_seen", b"maybe_seen", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "superseded", b"superseded", "token", b"token", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "attempt", b"attempt", "closed", b"closed", "closed_delivered", b"closed_delivered", "closed_delivered_max", b"closed_delivered_max", "committed_offset", b"committed_offset", "deleted", b"deleted", "delivered_reserved", b"delivered_reserved", "fenced_acked", b"fenced_acked", "fenced_committed_offset", b"fenced_committed_offset", "fenced_maybe_seen", b"fenced_maybe_seen", "first_reset_epoch", b"first_reset_epoch", "forced_by", b"forced_by", "forced_reason", b"forced_reason", "holder", b"holder", "maybe_seen", b"maybe_seen", "reset_epoch", b"reset_epoch", "source", b"source", "subscription_generation", b"subscription_generation", "superseded", b"superseded", "token", b"token", "update_unix_ms", b"update_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoredProgress: _TypeAlias = StoredProgress  # noqa: Y015
+
+@_typing.final
+class StoredHandover(_message.Message):
+    """How offsets keeps one change of a queue's token on its disk: what ended, and what began. Not sent
+    over the wire.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
+    ACKED_FIELD_NUMBER: _builtins.int
+    ENDED_TOKEN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    ENDED_DELIVERED_FIELD_NUMBER: _builtins.int
+    ENDED_DELIVERED_MAX_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """The new token."""
+    unix_ms: _builtins.int
+    """Wall clock of the change."""
+    committed_offset: _builtins.int
+    """Committed offset at the change."""
+    acked: _builtins.bytes
+    """Acked offsets above it, as runs; the first 64."""
+    ended_token: _builtins.int
+    """The token that ended; 0 for none."""
+    end: _builtins.int
+    """What ended it: number of a `HoldEnd`."""
+    ended_delivered: _builtins.int
+    """One past the last offset that is known to have been delivered under it."""
+    ended_delivered_max: _builtins.int
+    """Upper bound of it."""
+    @_builtins.property
+    def holder(self) -> _queue_pb2.Incarnation:
+        """Incarnation it was issued to; unset if none."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        holder: _queue_pb2.Incarnation | None = ...,
+        unix_ms: _builtins.int = ...,
+        committed_offset: _builtins.int = ...,
+        acked: _builtins.bytes = ...,
+        ended_token: _builtins.int = ...,
+        end: _builtins.int = ...,
+        ended_delivered: _builtins.int = ...,
+        ended_delivered_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "committed_offset", b"committed_offset", "end", b"end", "ended_delivered", b"ended_delivered", "ended_delivered_max", b"ended_delivered_max", "ended_token", b"ended_token", "holder", b"holder", "token", b"token", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredHandover: _TypeAlias = StoredHandover  # noqa: Y015
 
 @_typing.final
 class StoredReset(_message.Message):

@@ -83,7 +83,7 @@ class ReadRequest(_message.Message):
     offset: _builtins.int
     """First offset wanted."""
     expression: _builtins.str
-    """Tag filter, as in Pull."""
+    """Filter, as in Pull."""
     bytes_max: _builtins.int
     """Stop at about this many bytes, 1 to 4 MiB; 0 means 1 MiB."""
     messages_max: _builtins.int

@@ -236,7 +236,10 @@ class PullRequest(_message.Message):
     pull_id: _builtins.int
     """Chosen by the caller and returned, so that it can drop the answer of an abandoned pull."""
     expression: _builtins.str
-    """Tag filter: `*` or empty for all, else tags separated by `||`; at most 2,048 characters."""
+    """Filter: `*` or empty for all, tags separated by `||`, or `sql:`, a space and a condition on
+    properties (docs/filters.md); at most 2,048 characters. A condition is tested on a bounded number
+    of messages: an answer without batches whose `next_offset` has moved is no sign of the end.
+    """
     bytes_max: _builtins.int
     """Stop reading at about this many bytes, 1 to 4 MiB; 0 means 1 MiB. The first batch always fits."""
     messages_max: _builtins.int

@@ -18,9 +18,9 @@ import grpc
 import grpc.aio
 
 from batonmq.common.rpc import from_rpc_error
+from batonmq.testing.network import END, UNAVAILABLE, Answer, Call, Metadata, Network, Status
+from batonmq.testing.virtual_time import Host
 from services.runtime.interceptor import EdgeInterceptor
-from tests.support.network import END, UNAVAILABLE, Answer, Call, Metadata, Network, Status
-from tests.support.virtual_time import Host, VirtualTimeLoop
 
 _EXCEEDED = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 Read = Callable[[bytes], Any]
@@ -42,6 +42,8 @@ class Channel:
     def unary_unary(
         self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
     ) -> Callable[..., UnaryCall]:
+        """What makes the calls of a method with one answer."""
+
         def call(request: Any, *, timeout: float | None = None) -> UnaryCall:
             begun = self._begin(path, request, request_serializer(request), timeout)
             return UnaryCall(begun, response_deserializer)
@@ -51,11 +53,17 @@ class Channel:
     def unary_stream(
         self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
     ) -> Callable[..., StreamCall]:
+        """What makes the calls of a method with answers as they come."""
+
         def call(request: Any, *, timeout: float | None = None) -> StreamCall:
             begun = self._begin(path, request, request_serializer(request), timeout, streams=True)
             return StreamCall(begun, response_deserializer)
 
         return call
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As if there were always a connection: it is the calls that fail."""
+        return grpc.ChannelConnectivity.READY
 
     async def __aenter__(self) -> Channel:
         return self
@@ -146,7 +154,7 @@ class _Aborted(grpc.aio.AbortError):
 class _Context:
     """What servicers ask of `grpc.aio.ServicerContext`."""
 
-    def __init__(self, loop: VirtualTimeLoop, timeout_s: float | None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float | None) -> None:
         self._loop = loop
         self.trailing: Metadata = ()
         self.end_s = None if timeout_s is None else loop.time() + timeout_s
@@ -178,6 +186,7 @@ class Server:
     def add_registered_method_handlers(
         self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
     ) -> None:
+        """As servicers do."""
         for name, handler in handlers.items():
             self._handlers[f"/{service}/{name}"] = handler
 
@@ -192,6 +201,8 @@ class Server:
             _, left = await asyncio.wait(self._open, timeout=grace_s)
             for task in left:
                 task.cancel()
+            if left:
+                await asyncio.wait(left)
 
     def crash(self, noticed: bool) -> None:
         """The process is gone. Clients may notice, or wait for their deadlines."""
@@ -275,7 +286,7 @@ class _Way:
             answer = UNAVAILABLE
             call.cancel_at_server()
         self._travelling.append(answer)
-        network.loop.outside(arrival_s - network.loop.time(), self._arrive)
+        network.later(arrival_s - network.loop.time(), self._arrive)
 
     def _arrive(self) -> None:
         self._call.settle(self._copy, self._travelling.popleft())

@@ -1,8 +1,8 @@
-"""etcd in memory: one that never loses what it has stored, on a network that loses enough.
+"""etcd in memory: one that never loses what it has stored, on a network that may lose anything.
 
 `EtcdTwin` is the server, `TwinSession` what a process has of it in place of a connection. Leases
-run on virtual time; watches bring etcd's own messages, so `Mirror` and `Election` are the real
-ones on top. As at the real one, a call that is lost may have been carried out.
+run on the time of the loop; watches bring etcd's own messages, so `Mirror` and `Election` are the
+real ones on top. As at the real one, a call that is lost may have been carried out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from aetcd import rpc
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import NoQuorum
+from batonmq.testing.network import Network
+from batonmq.testing.virtual_time import Host
 from services.runtime.etcd import Compare, EtcdSession, Lease, Put, Stored
-from tests.support.network import Network
-from tests.support.virtual_time import Host
 
 NAME = "etcd"
 TIMEOUT_S = 3.0
@@ -32,6 +32,7 @@ class _Lease:
     ttl_s: float
     end_s: float
     keys: dict[str, None]
+    timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,11 @@ class EtcdTwin:
         self._watches: dict[_Watch, None] = {}
 
     def get(self, key: str) -> Stored | None:
+        """The key as it is now."""
         return self._kept.get(key)
 
     def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+        """Every key under `prefix`, and the revision."""
         found = [self._kept[key] for key in sorted(self._kept) if key.startswith(prefix)]
         return found, self.revision
 
@@ -75,6 +78,7 @@ class EtcdTwin:
         return self.revision
 
     def grant(self, ttl_ms: int) -> int:
+        """The id of a new lease."""
         self._lease_count += 1
         ttl_s = float(max(1, -(-ttl_ms // 1000)))
         self._leases[self._lease_count] = _Lease(ttl_s, self._now_s() + ttl_s, {})
@@ -82,6 +86,7 @@ class EtcdTwin:
         return self._lease_count
 
     def keep_alive(self, lease_id: int) -> bool:
+        """Start the lease's time anew; False if it has ended."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -89,17 +94,20 @@ class EtcdTwin:
         return True
 
     def time_to_live(self, lease_id: int) -> tuple[int, int]:
+        """Whole seconds left, and at first; -1 if it has ended."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return -1, 0
         return int(lease.end_s - self._now_s()), int(lease.ttl_s)
 
     def revoke(self, lease_id: int) -> None:
+        """End the lease; its keys vanish."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.keys:
             self._change({}, list(lease.keys))
 
     def watch(self, watch: _Watch, prefix: str, revision: int) -> None:
+        """Show `watch` what has changed since `revision`, and what will."""
         watch.prefix = prefix
         self._watches[watch] = None
         watch.push(rpc.WatchResponse(header=self._header(), created=True))
@@ -108,7 +116,14 @@ class EtcdTwin:
             self._show(watch, [c for c in past if c.revision == number])
 
     def unwatch(self, watch: _Watch) -> None:
+        """Show it nothing more."""
         self._watches.pop(watch, None)
+
+    def close(self) -> None:
+        """Let go of the event loop; no lease ends any more."""
+        for lease in self._leases.values():
+            if lease.timer is not None:
+                lease.timer.cancel()
 
     def _change(self, put: dict[str, Put], delete: Sequence[str]) -> None:
         gone = [key for key in delete if key in self._kept]
@@ -163,7 +178,7 @@ class EtcdTwin:
         if left_s <= 0:
             self.revoke(lease_id)
         else:
-            self.network.loop.outside(left_s, lambda: self._expire_later(lease_id))
+            lease.timer = self.network.later(left_s, lambda: self._expire_later(lease_id))
 
     def _now_s(self) -> float:
         return self.network.loop.time()
@@ -189,7 +204,7 @@ class _Watch:
         if self._network.lost(NAME, self._name):
             self.over, answer = True, None
         self._travelling.append(answer)
-        self._network.loop.outside(self._last_s - now_s, self._arrive)
+        self._network.later(self._last_s - now_s, self._arrive)
 
     async def next(self) -> Any:
         """etcd's next message; None if the connection is broken."""
@@ -209,7 +224,7 @@ class TwinSession(EtcdSession):
     def __init__(self, server: EtcdTwin, host: Host, clock: Clock, random: Random) -> None:
         self._server, self._host = server, host
         self.clock, self.random = clock, random
-        self.prefix = "/baton/sim/"
+        self.prefix = "/baton/memory/"
 
     async def __aenter__(self) -> TwinSession:
         return self
@@ -218,35 +233,44 @@ class TwinSession(EtcdSession):
         return
 
     async def get(self, key: str) -> Stored | None:
+        """See EtcdSession."""
         return await self._call(lambda: self._server.get(key))
 
     async def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+        """See EtcdSession."""
         return await self._call(lambda: self._server.get_prefix(prefix))
 
     async def delete(self, key: str) -> bool:
+        """See EtcdSession."""
         return await self.txn(compare=(), delete=(key,)) is not None
 
     async def txn(
         self, *, compare: Sequence[Compare], put: Sequence[Put] = (), delete: Sequence[str] = ()
     ) -> int | None:
+        """See EtcdSession."""
         revision = await self._call(lambda: self._server.txn(compare, put, delete))
         if revision < 0:
             raise NoQuorum("etcd: requested lease not found")
         return revision or None
 
     async def lease(self, ttl_ms: int) -> Lease:
+        """See EtcdSession."""
         return Lease(self, await self._call(lambda: self._server.grant(ttl_ms)))
 
     async def keep_alive(self, lease_id: int) -> bool:
+        """See EtcdSession."""
         return await self._call(lambda: self._server.keep_alive(lease_id))
 
     async def time_to_live(self, lease_id: int) -> tuple[int, int]:
+        """See EtcdSession."""
         return await self._call(lambda: self._server.time_to_live(lease_id))
 
     async def revoke(self, lease_id: int) -> None:
+        """See EtcdSession."""
         await self._call(lambda: self._server.revoke(lease_id))
 
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Any]:
+        """See EtcdSession."""
         server, network = self._server, self._server.network
         watch = _Watch(network, self._host.name, self._absolute)
 
@@ -268,6 +292,8 @@ class TwinSession(EtcdSession):
     async def _call(self, carry_out: Callable[[], T]) -> T:
         """Carry it out at the server, if the call arrives; its result, if that arrives."""
         network, name = self._server.network, self._host.name
+        if self._host in network.gone:
+            raise NoQuorum("etcd: the connection is closed")
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def arrive() -> None:

@@ -1,12 +1,21 @@
-"""A disk in memory that can crash: what was not synced may be gone, or torn."""
+"""Disks in memory, which outlive the processes that write to them.
+
+That of storage can crash: what was not synced may be gone, or torn. What offsets writes has
+happened, or not at all.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any
 
 from batonmq.common.errors import DiskFull
+from services.offsets.disk import Entry, Found
 from services.storage.core.files import Disk, File
+from services.storage.flush import InThread
 
 
 class MemoryFile(File):
@@ -23,9 +32,11 @@ class MemoryFile(File):
 
     @property
     def size(self) -> int:
+        """See File."""
         return len(self.content)
 
     def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
+        """See File."""
         if self.failure is not None:
             raise self.failure
         raw = b"".join(parts)
@@ -33,21 +44,27 @@ class MemoryFile(File):
         self.unsynced.append((at, raw))
 
     def read(self, at: int, bytes_max: int) -> bytes:
+        """See File."""
         return bytes(self.content[at : at + bytes_max])
 
     def cut(self, at: int) -> int:
+        """See File."""
         used = len(bytes(self.content[at:]).rstrip(b"\0"))
         self.content[at:] = bytes(len(self.content) - at)
         self.sync()
+        self.durable[:] = self.content
         return used
 
     def sync(self) -> None:
+        """See File."""
         if self.failure is not None:
             raise self.failure
-        self.durable[:] = self.content
+        for at, raw in self.unsynced:
+            _put(self.durable, at, raw)
         self.unsynced.clear()
 
     def close(self) -> None:
+        """See File."""
         return
 
 
@@ -59,12 +76,14 @@ class MemoryDisk(Disk):
         self.room = room
 
     def names(self, folder: str) -> list[str]:
+        """See Disk."""
         start = f"{folder}/"
         return sorted(
             {path[len(start) :].split("/")[0] for path in self.files if path.startswith(start)}
         )
 
     def create(self, path: str, size: int) -> File:
+        """See Disk."""
         assert path not in self.files
         if size > self.room:
             raise DiskFull("no space")
@@ -73,6 +92,7 @@ class MemoryDisk(Disk):
         return self.files[path]
 
     def open(self, path: str, *, create: bool = False) -> File:
+        """See Disk."""
         if create:
             self.files.setdefault(path, MemoryFile())
         if path not in self.files:
@@ -80,21 +100,26 @@ class MemoryDisk(Disk):
         return self.files[path]
 
     def remove(self, path: str) -> None:
+        """See Disk."""
         for name in [n for n in self.files if n == path or n.startswith(f"{path}/")]:
             del self.files[name]
 
     def space(self) -> tuple[int, int]:
+        """See Disk."""
         return sum(len(file.content) for file in self.files.values()), self.room
 
     def load(self, path: str) -> bytes:
+        """See Disk."""
         return bytes(self.files[path].content) if path in self.files else b""
 
     def replace(self, path: str, content: bytes) -> None:
+        """See Disk."""
         file = self.files[path] = MemoryFile()
         file.write(0, [content])
         file.sync()
 
     def sync(self, paths: Sequence[str]) -> None:
+        """See Disk."""
         for path in paths:
             if path in self.files:
                 self.files[path].sync()
@@ -126,6 +151,60 @@ class MemoryDisk(Disk):
             copy.content[:] = content(file)
             copy.durable[:] = copy.content
         return disk
+
+
+class OffsetsDisk:
+    """What offsets has made durable.
+
+    Args:
+        random: For `write_s`.
+        write_s: Draws how long a write takes.
+
+    Attributes:
+        on_write: Called with what has just become durable.
+    """
+
+    def __init__(self, random: Random, write_s: Callable[[Random], float]) -> None:
+        self._random, self._write_s = random, write_s
+        self.entries: dict[bytes, bytes] = {}
+        self.on_write: list[Callable[[Sequence[Entry]], None]] = []
+
+    def read(self, but: bytes = b"") -> Iterator[Found]:
+        """See Stored."""
+        entries = sorted(self.entries.items())
+        return (found for found in entries if not but or not found[0].startswith(but))
+
+    async def find(self, prefix: bytes) -> list[Found]:
+        """See Stored."""
+        await asyncio.sleep(self._write_s(self._random) / 2)
+        return [found for found in self.read() if found[0].startswith(prefix)]
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """See Stored."""
+        await asyncio.sleep(self._write_s(self._random) / 2)
+        self.write_now(entries)
+        await asyncio.sleep(self._write_s(self._random) / 2)
+
+    def write_now(self, entries: Sequence[Entry]) -> None:
+        """See Stored."""
+        for key, value in entries:
+            if value is None:
+                self.entries.pop(key, None)
+            else:
+                self.entries[key] = value
+        for tell in self.on_write:
+            tell(entries)
+
+
+def away(random: Random, write_s: Callable[[Random], float]) -> InThread:
+    """Makes the blocking calls of storage that sync, in no thread; `write_s` draws how long."""
+
+    async def call(blocking: Callable[[Any], None], argument: Any) -> None:
+        await asyncio.sleep(write_s(random) / 2)
+        blocking(argument)
+        await asyncio.sleep(write_s(random) / 2)
+
+    return call
 
 
 def _put(content: bytearray, at: int, raw: bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from tests.support.virtual_time import Host, VirtualTimeLoop
+from batonmq.testing.virtual_time import Host
 
 Metadata = Sequence[tuple[str, str | bytes]]
 RESET_MS = 20
@@ -46,8 +47,8 @@ class Faults:
     slow_ms_max: int = 8_000
 
 
-class Watcher(Protocol):
-    """Sees what passes, as it happens."""
+class Watcher:
+    """Sees what passes, as it happens; this one looks away."""
 
     def called(self, call: Call, request: Any) -> None:
         """A call leaves its client."""
@@ -67,17 +68,30 @@ class Server(Protocol):
 
 
 class Network:
-    """Delivers between named nodes. `cut` holds the (source, target) pairs that are down."""
+    """Delivers between named nodes.
 
-    def __init__(self, loop: VirtualTimeLoop, random: Random, watcher: Watcher) -> None:
-        self.loop, self.watcher, self._random = loop, watcher, random
+    Attributes:
+        cut: The (source, target) pairs that are down.
+        gone: Hosts that have crashed.
+
+    Args:
+        random: Draws what happens to each message.
+    """
+
+    def __init__(self, random: Random, watcher: Watcher) -> None:
+        self.loop, self.watcher, self._random = asyncio.get_running_loop(), watcher, random
         self.faults = Faults()
         self.cut: set[tuple[str, str]] = set()
+        self.gone: set[Host] = set()
         self.counts: Counter[str] = Counter()
         self._servers: dict[str, Server] = {}
         self._open: dict[Host, dict[Call, None]] = {}
         self._calls = 0
         self._over = False
+
+    def later(self, delay_s: float, callback: Callable[[], object]) -> asyncio.TimerHandle:
+        """Call `callback` later, on behalf of no host."""
+        return self.loop.call_later(delay_s, callback, context=Context())
 
     def delay_s(self) -> float:
         """How long the next message takes."""
@@ -102,7 +116,7 @@ class Network:
         """Send one message; False if it gets lost."""
         if self.lost(source, target):
             return False
-        self.loop.outside(self.delay_s(), deliver)
+        self.later(self.delay_s(), deliver)
         return True
 
     def serve(self, address: str, server: Server) -> None:
@@ -110,17 +124,21 @@ class Network:
         self._servers[address] = server
 
     def crash(self, host: Host) -> None:
-        """The calls that `host` waits for have no client any more; servers notice in time."""
+        """The calls that `host` waits for have no client any more; servers notice in time.
+
+        It makes no new ones.
+        """
+        self.gone.add(host)
         for call in self._open.pop(host, ()):
             call.over = True
-            self.loop.outside(self.delay_s(), call.cancel_at_server)
+            self.later(self.delay_s(), call.cancel_at_server)
 
     def break_streams(self, host: Host) -> int:
         """Every stream that `host` reads breaks, at both ends; how many there were."""
         broken = [call for call in self._open.get(host, ()) if call.streams and not call.over]
         for call in broken:
-            self.loop.outside(RESET_MS / 1000, partial(call.break_off, UNAVAILABLE))
-            self.loop.outside(self.delay_s(), call.cancel_at_server)
+            self.later(RESET_MS / 1000, partial(call.break_off, UNAVAILABLE))
+            self.later(self.delay_s(), call.cancel_at_server)
         return len(broken)
 
     def close(self, address: str) -> None:
@@ -140,7 +158,7 @@ class Network:
     def begin(self, call: Call) -> None:
         """Send the call to its server, perhaps twice."""
         self._open.setdefault(call.host, {})[call] = None
-        if self._over:
+        if self._over or call.host in self.gone:
             call.settle(0, UNAVAILABLE)
             return
         copies = 1
@@ -163,7 +181,7 @@ class Network:
     def _arrive(self, call: Call, copy: int) -> None:
         server = self._servers.get(call.address)
         if server is None:
-            self.loop.outside(RESET_MS / 1000, lambda: call.settle(copy, UNAVAILABLE))
+            self.later(RESET_MS / 1000, lambda: call.settle(copy, UNAVAILABLE))
         else:
             server.arrive(call, copy)
 

@@ -9,6 +9,7 @@ address or a string.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import selectors
 from collections import deque
@@ -40,12 +41,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.set_task_factory(self._new_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
+        """Seconds since the start."""
         return self.now_s
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        context = context or copy_context()
+        """As asyncio's; what a host has begun waits while the host is frozen."""
+        context = copy_context() if context is None else context
         host = context.get(_HOST)
         if host is None:
             return super().call_soon(callback, *args, context=context)
@@ -56,7 +59,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        context = context or copy_context()
+        """As asyncio's; what a host has begun waits while the host is frozen."""
+        context = copy_context() if context is None else context
         host = context.get(_HOST)
         if host is None:
             return super().call_at(when, callback, *args, context=context)
@@ -64,15 +68,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         gate.handle = handle = super().call_at(when, gate, context=context)
         return handle
 
-    def outside(self, delay_s: float, callback: Callable[[], object]) -> None:
-        """Call `callback` later, on behalf of no host."""
-        super().call_at(self.now_s + delay_s, callback, context=Context())
-
     def run_again(self, gate: _Gate) -> None:
         """Queue what a host had held."""
         super().call_soon(gate, context=gate.context)
 
     def run_in_executor(self, *_: Any) -> Any:  # type: ignore[override]
+        """Refused: there are no threads in virtual time."""
         raise RuntimeError("a thread would not keep to virtual time")
 
     def _new_task(
@@ -85,7 +86,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class Host:
-    """One process: its tasks and timers stand still while it is frozen."""
+    """One process: its tasks and timers stand still while it is frozen.
+
+    It can be frozen in a `VirtualTimeLoop` only.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.frozen = name, False
@@ -95,11 +99,11 @@ class Host:
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
         """Call `callback` as part of the process, once it runs."""
-        _loop().call_soon(callback, *args, context=self._context.copy())
+        asyncio.get_running_loop().call_soon(callback, *args, context=self._context.copy())
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of the process; the caller keeps it."""
-        return _loop().create_task(work, context=self._context.copy())
+        return asyncio.get_running_loop().create_task(work, context=self._context.copy())
 
     def freeze(self) -> None:
         """Stop, in the middle of whatever it does."""
@@ -122,9 +126,24 @@ def current_host() -> Host | None:
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end in virtual time."""
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
+    """Run `main` to its end in virtual time, in place of `asyncio.run`.
+
+    Waiting costs nothing: when every task waits, the clock of the loop jumps to the next timer.
+    Threads and sockets are refused. The garbage collector rests meanwhile: it would end abandoned
+    generators at times of its own, and no two runs would be alike.
+
+    Raises:
+        Deadlock: every task waits, and no timer is set.
+        Livelock: the program goes round without time passing.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(main)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _loop() -> VirtualTimeLoop:

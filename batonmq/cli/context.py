@@ -1,0 +1,139 @@
+"""`baton context …`: named clusters, so that no command has to be told an address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batonmq.cli import context_file
+from batonmq.cli.complete import contexts_that_begin
+from batonmq.cli.context_file import ContextError, Contexts
+from batonmq.cli.output import Columns, Form
+from batonmq.cli.session import Defaults, FormatOption, Session, open_session
+
+app = typer.Typer(help="Name clusters, and choose one.", no_args_is_help=True)
+NameArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Name of the context.", autocompletion=contexts_that_begin),
+]
+_COLUMNS: Columns = {
+    "CURRENT": lambda item: "*" if item["current"] else None,
+    "NAME": "name",
+    "NAMESERVER": "nameserver",
+    "FORMAT": "format",
+    "BY": "by",
+}
+
+
+@app.command("list")
+def list_(context: typer.Context, *, form: FormatOption = None) -> None:
+    """List the contexts; the current one has a star."""
+    session, path = _opened(context, form)
+    contexts = _read(session, path)
+    session.output.items([_item(contexts, name) for name in sorted(contexts.by_name)], _COLUMNS)
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="[NAME]", autocompletion=contexts_that_begin)] = "",
+    *,
+    form: FormatOption = None,
+) -> None:
+    """Show one context, the current one by default."""
+    session, path = _opened(context, form)
+    contexts = _read(session, path)
+    name = name or contexts.current
+    if not name:
+        raise _failed(session, ContextError("no context is in use"))
+    item = _looked_up(session, contexts, name)
+    session.output.detail(item, [item], _COLUMNS)
+
+
+@app.command()
+def use(context: typer.Context, name: NameArgument, *, form: FormatOption = None) -> None:
+    """Use a context from now on, for every command."""
+    session, path = _opened(context, form)
+    _change(session, path, lambda contexts: contexts.used(name))
+    session.output.line({"current": name}, f"{name} is in use")
+
+
+@app.command("set")
+def set_(
+    context: typer.Context,
+    name: NameArgument,
+    *,
+    nameserver: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Several separated by commas; empty for none."),
+    ] = None,
+    form: Annotated[
+        Form | None, typer.Option("--format", help="What commands print with it.")
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(help="Who is recorded with changes; empty for user@host.")
+    ] = None,
+) -> None:
+    """Create a context, or change what it says. The first one is used at once."""
+    given = {"nameserver": nameserver, "format": form and form.value, "by": by}
+    changes = {key: value for key, value in given.items() if value is not None}
+    if not changes:
+        raise typer.BadParameter("nothing to set: give --nameserver, --format or --by")
+    session, path = _opened(context, None)
+
+    def changed(contexts: Contexts) -> Contexts:
+        after = contexts.with_changes(name, changes)
+        return after if contexts.by_name else after.used(name)
+
+    item = _item(_change(session, path, changed), name)
+    session.output.detail(item, [item], _COLUMNS)
+
+
+@app.command()
+def delete(context: typer.Context, name: NameArgument, *, form: FormatOption = None) -> None:
+    """Forget a context. The cluster is not touched."""
+    session, path = _opened(context, form)
+    _change(session, path, lambda contexts: contexts.without(name))
+    session.output.line({"name": name, "deleted": True}, f"context {name} is deleted")
+
+
+def _opened(context: typer.Context, form: Form | None) -> tuple[Session, Path]:
+    defaults = context.find_object(Defaults)
+    assert defaults is not None
+    return open_session(context, None, form), defaults.config
+
+
+def _read(session: Session, path: Path) -> Contexts:
+    try:
+        return context_file.read(path)
+    except ContextError as error:
+        raise _failed(session, error) from error
+
+
+def _change(session: Session, path: Path, change: Callable[[Contexts], Contexts]) -> Contexts:
+    contexts = _read(session, path)
+    try:
+        changed = change(contexts)
+        context_file.write(path, changed)
+    except (ContextError, OSError) as error:
+        raise _failed(session, error) from error
+    return changed
+
+
+def _looked_up(session: Session, contexts: Contexts, name: str) -> dict[str, Any]:
+    try:
+        return _item(contexts, name)
+    except ContextError as error:
+        raise _failed(session, error) from error
+
+
+def _failed(session: Session, error: Exception) -> typer.Exit:
+    session.output.failure("BAD_CONTEXT", str(error), "")
+    return typer.Exit(1)
+
+
+def _item(contexts: Contexts, name: str) -> dict[str, Any]:
+    return {"name": name, "current": name == contexts.current, **contexts.get(name).model_dump()}

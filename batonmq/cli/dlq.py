@@ -1,0 +1,374 @@
+"""`baton dlq …`: what the groups have given up is looked at, exported and sent again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batonmq.admin import Admin
+from batonmq.cli.changes import ByOption, ReasonOption, operation
+from batonmq.cli.message import body_of
+from batonmq.cli.output import Columns, Item, counted, described, printable, wall_time
+from batonmq.cli.places import GroupArgument
+from batonmq.cli.progress import progress
+from batonmq.cli.resets import ExecuteOption
+from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.times import parse_unix_ms
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BadExpression, InvalidArgument, LimitExceeded
+from batonmq.core.delays import parse_duration_ms
+from batonmq.dead_letters import Criteria, DeadLetter, DeadLetters, Redrive, Redriven
+
+app = typer.Typer(help="Dead letters: look at them, send them again.", no_args_is_help=True)
+
+_PLAN_ROWS = 20
+_CAUSES = ("asked", "failed", "timeout")
+
+
+def _origin(item: Item) -> str | None:
+    if item["origin_topic"] is None:
+        return None
+    keys = ("origin_topic", "origin_broker", "origin_queue_id")
+    return "/".join(str(item[key]) for key in keys) + f"@{item['origin_offset']}"
+
+
+def _attempts(item: Item) -> str:
+    former = item["former_attempts"]
+    return f"{item['attempts']}" + (f" (+{former})" if former else "")
+
+
+def _time(unix_ms: int | None) -> str | None:
+    return None if unix_ms is None else wall_time(unix_ms)
+
+
+_GROUPS: Columns = {
+    "GROUP": "group",
+    "DEAD": "count",
+    "REDRIVEN": "redriven_count",
+    "OLDEST": lambda item: _time(item["oldest_unix_ms"]),
+    "NEWEST": lambda item: _time(item["newest_unix_ms"]),
+}
+_LETTERS: Columns = {
+    "DIED": lambda item: wall_time(item["dead_unix_ms"]),
+    "ID": "message_id",
+    "ORIGIN": _origin,
+    "CAUSE": "cause",
+    "ATTEMPTS": _attempts,
+    "CLIENT": "client_id",
+    "REDRIVEN": lambda item: "yes" if item["redriven"] else "no",
+    "ERROR": "error",
+}
+_MORE: Columns = {
+    "TAG": "tag",
+    "KEYS": lambda item: ",".join(item["keys"]),
+    "ORIGIN-ID": "origin_id",
+    "BODY": lambda item: item.get("body", "(not text)"),
+}
+
+CauseOption = Annotated[
+    str,
+    typer.Option(
+        help="Only those whose last attempt ended so: asked (the handler said so), failed (it "
+        "raised) or timeout.",
+        show_default=False,
+    ),
+]
+SinceOption = Annotated[
+    str,
+    typer.Option(
+        help="Only those that died since: a time such as 2026-01-31T08:00:00Z, or a span such as "
+        "2h.",
+        show_default=False,
+    ),
+]
+TagOption = Annotated[str, typer.Option(help="Only with this tag.", show_default=False)]
+KeyOption = Annotated[str, typer.Option(help="Only with this key.", show_default=False)]
+SqlOption = Annotated[
+    str,
+    typer.Option(
+        metavar="CONDITION",
+        help="Only those whose properties satisfy this, such as \"region = 'EU'\".",
+        show_default=False,
+    ),
+]
+
+
+@app.command("list")
+def list_groups(
+    context: typer.Context, nameserver: NameserverOption = None, form: FormatOption = None
+) -> None:
+    """List the groups that have dead letters: how many, how many of those were redriven."""
+    session = open_session(context, nameserver, form)
+    session.run(_list(session))
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    group: GroupArgument,
+    *,
+    cause: CauseOption = "",
+    since: SinceOption = "",
+    tag: TagOption = "",
+    key: KeyOption = "",
+    sql: SqlOption = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, oldest first.")] = 100,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Show the dead letters of a group: why each died, after how many attempts, and whose it was.
+
+    Nothing is consumed.
+    """
+    session = open_session(context, nameserver, form)
+    session.run(_show(session, group, _criteria(cause, since, tag, key, sql), limit))
+
+
+@app.command()
+def redrive(
+    context: typer.Context,
+    group: GroupArgument,
+    *,
+    cause: CauseOption = "",
+    since: SinceOption = "",
+    tag: TagOption = "",
+    key: KeyOption = "",
+    sql: SqlOption = "",
+    to_topic: Annotated[
+        bool,
+        typer.Option(
+            "--to-topic",
+            help="To the topics they came from, so to every group that reads those. By default to "
+            "this group alone: the others have had them.",
+        ),
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Those too that were sent again before.")
+    ] = False,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="At most so many messages a second.", show_default=False),
+    ] = None,
+    replay_id: Annotated[
+        str,
+        typer.Option(
+            metavar="ID",
+            help="Id of the replay, for repeating one: no dead letter is sent twice under the "
+            "same. By default a new one.",
+            show_default=False,
+        ),
+    ] = "",
+    execute: ExecuteOption = False,
+    reason: ReasonOption = "",
+    by: ByOption = "",
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Send the dead letters of a group again.
+
+    Shows a plan; with --execute it is carried out. Attempts count from 1 again; where a message
+    came from, and how often it was tried before, stays with it. A dead letter stays where it is,
+    marked as redriven; another redrive passes it over.
+    """
+    if execute and not reason:
+        raise typer.BadParameter("--execute needs --reason")
+    order = Redrive(
+        operation=operation(by, reason, replay_id), to_topic=to_topic, again=again, per_s=rate
+    )
+    criteria = _criteria(cause, since, tag, key, sql)
+    session = open_session(context, nameserver, form)
+    run = _execute if execute else _plan
+    session.run(run(session, group, criteria, order))
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    group: GroupArgument,
+    *,
+    out: Annotated[
+        Path, typer.Option(dir_okay=False, help="File to write, one JSON object per line.")
+    ],
+    cause: CauseOption = "",
+    since: SinceOption = "",
+    tag: TagOption = "",
+    key: KeyOption = "",
+    sql: SqlOption = "",
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Write the dead letters of a group to a file; a body that is not UTF-8 stands as base64."""
+    session = open_session(context, nameserver, form)
+    session.run(_export(session, group, _criteria(cause, since, tag, key, sql), out))
+
+
+async def _list(session: Session) -> None:
+    async with Admin(session.nameserver) as admin:
+        found = await DeadLetters(admin).groups()
+    session.output.items([asdict(one) for one in found.groups], _GROUPS)
+    session.output.problems(found.problems)
+
+
+async def _show(session: Session, group: str, criteria: Criteria, limit: int) -> None:
+    items, more = list[Item](), False
+    async with (
+        Admin(session.nameserver) as admin,
+        aclosing(DeadLetters(admin).read(group, criteria)) as letters,
+    ):
+        async for letter in letters:
+            more = len(items) == limit
+            if more:
+                break
+            items.append(_item(letter))
+    session.output.items(items, _LETTERS, _MORE)
+    if more:
+        session.output.note("there are more: see --limit")
+
+
+async def _plan(session: Session, group: str, criteria: Criteria, order: Redrive) -> None:
+    output, rows, causes, passed = session.output, list[Item](), Counter[str](), 0
+    async with Admin(session.nameserver) as admin:
+        with progress("dead letters looked at") as seen:
+            async for letter in DeadLetters(admin).read(group, criteria):
+                fresh = order.again or not letter.redriven
+                causes[letter.reason or "unknown"] += fresh
+                passed += not fresh
+                if fresh and len(rows) < _PLAN_ROWS:
+                    rows.append(_item(letter))
+                seen(causes.total() + passed)
+    goal = "the topics they came from" if order.to_topic else f"group {group} alone"
+    count = causes.total()
+    item = {
+        "group": group,
+        "to": "topic" if order.to_topic else "group",
+        "count": count,
+        "passed_over_count": passed,
+        "causes": dict(causes),
+        "letters": rows,
+    }
+    output.detail(item, rows, _LETTERS, _MORE)
+    if count > len(rows):
+        output.note(f"… and {count - len(rows)} more")
+    told = ", ".join(f"{number} {cause}" for cause, number in causes.most_common() if number)
+    output.note("")
+    output.note(f"{counted(count, 'dead letter')} would go to {goal}" + f" ({told})" * bool(told))
+    if passed:
+        output.note(f"{passed} passed over, sent again before: see --again")
+    output.note("nothing was changed: --execute does it")
+
+
+async def _execute(session: Session, group: str, criteria: Criteria, order: Redrive) -> None:
+    output, outcomes, replay_id = session.output, Counter[str](), order.operation.op_id
+    print(
+        f"replay {replay_id}: if this ends early, --replay-id {replay_id} goes on with it",
+        file=sys.stderr,
+    )
+    async with Admin(session.nameserver) as admin:
+        run: AsyncIterator[Redriven] = DeadLetters(admin).redrive(group, order, criteria)
+        with progress("dead letters sent") as sent:
+            async for one in run:
+                outcomes[one.outcome] += 1
+                sent(outcomes.total())
+                output.line(_result(one, replay_id), _result_text(one))
+    told = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in outcomes.items())
+    output.note(f"{told or 'no dead letters'}; replay {replay_id}")
+    if outcomes["refused"]:
+        output.problems([f"{counted(outcomes['refused'], 'dead letter')} refused"])
+
+
+async def _export(session: Session, group: str, criteria: Criteria, out: Path) -> None:
+    count = 0
+    async with Admin(session.nameserver) as admin:
+        with out.open("w", encoding="utf-8") as file, progress("dead letters written") as written:
+            async for letter in DeadLetters(admin).read(group, criteria):
+                file.write(json.dumps(_item(letter)) + "\n")
+                count += 1
+                written(count)
+    item = {"group": group, "count": count, "out": str(out)}
+    session.output.line(item, f"{counted(count, 'dead letter')} written to {out}")
+
+
+def _criteria(cause: str, since: str, tag: str, key: str, sql: str) -> Criteria:
+    if cause and cause not in _CAUSES:
+        raise typer.BadParameter(f"--cause is one of {', '.join(_CAUSES)}")
+    try:
+        since_unix_ms = _since(since)
+    except InvalidArgument as error:
+        raise typer.BadParameter(f"--since: {error.message}") from error
+    expression = f"sql: {sql}" if sql else "*"
+    try:
+        return Criteria(
+            cause=cause, since_unix_ms=since_unix_ms, tag=tag, key=key, expression=expression
+        )
+    except (BadExpression, LimitExceeded) as error:
+        raise typer.BadParameter(f"--sql: {error.message}") from error
+
+
+def _since(text: str) -> int:
+    if not text:
+        return 0
+    if text[-1] in "dhms":
+        return Clock().unix_ms() - parse_duration_ms(text)
+    return parse_unix_ms(text)
+
+
+def _item(letter: DeadLetter) -> dict[str, Any]:
+    """The dead letter for a program; a body that is not UTF-8 stands as base64."""
+    origin = letter.origin
+    item = {
+        "message_id": letter.message_id,
+        "group": letter.group,
+        "topic": letter.queue.topic,
+        "broker": letter.queue.broker,
+        "queue_id": letter.queue.queue_id,
+        "offset": letter.offset,
+        "dead_unix_ms": letter.dead_unix_ms,
+        "born_unix_ms": letter.born_unix_ms,
+        "cause": letter.reason,
+        "error": letter.error,
+        "attempts": letter.attempts,
+        "former_attempts": letter.former_attempts,
+        "client_id": letter.client_id,
+        "origin_id": origin.message_id if origin else None,
+        "origin_topic": origin.queue.topic if origin else None,
+        "origin_broker": origin.queue.broker if origin else None,
+        "origin_queue_id": origin.queue.queue_id if origin else None,
+        "origin_offset": origin.offset if origin else None,
+        "redriven": letter.redriven,
+        "tag": letter.tag,
+        "keys": list(letter.keys),
+        "properties": dict(letter.properties),
+    }
+    return {**item, **body_of(letter)}
+
+
+def _result(one: Redriven, replay_id: str) -> Item:
+    queue = one.queue
+    return {
+        "replay_id": replay_id,
+        "message_id": one.letter.message_id,
+        "outcome": one.outcome,
+        "copy_id": one.message_id or None,
+        "copy_topic": queue.topic if queue else None,
+        "copy_broker": queue.broker if queue else None,
+        "copy_queue_id": queue.queue_id if queue else None,
+        "copy_offset": one.offset,
+        "error": described(one.error) if one.error else None,
+    }
+
+
+def _result_text(one: Redriven) -> str:
+    words = [one.outcome.replace("_", " "), one.letter.message_id]
+    if one.queue is not None:
+        words.append(f"as {one.message_id} {one.queue}@{one.offset}")
+    if one.error is not None:
+        words.append(f"{one.error.reason}: {one.error.message}")
+    return printable(" ".join(words))

@@ -1,0 +1,77 @@
+"""`baton topic stats`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from batonmq.admin import Admin
+from batonmq.cli.output import Columns, duration, wall_time
+from batonmq.cli.places import TopicArgument
+from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.common.clock import Clock
+from batonmq.topic_stats import QueueStats, TopicStats
+
+_COLUMNS: Columns = {
+    "TOPIC": "topic",
+    "BROKER": "broker",
+    "QUEUE": "queue_id",
+    "FIRST-OFFSET": "first_offset",
+    "NEXT-OFFSET": "next_offset",
+    "MESSAGES": "count",
+    "LAST-STORED": lambda item: (
+        item["last_store_unix_ms"] and wall_time(item["last_store_unix_ms"])
+    ),
+    "MSG/S": lambda item: None if item["per_s"] is None else f"{item['per_s']:.1f}",
+}
+_MORE_COLUMNS: Columns = {
+    "IDLE": lambda item: None if item["idle_ms"] is None else duration(item["idle_ms"]),
+}
+
+
+def stats(
+    context: typer.Context,
+    topic: TopicArgument,
+    *,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C; with rates.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3_600, help="With --watch: so many seconds apart.")
+    ] = 2.0,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Show what the queues of a topic hold, when they last got a message, how fast they grow."""
+    session = open_session(context, nameserver, form)
+    session.run(_stats(session, topic, interval if watch else None), endless=watch)
+
+
+async def _stats(session: Session, topic: str, interval_s: float | None) -> None:
+    async with Admin(session.nameserver) as admin:
+        looks = TopicStats(admin, topic)
+        while True:
+            found, problems = await looks.look()
+            now_unix_ms = Clock().unix_ms()
+            items = [_item(queue, now_unix_ms) for queue in found]
+            session.output.items(items, _COLUMNS, _MORE_COLUMNS)
+            if interval_s is None:
+                session.output.problems(problems)
+                return
+            session.output.note("")
+            await asyncio.sleep(interval_s)
+
+
+def _item(stats: QueueStats, now_unix_ms: int) -> dict[str, Any]:
+    last = stats.last_store_unix_ms
+    return asdict(stats.queue) | {
+        "first_offset": stats.first_offset,
+        "next_offset": stats.next_offset,
+        "count": stats.count,
+        "last_store_unix_ms": last,
+        "idle_ms": None if last is None else max(now_unix_ms - last, 0),
+        "per_s": stats.per_s,
+    }

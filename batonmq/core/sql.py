@@ -1,0 +1,442 @@
+"""Conditions on the properties of a message, as SQL92 has them: their text, and their test.
+
+`sql_parser` makes them of text. This file knows nothing of messages: a test is given a function
+from a property's name to its text, None if the message has no such property.
+
+Logic has three values: a comparison with a property that is missing, or whose text is no number
+where a number is needed, is unknown; a message passes if the whole is true. NOT is moved down to
+the comparisons when a test is made: under AND and OR alone unknown does what false does, so that
+tests give a plain bool.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from operator import eq, ge, gt, le, lt, ne
+from typing import Any, Final, Protocol
+
+Get = Callable[[str], str | None]
+Test = Callable[[Get], bool]
+Value = int | float | str | bool
+
+NUMBER_CHARACTERS_MAX = 64
+"""Longer text is no number: nobody has such numbers, and to read them takes long."""
+_NUMBER = re.compile(
+    r"[+-]?(?:(\d+)|(?:\d+\.\d*|\.\d+)(?:e[+-]?\d+)?|\d+e[+-]?\d+)", re.ASCII | re.I
+)
+_WORDS = "AND|BETWEEN|CONTAINS|ENDSWITH|FALSE|IN|IS|NOT|NULL|OR|STARTSWITH|TRUE"
+_NAME = re.compile(rf"(?!(?:{_WORDS})\Z)[a-z_$][a-z0-9_$]*", re.ASCII | re.I)
+_COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "=": eq, "<>": ne, ">": gt, ">=": ge, "<": lt, "<=": le
+}  # fmt: skip
+_OPPOSITE: Final = {"=": "<>", "<>": "=", ">": "<=", "<=": ">", ">=": "<", "<": ">="}
+_MIRRORED: Final = {"=": "=", "<>": "<>", ">": "<", "<": ">", ">=": "<=", "<=": ">="}
+_MATCH: Final[dict[str, Callable[[str, str], bool]]] = {
+    "CONTAINS": str.__contains__, "STARTSWITH": str.startswith, "ENDSWITH": str.endswith
+}  # fmt: skip
+
+
+def number(text: str) -> int | float | None:
+    """The number that `text` shows in decimal form; None if it shows none.
+
+    Whole numbers are exact however large. White space, `_`, `inf` and `nan` are no part of a
+    number, nor is what is too large for a double.
+    """
+    if len(text) > NUMBER_CHARACTERS_MAX:
+        return None
+    if text.isdecimal() and text.isascii():
+        return int(text)
+    shown = _NUMBER.fullmatch(text)
+    if shown is None:
+        return None
+    if shown[1]:
+        return int(text)
+    value = float(text)
+    return value if isfinite(value) else None
+
+
+def truth(text: str) -> bool | None:
+    """What `true` or `false`, in any case, mean; None of other text."""
+    lower = text.lower()
+    return lower == "true" if lower in ("true", "false") else None
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """The text of a property."""
+
+    name: str
+
+
+Operand = Property | Value
+
+
+class Condition(Protocol):
+    """What is true, false or unknown of a message."""
+
+    def text(self) -> str:
+        """The condition as it is written, in one form of all."""
+        ...
+
+    def test(self, *, negated: bool) -> Test:
+        """Whether it is true; with `negated` whether it is false."""
+        ...
+
+    def names(self) -> Iterator[str]:
+        """The properties that it looks at, each as often as it does."""
+        ...
+
+
+def count_comparisons(condition: Condition) -> int:
+    """How many comparisons there are, however deep; TRUE and FALSE count too."""
+    left, count = [condition], 0
+    while left:
+        part = left.pop()
+        if isinstance(part, Not):
+            left.append(part.part)
+        elif isinstance(part, Joined):
+            left += part.parts
+        else:
+            count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """TRUE or FALSE."""
+
+    value: bool
+
+    def text(self) -> str:
+        """See Condition."""
+        return written(self.value)
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        return _constant(self.value != negated)
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """`left operator right`.
+
+    Numbers are compared if one side is a number or the operator asks which is greater, truths if
+    one side is TRUE or FALSE, else text.
+    """
+
+    left: Operand
+    operator: str
+    right: Operand
+
+    def text(self) -> str:
+        """See Condition."""
+        return f"{written(self.left)} {self.operator} {written(self.right)}"
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        operator = _OPPOSITE[self.operator] if negated else self.operator
+        convert = self._convert()
+        left, right = self.left, self.right
+        if not isinstance(left, Property):
+            left, right, operator = right, left, _MIRRORED[operator]
+        compare = _COMPARE[operator]
+        if isinstance(right, Property):
+            return _with_each_other(_operand(left, convert), _operand(right, convert), compare)
+        value = _converted(right, convert)
+        if value is None:
+            return _constant(False)
+        if isinstance(left, Property):
+            return _with_value(left.name, convert, compare, value)
+        other = _converted(left, convert)
+        return _constant(other is not None and compare(other, value))
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        return _names(self.left, self.right)
+
+    def _convert(self) -> Callable[[str], Value | None] | None:
+        sides = (self.left, self.right)
+        if any(isinstance(side, bool) for side in sides):
+            return truth
+        if self.operator not in ("=", "<>") or any(isinstance(s, int | float) for s in sides):
+            return number
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """`value BETWEEN low AND high`, both included, as numbers."""
+
+    value: Operand
+    low: Operand
+    high: Operand
+
+    def text(self) -> str:
+        """See Condition."""
+        return self.worded("")
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        value, low, high = self.value, self.low, self.high
+        if not isinstance(value, Property) or isinstance(low, Property | str | bool):
+            return self._as_two().test(negated=negated)
+        if isinstance(high, Property | str | bool):
+            return self._as_two().test(negated=negated)
+        name, least, most = value.name, low, high
+
+        def test(get: Get) -> bool:
+            text = get(name)
+            found = None if text is None else number(text)
+            return found is not None and (least <= found <= most) is not negated
+
+        return test
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        return _names(self.value, self.low, self.high)
+
+    def _as_two(self) -> Joined:
+        return Joined(
+            "AND", (Compare(self.value, ">=", self.low), Compare(self.value, "<=", self.high))
+        )
+
+    def worded(self, inverse: str) -> str:
+        """The text, with `inverse` before its word."""
+        return (
+            f"{written(self.value)} {inverse}BETWEEN {written(self.low)} AND {written(self.high)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class In:
+    """`name IN (texts)`."""
+
+    name: str
+    texts: frozenset[str]
+
+    def text(self) -> str:
+        """See Condition."""
+        return self.worded("")
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        name, texts = self.name, self.texts
+        if not negated:
+            return lambda get: get(name) in texts
+        return lambda get: (text := get(name)) is not None and text not in texts
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        yield self.name
+
+    def worded(self, inverse: str) -> str:
+        """The text, with `inverse` before its word."""
+        return (
+            f"{_quoted_name(self.name)} {inverse}IN ({', '.join(map(written, sorted(self.texts)))})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """`name CONTAINS part`, and how else a text may have a part."""
+
+    name: str
+    operator: str
+    part: str
+
+    def text(self) -> str:
+        """See Condition."""
+        return self.worded("")
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        name, matches, part = self.name, _MATCH[self.operator], self.part
+        return lambda get: (text := get(name)) is not None and matches(text, part) is not negated
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        yield self.name
+
+    def worded(self, inverse: str) -> str:
+        """The text, with `inverse` before its word."""
+        return f"{_quoted_name(self.name)} {inverse}{self.operator} {written(self.part)}"
+
+
+@dataclass(frozen=True, slots=True)
+class IsNull:
+    """`name IS NULL`; never unknown."""
+
+    name: str
+
+    def text(self) -> str:
+        """See Condition."""
+        return self.worded("")
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        name = self.name
+        if negated:
+            return lambda get: get(name) is not None
+        return lambda get: get(name) is None
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        yield self.name
+
+    def worded(self, inverse: str) -> str:
+        """The text, with `inverse` before its word."""
+        return f"{_quoted_name(self.name)} IS {inverse}NULL"
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """`NOT part`; written within a part that has a place for it, as `a NOT IN (...)`."""
+
+    part: Condition
+
+    def text(self) -> str:
+        """See Condition."""
+        part = self.part
+        if isinstance(part, Between | In | Matches | IsNull):
+            return part.worded("NOT ")
+        text = part.text()
+        return f"NOT ({text})" if isinstance(part, Joined | Compare) else f"NOT {text}"
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        return self.part.test(negated=not negated)
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        return self.part.names()
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Two or more parts with AND, or OR, between them; none of them is joined in the same way."""
+
+    word: str
+    parts: tuple[Condition, ...]
+
+    @classmethod
+    def of(cls, word: str, parts: Sequence[Condition]) -> Joined:
+        """As one, whatever stands in parentheses."""
+        flat: list[Condition] = []
+        for part in parts:
+            flat += part.parts if isinstance(part, Joined) and part.word == word else (part,)
+        return cls(word, tuple(flat))
+
+    def text(self) -> str:
+        """See Condition."""
+        texts = []
+        for part in self.parts:
+            text = part.text()
+            texts.append(f"({text})" if isinstance(part, Joined) and part.word == "OR" else text)
+        return f" {self.word} ".join(texts)
+
+    def test(self, *, negated: bool) -> Test:
+        """See Condition."""
+        tests = tuple(part.test(negated=negated) for part in self.parts)
+        return _all(tests) if (self.word == "AND") is not negated else _any(tests)
+
+    def names(self) -> Iterator[str]:
+        """See Condition."""
+        for part in self.parts:
+            yield from part.names()
+
+
+def written(operand: Operand) -> str:
+    """An operand as it stands in a condition."""
+    if isinstance(operand, Property):
+        return _quoted_name(operand.name)
+    if isinstance(operand, bool):
+        return str(operand).upper()
+    if isinstance(operand, str):
+        return "'" + operand.replace("'", "''") + "'"
+    return repr(operand)
+
+
+def _constant(value: bool) -> Test:
+    return lambda _: value
+
+
+def _with_value(
+    name: str,
+    convert: Callable[[str], Value | None] | None,
+    compare: Callable[[Any, Any], bool],
+    value: Value,
+) -> Test:
+    """A test of a property against a value; the usual case, and so the fast one."""
+    if convert is None:
+        return lambda get: (text := get(name)) is not None and compare(text, value)
+
+    def test(get: Get) -> bool:
+        text = get(name)
+        found = None if text is None else convert(text)
+        return found is not None and compare(found, value)
+
+    return test
+
+
+def _with_each_other(
+    left: Callable[[Get], Value | None],
+    right: Callable[[Get], Value | None],
+    compare: Callable[[Any, Any], bool],
+) -> Test:
+    def test(get: Get) -> bool:
+        first, second = left(get), right(get)
+        return first is not None and second is not None and compare(first, second)
+
+    return test
+
+
+def _operand(
+    operand: Operand, convert: Callable[[str], Value | None] | None
+) -> Callable[[Get], Value | None]:
+    if not isinstance(operand, Property):
+        value = _converted(operand, convert)
+        return lambda _: value
+    name = operand.name
+    if convert is None:
+        return lambda get: get(name)
+    return lambda get: None if (text := get(name)) is None else convert(text)
+
+
+def _converted(operand: Operand, convert: Callable[[str], Value | None] | None) -> Value | None:
+    assert not isinstance(operand, Property)
+    return convert(operand) if convert is not None and isinstance(operand, str) else operand
+
+
+def _all(tests: Sequence[Test]) -> Test:
+    def test(get: Get) -> bool:
+        for each in tests:  # noqa: SIM110  all() with a generator takes twice the time
+            if not each(get):
+                return False
+        return True
+
+    return test
+
+
+def _any(tests: Sequence[Test]) -> Test:
+    def test(get: Get) -> bool:
+        for each in tests:  # noqa: SIM110  as above
+            if each(get):
+                return True
+        return False
+
+    return test
+
+
+def _names(*operands: Operand) -> Iterator[str]:
+    return (operand.name for operand in operands if isinstance(operand, Property))
+
+
+def _quoted_name(name: str) -> str:
+    return name if _NAME.fullmatch(name) else f'"{name}"'

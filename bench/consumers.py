@@ -1,0 +1,123 @@
+"""How many messages one consumer handles, by what they cost the process that it lives in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from itertools import count
+from time import process_time
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+
+from batonmq.admin import Admin
+from batonmq.channels import connect
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ClusterOptions
+from bench.figures import Figure, Goal, figure, interleaved
+from bench.setup import TOPIC, Setup, batch
+from bench.site import TIMEOUT_S
+
+QUEUES = 8
+RECORD_BYTES, BATCH_RECORDS = 100, 1_000
+_groups = count()
+
+
+async def consumers(setup: Setup) -> list[Figure]:
+    """A backlog of 100 B messages, handled by functions that do nothing, in both forms.
+
+    The reference iterates over the same backlog. All of it is per second of CPU of this process,
+    services apart, so that what else the machine does at the time counts little.
+    """
+    total = QUEUES * BATCH_RECORDS * setup.sized(50, 5)
+    options = ClusterOptions(auto_restart=False, log_level="WARNING")
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic(TOPIC, QUEUES)
+        channel = await stack.enter_async_context(connect(cluster.addresses["storage"]))
+        setup.say("filling")
+        await _fill(storage_grpc.StorageServiceStub(channel), total)
+        setup.say("consuming")
+
+        async def rate(use: Callable[[Consumer, int], object]) -> float:
+            settings = ConsumerSettings(consume_from="first")
+            group = f"bench-{next(_groups)}"
+            async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, settings) as consumer:
+                begin = process_time()
+                await use(consumer, total)  # type: ignore[misc]
+                return total / (process_time() - begin)
+
+        rates = await interleaved(
+            {
+                "iterated": lambda: rate(iterate),
+                "one": lambda: rate(handle_one_by_one),
+                "batches": lambda: rate(handle_batches),
+            },
+            setup.sized(7, 1),
+        )
+    return [
+        figure(
+            f"consumer, {name}, 100 B messages per second of CPU",
+            rates[form],
+            "messages/s",
+            Goal(value_min=goal),
+            reference=rates["iterated"],
+        )
+        for form, name, goal in (
+            ("batches", "batch handler", 100_000),
+            ("one", "handler of one message", 30_000),
+        )
+    ]
+
+
+async def iterate(consumer: Consumer, total: int) -> None:
+    """Look at so many messages one by one."""
+    handled = 0
+    async for _ in consumer:
+        handled += 1
+        if handled == total:
+            consumer.stop()
+
+
+async def handle_one_by_one(consumer: Consumer, total: int) -> None:
+    """Hand so many messages to a coroutine function."""
+    handled = 0
+
+    async def handle(_: ReceivedMessage) -> None:
+        nonlocal handled
+        handled += 1
+        if handled == total:
+            consumer.stop()
+
+    await consumer.run(handle)
+
+
+async def handle_batches(consumer: Consumer, total: int) -> None:
+    """Hand so many messages to a coroutine function that takes lists."""
+    handled = 0
+
+    async def handle(messages: list[ReceivedMessage]) -> None:
+        nonlocal handled
+        handled += len(messages)
+        if handled == total:
+            consumer.stop()
+
+    await consumer.run_batches(handle)
+
+
+async def _fill(storage: storage_grpc.StorageServiceAsyncStub, total: int) -> None:
+    async def fill(queue_id: int) -> None:
+        raw = batch(RECORD_BYTES, queue_id=queue_id, count=BATCH_RECORDS)
+        request = pb.AppendRequest(batches=[raw], durability=pb.DURABILITY_FSYNCED)
+        for _ in range(total // QUEUES // BATCH_RECORDS):
+            answer = await storage.Append(request, timeout=TIMEOUT_S)
+            assert answer.outcomes[0].HasField("receipt"), answer
+
+    async with asyncio.TaskGroup() as tasks:
+        for queue_id in range(QUEUES):
+            tasks.create_task(fill(queue_id))

@@ -1,0 +1,98 @@
+"""Offers that a customer has asked for: chosen by their properties, where they are stored.
+
+    baton up                                   # in another terminal
+    python examples/sql_filter.py [NAMESERVER]
+
+NAMESERVER is 127.0.0.1:9876 by default. What the condition drops never leaves the storage node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from random import Random
+
+from batonmq import Admin, BatonError, Consumer, ConsumerSettings, Producer, ReceivedMessage
+
+TOPIC, GROUP = "flat-offers", "alice"
+CITIES = ("Berlin", "Hamburg", "Leipzig")
+WANTED = "sql: rent BETWEEN 500 AND 900 AND city IN ('Berlin', 'Hamburg') AND agent IS NULL"
+WRONG = "sql: rent BETWEEN 500 OR 900"
+SETTINGS = ConsumerSettings(consume_from="first")
+
+
+def offers(run: str, count: int) -> dict[str, dict[str, str]]:
+    """Properties of made-up flats, by number; half of them are offered by an agent."""
+    random, found = Random(run), {}
+    for number in range(count):
+        flat = {"rent": str(random.randrange(300, 1_500)), "city": random.choice(CITIES)}
+        found[f"{run}-{number:03}"] = flat | ({"agent": "yes"} if number % 2 else {})
+    return found
+
+
+def is_wanted(flat: dict[str, str]) -> bool:
+    """The same condition in Python."""
+    return 500 <= int(flat["rent"]) <= 900 and flat["city"] != "Leipzig" and "agent" not in flat
+
+
+async def send(nameserver: str, flats: dict[str, dict[str, str]]) -> None:
+    """Send every offer, and one behind them that is wanted, to each queue."""
+    async with Admin(nameserver) as admin, Producer(nameserver) as producer:
+        topic = (await admin.create_topic(TOPIC, 4)).topic
+        for number, flat in flats.items():
+            await producer.send(TOPIC, number.encode(), properties=flat)
+        last = {"rent": "600", "city": "Berlin"}
+        for queue in topic.queues:
+            await producer.send(TOPIC, b"last", properties=last, queue=queue)
+
+
+async def receive(nameserver: str) -> list[str]:
+    """The offers that come before the last one of each queue."""
+    found: list[str] = []
+    async with (
+        Consumer(nameserver, GROUP, {TOPIC: WANTED}, SETTINGS) as consumer,
+        asyncio.timeout(60),
+    ):
+        ended = 0
+
+        async def look(message: ReceivedMessage) -> None:
+            nonlocal ended
+            if message.body == b"last":
+                ended += 1
+            else:
+                found.append(message.body.decode())
+            if ended == 4:
+                consumer.stop()
+
+        await consumer.run(look)
+    return found
+
+
+async def refused(nameserver: str) -> str:
+    """What a condition with a mistake is answered, before anything is consumed."""
+    try:
+        async with Consumer(nameserver, "bob", {TOPIC: WRONG}, SETTINGS):
+            return ""
+    except BatonError as error:
+        return f"{error.reason}: {error.message}"
+
+
+async def main(nameserver: str = "127.0.0.1:9876") -> None:
+    """Send offers, receive some, and compare."""
+    flats = offers(secrets.token_hex(3), 200)
+    await send(nameserver, flats)
+    found = await receive(nameserver)
+    for number in found:
+        print(number, *flats[number].values())
+    problem = await refused(nameserver)
+    print(problem)
+    if sorted(found) != [number for number, flat in flats.items() if is_wanted(flat)]:
+        sys.exit("these are not the offers that the condition wants")
+    if not problem.startswith("BAD_EXPRESSION"):
+        sys.exit("a condition with a mistake was taken")
+    print(f"{len(found)} of {len(flats)} offers are wanted, and came; no other did")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

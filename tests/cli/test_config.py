@@ -1,0 +1,78 @@
+"""Goal: the settings of the services are told with their source, and a wrong one is named.
+
+Method: the command in this process, which asks the services as programs; no cluster is up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batonmq.cli.config import parse_env
+from batonmq.common.errors import InvalidArgument
+from tests.cli.running import baton
+
+
+def test_values_are_told_with_where_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "storage.toml"
+    file.write_text("segment_bytes = 65536\nport = 5000\n")
+    monkeypatch.setenv("BATON_STORAGE_PORT", "6000")
+    env_file = tmp_path / "env"
+    env_file.write_text("BATON_STORAGE_PORT=7000\n")
+    arguments = ("config", "print", "storage", "--format", "json", "--file", str(file))
+    found = {setting["name"]: setting for setting in baton(*arguments).json}
+    assert (found["flush"]["value"], found["flush"]["source"]) == ("fsync", "default")
+    assert (found["port"]["value"], found["port"]["source"]) == ("5000", str(file))
+    found = {s["name"]: s for s in baton(*arguments, "--env-file", str(env_file)).json}
+    assert (found["port"]["value"], found["port"]["source"]) == ("7000", "environment")
+    assert (found["segment_bytes"]["value"], found["segment_bytes"]["unit"]) == ("65536", "bytes")
+    (own,) = baton("config", "explain", "storage.port", "--format", "json").json
+    assert (own["value"], own["source"], own["default"]) == ("6000", "environment", "0")
+
+
+def test_every_wrong_setting_is_named(tmp_path: Path) -> None:
+    env_file = tmp_path / "env"
+    env_file.write_text("BATON_STORAGE_FLUSH=never\nBATON_STORAGE_SPORT=1\nOTHER=x\n")
+    arguments = ("config", "check", "storage", "--env-file", str(env_file))
+    wrong = baton(*arguments, "--format", "json")
+    assert wrong.code == 1
+    places = [problem["place"] for problem in wrong.json["problems"]]
+    assert places == ["BATON_STORAGE_SPORT", "BATON_STORAGE_FLUSH"]
+    env_file.write_text("BATON_STORAGE_FLUSH=async\n")
+    assert baton(*arguments).code == 0
+
+
+def test_missing_setting_has_no_source(tmp_path: Path) -> None:
+    env_file = tmp_path / "env"
+    env_file.write_text("")
+    rows = baton("config", "print", "offsets", "--env-file", str(env_file)).rows
+    assert [row["SOURCE"] for row in rows if row["VARIABLE"] == "BATON_OFFSETS_DATA_DIR"] == [
+        "missing"
+    ]
+    missing = baton("config", "check", "offsets", "--env-file", str(env_file))
+    assert missing.code == 1
+    assert "BATON_OFFSETS_DATA_DIR: Field required" in missing.out
+
+
+def test_a_setting_of_nobody_is_1() -> None:
+    refused = baton("config", "explain", "colour")
+    assert (refused.code, refused.out) == (1, "")
+    assert "UNKNOWN_SETTING" in refused.err
+
+
+def test_bad_env_file_is_named(tmp_path: Path) -> None:
+    env_file = tmp_path / "env"
+    env_file.write_text("A=1\nwhat\n")
+    refused = baton("config", "check", "storage", "--env-file", str(env_file))
+    assert refused.code == 1
+    assert f"BAD_ENV_FILE: {env_file}: line 2" in refused.err
+
+
+def test_env_files_are_read_as_others_read_them() -> None:
+    lines = ["# note", "", "A=1", "export B='x y'", 'C="=="', "D="]
+    assert parse_env(lines) == {"A": "1", "B": "x y", "C": "==", "D": ""}
+    with pytest.raises(InvalidArgument, match="line 1"):
+        parse_env(["1A=2"])

@@ -1,0 +1,147 @@
+"""Goal: a context stands for options, loses to options and variables, and survives its file.
+
+Method: commands in this process on a file of the test; no cluster is up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batonmq.cli import context_file
+from batonmq.cli.context_file import Context, ContextError, Contexts
+from tests.cli.running import Finished, baton
+
+
+def _address(finished: Finished) -> str:
+    """The commas that a command was to take for a nameserver: refused without being asked."""
+    assert finished.code == 1, finished
+    return finished.err.partition("INVALID_ARGUMENT: '")[2].partition("' names no nameserver")[0]
+
+
+def test_the_first_context_is_in_use_and_another_when_asked(contexts: Path) -> None:
+    assert baton("context", "set", "dev", "--nameserver", ",").code == 0
+    assert baton("context", "set", "prod", "--nameserver", ",,", "--by", "me").code == 0
+    rows = baton("context", "list").rows
+    assert [(row["CURRENT"], row["NAME"]) for row in rows] == [("*", "dev"), ("-", "prod")]
+    assert _address(baton("topic", "list")) == ","
+    assert baton("context", "use", "prod").code == 0
+    assert _address(baton("topic", "list")) == ",,"
+    assert baton("context", "show", "--format", "json").json == {
+        "name": "prod", "current": True, "nameserver": ",,", "format": None, "by": "me",
+    }  # fmt: skip
+    assert baton("context", "delete", "prod").code == 0
+    assert baton("context", "show").code == 1
+    assert contexts.exists()
+
+
+def test_option_wins_over_variable_and_variable_over_context(
+    contexts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baton("context", "set", "dev", "--nameserver", ",", "--format", "json")
+    assert '"reason": "INVALID_ARGUMENT"' in baton("topic", "list").err
+    assert "error: INVALID_ARGUMENT" in baton("topic", "list", "--format", "table").err
+    monkeypatch.setenv("BATON_NAMESERVER", ",,")
+    monkeypatch.setenv("BATON_FORMAT", "wide")
+    assert _address(baton("topic", "list")) == ",,"
+    assert _address(baton("--nameserver", ",,,", "topic", "list")) == ",,,"
+    assert _address(baton("topic", "list", "--nameserver", ",,,,")) == ",,,,"
+
+
+def test_context_is_chosen_for_one_command(contexts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    baton("context", "set", "dev", "--nameserver", ",")
+    baton("context", "set", "prod", "--nameserver", ",,")
+    assert _address(baton("--context", "prod", "topic", "list")) == ",,"
+    monkeypatch.setenv("BATON_CONTEXT", "prod")
+    assert _address(baton("topic", "list")) == ",,"
+    unknown = baton("--context", "nobody", "topic", "list")
+    assert (unknown.code, unknown.out) == (1, "")
+    assert "no context 'nobody'; there is: dev, prod" in unknown.err
+
+
+def test_context_on_the_command_line_wins_over_variables(
+    contexts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`baton --context prod topic delete` must not reach the cluster of a variable."""
+    baton("context", "set", "prod", "--nameserver", ",", "--format", "json")
+    baton("context", "set", "plain", "--by", "me")
+    monkeypatch.setenv("BATON_NAMESERVER", ",,")
+    monkeypatch.setenv("BATON_FORMAT", "table")
+    named = baton("--context", "prod", "topic", "list")
+    assert '"reason": "INVALID_ARGUMENT", "message": "\',\'' in named.err
+    assert _address(baton("--context", "plain", "topic", "list")) == ",,"
+    option = baton("--context", "prod", "--nameserver", ",,,", "--format", "table", "topic", "list")
+    assert _address(option) == ",,,"
+    monkeypatch.setenv("BATON_CONTEXT", "prod")
+    assert _address(baton("topic", "list")) == ",,"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("current = 5", "current"),
+        ("[contexts.a]\nnamserver = 'x:1'", "contexts.a.namserver"),
+        ("[contexts.a]\nformat = 'xml'", "contexts.a.format"),
+        ("[contexts.'a b']", "a b"),
+        ("[", "key part"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_field(contexts: Path, text: str, problem: str) -> None:
+    contexts.write_text(text)
+    for arguments in (("topic", "list"), ("context", "list"), ("context", "set", "b", "--by", "x")):
+        refused = baton(*arguments)
+        assert (refused.code, refused.out) == (1, "")
+        assert str(contexts) in refused.err
+        assert problem in refused.err
+    assert contexts.read_text() == text
+
+
+def test_a_current_context_that_is_missing_can_be_mended(contexts: Path) -> None:
+    contexts.write_text("current = 'gone'\n")
+    assert baton("topic", "list").code == 1
+    assert baton("context", "set", "new", "--nameserver", ",").code == 0
+    assert _address(baton("topic", "list")) == ","
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("set", "a b", "--by", "x"),
+        ("set", "a", "--nameserver", "x y"),
+        ("set", "a", "--by", "x\x07"),
+        ("use", "nobody"),
+        ("delete", "nobody"),
+        ("show", "nobody"),
+    ],
+)
+def test_what_is_not_allowed_changes_nothing(contexts: Path, arguments: tuple[str, ...]) -> None:
+    assert baton("context", *arguments).code == 1
+    assert not contexts.exists()
+
+
+def test_setting_nothing_is_a_wrong_command_line(contexts: Path) -> None:
+    assert baton("context", "set", "a").code == 2
+
+
+def test_file_says_what_was_written_whatever_the_characters(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "config.toml"
+    known = Contexts(
+        "a-b_1",
+        {"a-b_1": Context(nameserver="h:1,i:2", format="wide", by='C"\\ä😀'), "c": Context()},
+    )
+    context_file.write(path, known)
+    assert context_file.read(path) == known
+    context_file.write(path, known.without("a-b_1"))
+    assert context_file.read(path) == Contexts("", {"c": Context()})
+    assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
+
+
+def test_empty_value_takes_a_key_away() -> None:
+    known = Contexts().with_changes("a", {"nameserver": "h:1", "by": "me"})
+    assert known.with_changes("a", {"by": ""}).get("a") == Context(nameserver="h:1")
+
+
+def test_unreadable_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ContextError):
+        context_file.read(tmp_path)

@@ -1,0 +1,45 @@
+"""Goal: `baton` that is interrupted while it still loads ends with status 130 and says nothing.
+
+Method: the entry point in a process of its own, which interrupts itself at a chosen import.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+_INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("batonmq", run_name="__main__")
+"""
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize("module", ["batonmq.cli", "numpy", "grpc.aio", "batonmq.cli.trace"])
+def test_interrupt_while_it_loads_is_status_130_and_no_traceback(module: str) -> None:
+    done = _run("-c", _INTERRUPTED, module)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_entry_point_is_the_command() -> None:
+    done = _run("-m", "batonmq", "--help")
+    assert done.returncode == 0
+    assert "Usage: baton " in done.stdout
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"baton": "batonmq.__main__:main"}

@@ -1,0 +1,232 @@
+"""Handlers that take lists.
+
+Goal: a list is a run of one queue in order, as long as was asked; what a handler says of each
+message counts for that message alone, what it says by raising or hanging counts for all; one that
+has failed before comes alone; where order matters nothing overtakes a failure.
+Method: a real cluster; handlers note the lists they get, and fail on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from batonmq.common.errors import InvalidArgument
+from batonmq.consumer import Consumer
+from batonmq.consuming.forms import BatchHandler
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.results import MessageFailed, RetryLater
+from batonmq.consuming.session import ConsumerSettings
+from tests.client.group import QUICK, Scene, scene
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+BACK = replace(QUICK, send_back=None)
+ORDERLY = replace(QUICK, orderly=True)
+TEN = [str(number) for number in range(10)]
+
+
+@asynccontextmanager
+async def batching(
+    at: Scene, handler: BatchHandler, settings: ConsumerSettings = QUICK, messages_max: int = 1_000
+) -> AsyncIterator[Consumer]:
+    """A member that hands lists to `handler` until the block ends."""
+    async with at.consumer("a", settings=settings) as consumer, asyncio.TaskGroup() as tasks:
+        tasks.create_task(consumer.run_batches(handler, messages_max=messages_max))
+        yield consumer
+        consumer.stop()
+
+
+def bodies_of(messages: Sequence[ReceivedMessage]) -> list[str]:
+    return [message.body.decode() for message in messages]
+
+
+async def handled_all(at: Scene) -> bool:
+    return await at.lag() == 0
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["coroutine", "thread"])
+async def test_lists_are_runs_of_one_queue_and_no_longer_than_asked(
+    nameserver: str, plain: bool
+) -> None:
+    async with scene(nameserver, queue_count=2) as at:
+        for queue_id in range(2):
+            await at.send([f"{queue_id}-{number}" for number in range(50)], queue_id=queue_id)
+        lists: list[list[ReceivedMessage]] = []
+
+        async def handle(messages: list[ReceivedMessage]) -> None:
+            lists.append(messages)
+
+        def handle_in_thread(messages: list[ReceivedMessage]) -> None:
+            lists.append(messages)
+
+        async with batching(at, handle_in_thread if plain else handle, messages_max=20):
+            await until(lambda: handled_all(at))
+        for queue_id in range(2):
+            own = [each for each in lists if each[0].queue_id == queue_id]
+            assert {message.queue_id for each in own for message in each} == {queue_id}
+            assert [body for each in own for body in bodies_of(each)] == [
+                f"{queue_id}-{number}" for number in range(50)
+            ]
+        assert max(map(len, lists)) == 20
+
+
+async def test_results_count_for_each_message_and_only_failed_ones_come_again(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(TEN)
+        lists: list[list[str]] = []
+
+        async def handle(messages: list[ReceivedMessage]) -> list[object]:
+            lists.append(bodies_of(messages))
+            return [
+                RetryLater(0) if message.body in (b"3", b"7") and message.attempts == 1 else None
+                for message in messages
+            ]
+
+        async with batching(at, handle, BACK):
+            await until(lambda: sum(map(len, lists)) == 12)
+            await until(lambda: handled_all(at))
+        again = [each for each in lists if each in (["3"], ["7"])]
+        assert sorted(again) == [["3"], ["7"]]
+        assert sorted(chain.from_iterable(lists)) == sorted([*TEN, "3", "7"])
+
+
+async def test_raised_error_fails_all_and_each_comes_alone_so_the_bad_one_is_found(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(TEN)
+        lists: list[list[str]] = []
+        taken: list[str] = []
+
+        async def handle(messages: list[ReceivedMessage]) -> None:
+            lists.append(bodies_of(messages))
+            if "5" in lists[-1] and messages[0].attempts < 3:
+                raise ValueError("no five")
+            taken.extend(lists[-1])
+
+        async with batching(at, handle, messages_max=10):
+            await until(lambda: handled_all(at))
+        first = next(each for each in lists if "5" in each)
+        assert len(first) > 1
+        assert [each for each in lists if "5" in each] == [first, ["5"], ["5"]]
+        assert sorted(taken) == TEN, "each counts once"
+
+
+async def test_answer_of_the_wrong_length_fails_all(
+    nameserver: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["1", "2"])
+        attempts: list[int] = []
+
+        async def handle(messages: list[ReceivedMessage]) -> list[None] | None:
+            attempts.extend(message.attempts for message in messages)
+            return None if messages[0].attempts > 1 else [None] * (len(messages) + 1)
+
+        async with batching(at, handle):
+            await until(lambda: handled_all(at))
+        assert sorted(attempts) == [1, 1, 2, 2]
+        assert "has returned [None" in caplog.text
+
+
+async def test_where_order_matters_nothing_behind_a_failure_counts(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(TEN)
+        lists: list[list[tuple[str, int]]] = []
+
+        async def handle(messages: list[ReceivedMessage]) -> list[object]:
+            lists.append([(message.body.decode(), message.attempts) for message in messages])
+            return [
+                RetryLater(10) if message.body == b"4" and message.attempts < 3 else None
+                for message in messages
+            ]
+
+        async with batching(at, handle, ORDERLY):
+            await until(lambda: handled_all(at))
+        index = next(i for i, each in enumerate(lists) if ("4", 1) in each)
+        tail = [body for body, _ in lists[index]]
+        behind = tail[tail.index("4") + 1 :]
+        assert lists[index + 1 : index + 3] == [[("4", 2)], [("4", 3)]]
+        rest = lists[index + 3 : index + 3 + len(behind)]
+        assert rest == [[(body, 2)] for body in behind]
+
+
+async def test_time_limit_is_for_the_list_and_any_message_extends_it(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(TEN)
+        ended: list[str] = []
+
+        async def handle(messages: list[ReceivedMessage]) -> None:
+            if messages[0].attempts == 1:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append("cancelled")
+            messages[-1].extend(60_000)
+            await asyncio.sleep(0.3)
+            ended.extend(bodies_of(messages))
+
+        settings = replace(QUICK, handle_timeout_ms=100, concurrency=1)
+        async with batching(at, handle, settings, messages_max=10):
+            await until(lambda: handled_all(at))
+        assert sorted(one for one in ended if one != "cancelled") == TEN
+
+
+async def test_thread_that_hangs_with_a_list_is_given_up_and_its_messages_come_again(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(["1", "2", "3"])
+        let_go, taken = threading.Event(), list[str]()
+
+        def handle(messages: list[ReceivedMessage]) -> None:
+            if messages[0].attempts == 1:
+                let_go.wait(30)
+                return
+            taken.extend(bodies_of(messages))
+
+        async with batching(at, handle, replace(QUICK, handle_timeout_ms=200)):
+            await until(lambda: handled_all(at))
+            let_go.set()
+        assert sorted(taken) == ["1", "2", "3"]
+
+
+async def test_consumer_that_is_to_stop_gives_back_the_whole_list(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at:
+        await at.send(TEN)
+
+        async def fail(_: list[ReceivedMessage]) -> None:
+            raise ValueError("on purpose")
+
+        settings = replace(ORDERLY, retries_max=1, exhausted="stop")
+        async with at.consumer("a", settings=settings) as consumer:
+            with pytest.raises(MessageFailed, match="on purpose"):
+                await consumer.run_batches(fail)
+        taken: list[ReceivedMessage] = []
+
+        async def take(messages: list[ReceivedMessage]) -> None:
+            taken.extend(messages)
+
+        async with batching(at, take, settings):
+            await until(lambda: handled_all(at))
+        assert bodies_of(taken) == TEN
+        assert taken[0].redelivered
+
+
+async def test_lists_of_no_message_are_refused() -> None:
+    async def handle(_: list[ReceivedMessage]) -> None:
+        pass
+
+    consumer = Consumer("127.0.0.1:1", "g", {"t": "*"})
+    with pytest.raises(InvalidArgument, match="0 messages"):
+        await consumer.run_batches(handle, messages_max=0)

@@ -1,0 +1,92 @@
+"""Goal: a bundle tells what it has found and what it has not, and no secret.
+
+Method: a cluster that is not there, folders and values made by hand, a small HTTP server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from batonmq.diagnostics import LOG_BYTES, Diagnostics, scrape, without_secrets
+
+
+async def test_cluster_that_is_away_is_a_problem_and_the_rest_is_there(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "storage.log").write_text("serving\n")
+    found = Diagnostics("127.0.0.1:1")
+    found.add_folder(tmp_path)
+    await found.collect()
+    assert found.files.keys() == {"about.json", "local/logs/storage.log", "problems.txt"}
+    assert "cluster: UNREACHABLE" in found.files["problems.txt"].decode()
+    assert json.loads(found.files["about.json"])["packages"]["batonmq"]
+
+
+async def test_services_that_hang_do_not_keep_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batonmq.diagnostics._WHOLE_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = Diagnostics(f"127.0.0.1:{silent.getsockname()[1]}")
+        async with asyncio.timeout(2.5):  # less than one question takes
+            await found.collect()
+    assert found.files.keys() == {"about.json", "problems.txt"}
+    assert found.files["problems.txt"] == b"not everything was asked within 0.2 s\n"
+
+
+def test_folder_without_logs_is_a_problem(tmp_path: Path) -> None:
+    found = Diagnostics("127.0.0.1:1")
+    found.add_folder(tmp_path)
+    assert found.problems == [f"{tmp_path}: no logs and no recovery report"]
+
+
+def test_only_the_end_of_a_log_is_taken_and_secrets_are_not(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "a.log"
+    log.write_text(
+        "begin\n" + "x" * LOG_BYTES + "\npassword=hunter2 postgres://u:pw@host/db\nend\n"
+    )
+    found = Diagnostics("127.0.0.1:1")
+    found.add_folder(tmp_path)
+    text = found.files["local/logs/a.log"].decode()
+    assert text.endswith("\nend\n")
+    assert "begin" not in text
+    assert "hunter2" not in text
+    assert "pw" not in text.replace("password", "")
+    assert "@host/db" in text
+
+
+def test_secrets_are_known_by_their_keys_and_fencing_tokens_are_none() -> None:
+    value = {"token": 5, "etcd_password": "x", "deep": [{"api_key": "y", "a": 1}], "secret": ""}
+    assert without_secrets(value) == {
+        "token": 5, "etcd_password": "[removed]", "deep": [{"api_key": "[removed]", "a": 1}],
+        "secret": "",
+    }  # fmt: skip
+
+
+async def _serve(answer: bytes, address: list[str]) -> asyncio.Server:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    address.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    return server
+
+
+async def test_metrics_are_the_body_of_the_page() -> None:
+    address: list[str] = []
+    page = b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nbaton_up 1\n"
+    async with await _serve(page, address):
+        assert await scrape(address[0]) == "baton_up 1\n"
+
+
+async def test_page_that_is_missing_is_an_error() -> None:
+    address: list[str] = []
+    async with await _serve(b"HTTP/1.0 404 Not Found\r\n\r\n", address):
+        with pytest.raises(OSError, match="404"):
+            await scrape(address[0])

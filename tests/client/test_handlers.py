@@ -1,0 +1,128 @@
+"""Handlers that misbehave.
+
+Goal: whatever a handler does, its message comes again or is dead at last, the queue goes on, and
+the process can end.
+Method: the broker in memory; the ladder of delays in virtual time. Another process for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from batonmq import ConsumerSettings, ReceivedMessage, RetryLater, Suspend
+from batonmq.common.errors import InvalidArgument, TopicNotFound
+from batonmq.consuming.forms import Handler
+from batonmq.core.records import PROPERTIES_BYTES_MAX, encode_properties
+from batonmq.testing import MemoryBroker, run_virtual
+
+SETTINGS: dict[str, Any] = {"consume_from": "first", "retries_max": 2}
+DAY_MS = 24 * 3_600_000
+
+
+def dead_after(
+    handler: Handler, *, properties: Mapping[str, str] | None = None, **settings: Any
+) -> list[ReceivedMessage]:
+    """What is dead once one message was sent and nothing is left to do."""
+
+    async def run() -> list[ReceivedMessage]:
+        async with MemoryBroker() as broker:
+            await broker.create_topic("orders")
+            async with (
+                broker.producer() as producer,
+                broker.consumer(
+                    "billing", {"orders": "*"}, ConsumerSettings(**SETTINGS | settings)
+                ) as consumer,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(consumer.run(handler))
+                await producer.send("orders", b"order", properties=properties)
+                await broker.settled("billing")
+                consumer.stop()
+            try:
+                return await broker.messages("%DLQ%billing")
+            except TopicNotFound:
+                return []
+
+    return run_virtual(run())
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_cancellation_of_something_else_that_a_handler_waits_for_is_a_failure(
+    orderly: bool,
+) -> None:
+    attempts = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        attempts.append(message.attempts)
+        if message.attempts < 3:
+            work = asyncio.get_running_loop().create_future()
+            work.cancel()
+            await work
+
+    assert dead_after(handle, orderly=orderly) == []
+    assert attempts == [1, 2, 3]
+
+
+def test_message_whose_properties_are_at_the_limit_dies_with_its_story() -> None:
+    properties = {"a": "x" * (PROPERTIES_BYTES_MAX - 3)}
+    assert len(encode_properties(properties)) == PROPERTIES_BYTES_MAX
+
+    async def handle(_: ReceivedMessage) -> None:
+        raise ValueError("\N{PILE OF POO}" * 1_000)
+
+    (dead,) = dead_after(handle, properties=properties)
+    assert dead.properties["a"] == properties["a"]
+    assert dead.properties["baton.attempts"] == "3"
+    assert dead.properties["baton.error"].endswith("\N{PILE OF POO}")
+
+
+@pytest.mark.parametrize("delay_ms", [-1, 39 * DAY_MS + 1, 1.5])
+def test_delay_that_storage_would_not_take_is_refused_in_the_handler(delay_ms: Any) -> None:
+    for result in (RetryLater, Suspend):
+        with pytest.raises(InvalidArgument, match="39 days"):
+            result(delay_ms)
+
+    async def handle(_: ReceivedMessage) -> RetryLater:
+        return RetryLater(delay_ms)
+
+    (dead,) = dead_after(handle)
+    assert dead.properties["baton.reason"] == "failed"
+
+
+PROGRAM = """
+import asyncio, threading
+from batonmq import ConsumerSettings
+from batonmq.testing import MemoryBroker
+
+async def main():
+    async with MemoryBroker() as broker:
+        await broker.create_topic("orders")
+        settings = ConsumerSettings(consume_from="first")
+        async with broker.consumer("billing", {"orders": "*"}, settings) as consumer:
+            loop = asyncio.get_running_loop()
+
+            def hang(message):
+                loop.call_soon_threadsafe(consumer.stop)
+                threading.Event().wait()
+
+            async with broker.producer() as producer:
+                await producer.send("orders", b"order")
+            await consumer.run(hang)
+            await consumer.close(drain_ms=0)
+    print("closed", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_process_ends_although_a_handler_hangs_in_a_thread() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=25, check=True
+    )
+    assert ended.stdout == "closed\n"

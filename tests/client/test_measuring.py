@@ -1,0 +1,51 @@
+"""Goal: figures of a bench are those of what was measured, and a stall is charged in full.
+
+Method: the schedule and the percentiles with numbers made by hand.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq.measuring import Load, Measured, departures, percentiles_ms
+
+
+class _Watch:
+    """A clock that goes on by a step with each look."""
+
+    def __init__(self, step_s: float) -> None:
+        self._now_s, self._step_s = 10.0, step_s
+
+    def __call__(self) -> float:
+        self._now_s += self._step_s
+        return self._now_s
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    found = percentiles_ms([number / 1000 for number in range(1, 1001)])
+    assert found == {"p50": 501, "p95": 951, "p99": 991, "p99.9": 1000, "max": 1000}
+    assert percentiles_ms([0.002]) == dict.fromkeys(("p50", "p95", "p99", "p99.9", "max"), 2)
+    assert percentiles_ms([]) is None
+
+
+def test_with_a_rate_every_departure_is_set_whatever_the_time_is() -> None:
+    for step_s in (0.0, 100.0):  # nothing delays, or everything does
+        times = list(departures(Load(per_s=4, count=5), _Watch(step_s)))
+        assert [time - times[0] for time in times if time and times[0]] == [0, 0.25, 0.5, 0.75, 1]
+    assert len(list(departures(Load(per_s=4, seconds=3), _Watch(0)))) == 12
+
+
+def test_without_a_rate_they_leave_at_once_until_the_count_or_the_time() -> None:
+    assert list(departures(Load(count=3), _Watch(100))) == [None] * 3
+    assert list(departures(Load(seconds=2), _Watch(0.5))) == [None] * 3
+
+
+def test_rates_follow_from_count_and_time() -> None:
+    measured = Measured(count=10, seconds=4, size_bytes=100)
+    assert (measured.per_s, measured.bytes_per_s) == (2.5, 250)
+    assert Measured(0, 0, 100).per_s == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_no_message_is_no_rate(seconds: float) -> None:
+    assert Measured(0, seconds, 1).bytes_per_s == 0

@@ -1,0 +1,284 @@
+"""What a producer can be asked for beyond a plain send: one way, compressed, in order of a key.
+
+Goal: one-way messages are as safe as others but for a receipt; compression changes nothing but
+bytes; the order of a key survives a change of the queues.
+Method: as in `test_producer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from functools import partial
+from typing import Literal
+
+import pytest
+
+from batonmq.blocking import BlockingProducer
+from batonmq.common.errors import (
+    BadBatch,
+    InvalidArgument,
+    LimitExceeded,
+    TopicNotFound,
+    Unreachable,
+)
+from batonmq.core.compression import Compression
+from batonmq.core.records import Message
+from batonmq.core.route import KeyedQueues, QueueId
+from batonmq.producer import Producer
+from batonmq.producing.losses import LOG_INTERVAL_MS, Losses
+from batonmq.producing.placing import ProducerClosed
+from batonmq.producing.settings import ProducerSettings
+from tests.client.twins import BROKER, NOWHERE, Gate, twins
+from tests.support.waiting import until
+
+# ---- one way
+
+
+async def test_one_way_message_is_handed_over_without_waiting_for_its_outcome() -> None:
+    gate = Gate()
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        for number in range(100):
+            await producer.send_one_way("orders", b"%d" % number, tag="t", ordering_key="k")
+        assert at.storage.stored == []
+        gate.open()
+        await producer.flush()
+        assert at.storage.queues["orders", 0] == [b"%d" % n for n in range(100)]
+        assert producer.one_way_failures == 0
+
+
+async def test_closing_loses_no_one_way_message() -> None:
+    async with twins(orders=4) as at:
+        async with Producer(at.address) as producer:
+            for number in range(100):
+                await producer.send_one_way("orders", b"%d" % number)
+        assert Counter(at.storage.stored) == Counter(b"%d" % n for n in range(100))
+
+
+async def test_one_way_message_waits_for_room_like_any_other() -> None:
+    gate = Gate()
+    settings = ProducerSettings(in_flight_bytes_max=10_000)
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        await producer.send("orders", b"opens the topic")
+        at.storage.before = gate
+        await producer.send_one_way("orders", bytes(8_000))
+        async with asyncio.TaskGroup() as tasks:
+            second = tasks.create_task(producer.send_one_way("orders", bytes(8_000)))
+            await until(lambda: gate.arrived)
+            assert not second.done()
+            gate.open()
+        await producer.flush()
+        assert len(at.storage.stored) == 3
+
+
+async def test_one_way_messages_that_fail_are_counted_and_others_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with twins(orders=4) as at, Producer(at.address) as producer:
+        at.storage.refusal = lambda _: BadBatch("never")
+        for _ in range(50):
+            await producer.send_one_way("orders", b"")
+        with pytest.raises(BadBatch):
+            await producer.send("orders", b"")
+        await producer.flush()
+        assert producer.one_way_failures == 50
+    told = [record.message for record in caplog.records if "one-way" in record.message]
+    assert len(told) == 1
+    assert "error=never" in told[0]
+
+
+async def test_blocking_producer_sends_one_way_too() -> None:
+    def work(address: str) -> int:
+        with BlockingProducer(address) as producer:
+            for number in range(20):
+                producer.send_one_way("orders", b"%d" % number, tag="t", ordering_key="k")
+            producer.flush()
+            return producer.one_way_failures
+
+    async with twins(orders=2) as at:
+        assert await asyncio.to_thread(work, at.address) == 0
+        assert at.storage.log == [b"%d" % n for n in range(20)]
+
+
+async def test_one_way_messages_without_a_broker_are_counted_when_the_producer_is_left() -> None:
+    settings = ProducerSettings(delivery_timeout_ms=300)
+    async with twins(orders=2) as at:
+        at.nameserver.storage_address = NOWHERE
+        async with Producer(at.address, settings) as producer:
+            for _ in range(10):
+                await producer.send_one_way("orders", b"")
+        assert producer.one_way_failures == 10
+
+
+async def test_one_way_message_that_cannot_be_handed_over_is_refused() -> None:
+    async with twins(orders=1) as at:
+        async with Producer(at.address) as producer:
+            with pytest.raises(TopicNotFound):
+                await producer.send_one_way("order", b"")
+            with pytest.raises(LimitExceeded):
+                await producer.send_one_way("orders", bytes(4 * 1024 * 1024 + 1))
+            await producer.send("orders", b"")
+        with pytest.raises(ProducerClosed):
+            await producer.send_one_way("orders", b"")
+        assert producer.one_way_failures == 0
+
+
+def test_log_tells_of_losses_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    losses = Losses()
+    with caplog.at_level(logging.WARNING):
+        losses.add(0, Unreachable("x"), 0)
+        assert caplog.records == []
+        for now_ms in range(0, LOG_INTERVAL_MS + 1, 100):
+            losses.add(2, Unreachable("x"), now_ms)
+    first, second = (record.message for record in caplog.records)
+    assert first.startswith("one-way messages failed count=2 total=2 ")
+    assert second.startswith("one-way messages failed count=200 total=202 ")
+    assert losses.count == 202
+
+
+# ---- compression
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+async def test_batches_are_compressed_as_the_settings_say(
+    compression: Literal["lz4", "zstd"],
+) -> None:
+    settings = ProducerSettings(compression=compression)
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        await producer.send("orders", b"abc" * 1_000)
+        await producer.send("orders", b"abc" * 300)
+    large, small = at.storage.headers
+    assert large.compression is Compression[compression.upper()]
+    assert large.length < 400
+    assert small.compression is Compression.NONE, "it has less than 1,024 bytes"
+    assert at.storage.queues["orders", 0] == [b"abc" * 1_000, b"abc" * 300]
+
+
+async def test_nothing_is_compressed_by_default() -> None:
+    async with twins(orders=1) as at, Producer(at.address) as producer:
+        await producer.send("orders", b"abc" * 1_000)
+    assert at.storage.headers[0].compression is Compression.NONE
+
+
+async def test_compressed_batch_takes_no_more_messages_than_another() -> None:
+    """`batch_bytes_max` bounds what a consumer has to unpack."""
+    settings = ProducerSettings(compression="lz4", batch_bytes_max=10_000)
+    gate = Gate()
+    async with twins(orders=1) as at, Producer(at.address, settings) as producer:
+        at.storage.before = gate
+        for _ in range(10):
+            await producer.send_one_way("orders", bytes(4_000))
+        gate.open()
+        await producer.flush()
+        assert max(header.count for header in at.storage.headers) == 2
+
+
+def test_compression_that_is_not_known_is_refused() -> None:
+    settings = ProducerSettings(compression="gzip")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="gzip") as refused:
+        Producer("127.0.0.1:1", settings)
+    assert refused.value.remedy == "Use none, lz4 or zstd."
+
+
+# ---- order of a key while the queues change
+
+
+def queues(count: int) -> tuple[QueueId, ...]:
+    return tuple(QueueId("orders", BROKER, number) for number in range(count))
+
+
+def keys_that(*, move: bool, count: int = 5) -> list[str]:
+    """Keys that (do not) move when two queues become four."""
+    before, after = KeyedQueues(queues(2)), KeyedQueues(queues(4))
+    keys = [f"key-{number}" for number in range(100)]
+    return [key for key in keys if (before.of(key) != after.of(key)) is move][:count]
+
+
+async def sees(producer: Producer, queue: QueueId) -> None:
+    """Until the producer knows the queue."""
+
+    async def known() -> bool:
+        try:
+            await producer.submit("orders", Message(b"look"), queue=queue)
+        except BaseException as error:
+            if "is not a queue" in str(error):
+                return False
+            raise
+        return True
+
+    await until(known)
+
+
+async def test_key_that_moves_waits_for_what_is_under_way_of_it() -> None:
+    gate = Gate()
+    (key, *_), (other, *_) = keys_that(move=True), keys_that(move=False)
+    old, new = KeyedQueues(queues(2)).of(key), KeyedQueues(queues(4)).of(key)
+    async with twins(orders=2) as at, Producer(at.address) as producer:
+        at.storage.before = gate
+        first = await producer.submit("orders", Message(b"1"), ordering_key=key)
+        await until(lambda: gate.arrived)
+        second = await producer.submit("orders", Message(b"2"), ordering_key=key)
+        at.nameserver.set_topic("orders", 4)
+        await sees(producer, queues(4)[3])
+        async with asyncio.TaskGroup() as tasks:
+            third = tasks.create_task(producer.send("orders", b"3", ordering_key=key))
+            one_way = tasks.create_task(producer.send_one_way("orders", b"4", ordering_key=key))
+            stays = await producer.submit("orders", Message(b"stays"), ordering_key=other)
+            assert not third.done()
+            assert not one_way.done()
+            gate.open()
+        await producer.flush()
+        assert (await first).queue == (await second).queue == old
+        assert third.result().queue == new
+        assert (await stays).queue == KeyedQueues(queues(4)).of(other)
+        assert at.storage.queues["orders", new.queue_id][-2:] == [b"3", b"4"]
+
+
+async def test_key_that_moves_with_nothing_under_way_does_not_wait() -> None:
+    gate = Gate()
+    moving = keys_that(move=True)
+    async with twins(orders=2) as at, Producer(at.address) as producer:
+        for key in moving:
+            await producer.send("orders", b"", ordering_key=key)
+        at.storage.before = gate
+        at.nameserver.set_topic("orders", 4)
+        await sees(producer, queues(4)[3])
+        pending = [
+            await producer.submit("orders", Message(b""), ordering_key=key) for key in moving
+        ]
+        gate.open()
+        found = [(await one).queue for one in pending]
+        assert found == [KeyedQueues(queues(4)).of(key) for key in moving]
+
+
+async def test_order_of_every_key_is_kept_through_changes_under_load() -> None:
+    """In the order of storing, whatever the queue."""
+    keys = [f"key-{number}" for number in range(20)]
+    settings = ProducerSettings(batch_messages_max=5, in_flight_bytes_max=2_000)
+    async with twins(orders=1) as at:
+        async with Producer(at.address, settings) as producer, asyncio.TaskGroup() as tasks:
+
+            async def send(key: str) -> None:
+                for number in range(100):
+                    await producer.send_one_way(
+                        "orders", f"{key} {number}".encode(), ordering_key=key
+                    )
+                    await asyncio.sleep(0)
+
+            for key in keys:
+                tasks.create_task(send(key))
+            for count in (2, 3, 5, 8):
+                await until(partial(at.storage.has, len(at.storage.log) + 100))
+                at.nameserver.set_topic("orders", count)
+        assert producer.one_way_failures == 0
+        for key in keys:
+            numbers = [n for name, n in map(_split, at.storage.log) if name == key]
+            assert numbers == list(range(100)), key
+        assert len(at.storage.queues) == 8
+
+
+def _split(body: bytes) -> tuple[str, int]:
+    key, number = body.decode().split()
+    return key, int(number)

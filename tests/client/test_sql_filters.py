@@ -1,0 +1,155 @@
+"""Conditions on properties, from the consumer to the log and back, on a real cluster.
+
+Goal: a member gets what its condition is true of and nothing else, though whole batches arrive; a
+message that fails comes back whatever the condition says; who filters otherwise is refused with
+the difference, and nonsense before anybody is asked.
+Method: real services, and once those of `batonmq.testing`; messages of one batch differ in their
+properties.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.errors import BadExpression, SubscriptionConflict
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.results import RetryLater
+from batonmq.core.records import Message
+from batonmq.core.route import QueueId
+from batonmq.producer import Producer
+from batonmq.puller import Puller, PullerSettings
+from batonmq.testing import MemoryBroker
+from tests.client.group import QUICK, Scene, noting, scene
+from tests.support.waiting import until
+
+NOBODY = "127.0.0.1:1"
+
+
+async def send(at: Scene, *prices: int | None) -> None:
+    """Messages with these prices to one queue, in as few batches as they fit into."""
+    queue = QueueId(at.topic, "broker-0", 0)
+    async with Producer(at.nameserver) as producer:
+        for number, price in enumerate(prices):
+            properties = {} if price is None else {"price": str(price), "region": "eu"}
+            message = Message(
+                str(price).encode(), "even" if number % 2 == 0 else "odd", (), properties
+            )
+            await producer.submit(at.topic, message, queue=queue)
+
+
+@pytest.mark.e2e
+async def test_a_consumer_gets_what_its_condition_is_true_of_and_passes_the_rest(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, 1) as at:
+        await send(at, 1, 20, None, 3, 40, None)
+        async with noting(at, "a", "sql: price > 10 AND region = 'eu'"):
+            await until(lambda: len(at.handled) == 2)
+            await send(at, 5, 60)
+            await until(lambda: len(at.handled) == 3)
+
+            async def done() -> bool:
+                return await at.lag() == 0
+
+            await until(done)
+        assert at.by("a") == ["20", "40", "60"]
+
+
+@pytest.mark.e2e
+async def test_a_condition_may_ask_for_the_tag_and_for_what_is_missing(nameserver: str) -> None:
+    async with scene(nameserver, 1) as at:
+        await send(at, 1, 20, None, 3, None, None)
+        async with noting(at, "a", "sql: TAGS = 'odd' AND (price IS NULL OR price > 10)"):
+            await until(lambda: len(at.handled) == 2)
+        assert at.by("a") == ["20", "None"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("group", [True, False])
+async def test_a_puller_filters_alike_with_and_without_a_group(
+    nameserver: str, group: bool
+) -> None:
+    async with scene(nameserver, 1) as at:
+        await send(at, 1, 20, None, 3, 40)
+        filters = {at.topic: "sql: price BETWEEN 2 AND 30"}
+        settings = PullerSettings(consume_from="first")
+        name = at.group if group else ""
+        if group:
+            await _create_unowned(at)
+        async with Puller(nameserver, name, settings, filters=filters) as pulling:
+            (queue,) = await pulling.queues(at.topic)
+            await pulling.assign([queue])
+            found: list[str] = []
+            async with asyncio.timeout(20):
+                while len(found) < 2:
+                    for some in (await pulling.poll(5_000, 100)).values():
+                        found += [message.body.decode() for message in some]
+            assert found == ["20", "3"]
+            assert await pulling.position(queue) == 5
+
+
+@pytest.mark.e2e
+async def test_a_message_that_fails_comes_back_with_its_properties(nameserver: str) -> None:
+    async with scene(nameserver, 1) as at:
+        await send(at, 1, 20)
+        settings = replace(QUICK, send_back=True)
+        seen: list[tuple[str, int, str]] = []
+
+        async def handle(message: ReceivedMessage) -> object:
+            seen.append((message.body.decode(), message.attempts, message.properties["price"]))
+            return RetryLater(1_000) if message.attempts == 1 else None
+
+        async with (
+            at.consumer("a", "sql: price > 10", settings) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(consumer.run(handle))
+            await until(lambda: len(seen) == 2)
+            consumer.stop()
+        assert seen == [("20", 1, "20"), ("20", 2, "20")]
+
+
+@pytest.mark.e2e
+async def test_members_with_a_condition_and_with_tags_are_told_the_difference(
+    nameserver: str,
+) -> None:
+    async with scene(nameserver, 1) as at, at.consumer("a", "sql: price>10"):
+        async with at.consumer("b", "sql:  price > 10"):
+            pass
+        with pytest.raises(SubscriptionConflict) as refused:
+            async with at.consumer("c", "even"):
+                pass
+        (difference,) = refused.value.differences
+        assert (difference.newcomer_value, difference.member_value) == ("even", "sql: price > 10")
+
+
+async def test_a_bad_condition_is_refused_before_anybody_is_asked() -> None:
+    with pytest.raises(BadExpression, match="column 11: 'x' where"):
+        Consumer(NOBODY, "g", {"orders": "sql: a > 5x"})
+    with pytest.raises(BadExpression, match="the end where"):
+        Puller(NOBODY, filters={"orders": "sql: a >"})
+
+
+async def _create_unowned(at: Scene) -> None:
+    async with Admin(at.nameserver) as admin:
+        await admin.update_group(at.group, ownership="off")
+
+
+async def test_a_condition_filters_in_a_cluster_in_memory_too() -> None:
+    async with MemoryBroker() as broker:
+        await broker.create_topic("orders", 1)
+        async with broker.producer() as producer:
+            for price in range(20):
+                await producer.send("orders", b"%d" % price, properties={"price": str(price)})
+        async with broker.consumer("billing", {"orders": "sql: price >= 17"}) as consumer:
+            found: list[bytes] = []
+            async for message in consumer:
+                found.append(message.body)
+                if len(found) == 3:
+                    consumer.stop()
+        assert found == [b"17", b"18", b"19"]

@@ -1,0 +1,290 @@
+"""Goal: a compressed batch is the same batch to every reader; its packed records can neither pass
+for something else nor make anybody take more memory than the lengths say.
+
+Method: golden batches, Hypothesis round trips, packed records exchanged for others under a right
+checksum, with a look at what is allocated.
+"""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Sequence
+
+import google_crc32c
+import lz4.block
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.common.errors import BadBatch, BatonError, LimitExceeded
+from batonmq.core.compression import Compression, Packing
+from batonmq.core.records import (
+    BATCH_BYTES_MAX,
+    BODY_BYTES_MAX,
+    BODY_FROM,
+    HEADER_BYTES,
+    RECORD,
+    STAMP_TO,
+    BatchBuilder,
+    Message,
+    check_batch,
+    decode_records,
+    encode_record,
+    key_hashes,
+    read_header,
+    record_lengths,
+    record_section,
+    tag_hashes,
+)
+from tests.core.test_records import MESSAGES
+
+PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])
+FEW_AND_MANY = pytest.mark.parametrize("count", [1, 40, 41, 500])
+"""Few records are checked one by one, many at once."""
+GOLDEN_MESSAGES = (Message(b"hello" * 8, tag="TagA", keys=("order-1",)), Message(b"hello" * 8))
+GOLDEN_COLUMNS = (
+    # topic; lengths, tag hashes, key hashes
+    "546f70696354657374 0000003b 00000030 0027a807 00000000 e0b37fef 00000000"
+)
+GOLDEN = {
+    Compression.LZ4: bytes.fromhex(
+        "42544e31 0001 0000 000000ac" + "00" * 40 + "f7196926 0000000000000005 00000001 00000002"
+        "0000018bcfe56800 00000003 00000002 00000000 0009 0001" + GOLDEN_COLUMNS +
+        # one LZ4 block
+        "ff0900070004000000006f726465722d315461674168656c6c6f050010130001000f2b00105068656c6c6f"
+    ),
+    Compression.ZSTD: bytes.fromhex(
+        "42544e31 0001 0000 000000b3" + "00" * 40 + "b47b0d34 0000000000000005 00000001 00000002"
+        "0000018bcfe56800 00000003 00000002 00000000 0009 0002" + GOLDEN_COLUMNS +
+        # one Zstandard frame that names 0x6b bytes
+        "28b52ffd206b4d0100f000070004000000006f726465722d315461674168656c6c6f0068656c6c6f03009c22"
+        "80732f409631"
+    ),
+}  # fmt: skip
+
+
+def encode(packing: Packing, *messages: Message) -> bytes:
+    builder = BatchBuilder(packing)
+    for message in messages:
+        builder.add(message, encode_record(message))
+    return builder.encode(
+        topic="TopicTest", queue_id=3, producer=(5, 1), sequence=2, born_unix_ms=1_700_000_000_000
+    )
+
+
+def contents(batch: bytes) -> list[tuple[bytes, str, tuple[str, ...], dict[str, str]]]:
+    header = check_batch(batch, stamped=False)
+    records = decode_records(batch, header, range(header.count))
+    return [(r.body, r.tag, r.keys, dict(r.properties)) for r in records]
+
+
+def repacked(batch: bytes, packed: bytes, lengths: Sequence[int] = ()) -> bytes:
+    """`batch` with other packed records, and other lengths, as a faulty producer would seal it."""
+    header = read_header(batch)
+    columns_at = HEADER_BYTES + len(header.topic)
+    columns = bytearray(batch[columns_at : columns_at + 12 * header.count])
+    if lengths:
+        struct.pack_into(f">{header.count}I", columns, 0, *lengths)
+    whole = bytearray(batch[:columns_at] + columns + packed)
+    struct.pack_into(">I", whole, 8, len(whole))
+    crc = google_crc32c.value(bytes(whole[BODY_FROM:]))
+    struct.pack_into(">I", whole, STAMP_TO, crc)
+    return bytes(whole)
+
+
+def pack(compression: Compression, records: bytes) -> bytes:
+    if compression is Compression.LZ4:
+        return bytes(lz4.block.compress(records, store_size=False))
+    return zstandard.compress(records)
+
+
+@PACKED
+@given(messages=MESSAGES)
+def test_messages_come_back_as_they_were(compression: Compression, messages: list[Message]) -> None:
+    messages = messages * 5  # enough for it to be worth while
+    plain, packed = encode(Packing(), *messages), encode(Packing(compression), *messages)
+    assert contents(packed) == contents(plain)
+    assert len(packed) <= len(plain)
+
+
+@PACKED
+def test_the_format_is_this_byte_for_byte(compression: Compression) -> None:
+    golden = GOLDEN[compression]
+    assert read_header(golden).compression is compression
+    assert contents(golden) == [(m.body, m.tag, m.keys, {}) for m in GOLDEN_MESSAGES]
+    encoded = encode(Packing(compression), *GOLDEN_MESSAGES)
+    assert encoded[:8] == golden[:8], "another release of the library may pack in another way"
+    assert encoded[BODY_FROM : HEADER_BYTES + 33] == golden[BODY_FROM : HEADER_BYTES + 33]
+
+
+@PACKED
+def test_columns_are_those_of_the_batch_without_compression(compression: Compression) -> None:
+    messages = [Message(b"x" * 200, tag=f"t{n}", keys=(f"k{n}", "b")) for n in range(50)]
+    plain, packed = encode(Packing(), *messages), encode(Packing(compression), *messages)
+    heads = read_header(plain), read_header(packed)
+    assert [head.compression for head in heads] == [Compression.NONE, compression]
+    assert len(packed) < len(plain) / 2
+    assert tag_hashes(packed, heads[1]).tolist() == tag_hashes(plain, heads[0]).tolist()
+    assert record_lengths(packed, heads[1]).tolist() == [214] * 10 + [216] * 40
+    of_packed, of_plain = key_hashes(packed, heads[1]), key_hashes(plain, heads[0])
+    assert of_packed[0].tolist() == of_plain[0].tolist()
+    assert of_packed[1].tolist() == of_plain[1].tolist()
+    assert record_section(packed, heads[1]) == record_section(plain, heads[0])
+
+
+@PACKED
+def test_batch_that_would_not_get_smaller_or_is_small_stays_as_it_is(
+    compression: Compression,
+) -> None:
+    short = Message(b"abc")
+    assert encode(Packing(compression), short) == encode(Packing(), short)
+    long = Message(b"x" * 1_000)
+    assert encode(Packing(compression, 1_009), long) == encode(Packing(), long)
+    assert len(encode(Packing(compression, 1_008), long)) < 300
+
+
+@pytest.mark.parametrize("flags", [3, 15, 16, 17, 0x8000])
+def test_flags_of_a_later_version_are_refused(flags: int) -> None:
+    batch = bytearray(encode(Packing(), Message(b"hello")))
+    struct.pack_into(">H", batch, 94, flags)
+    with pytest.raises(BadBatch, match="unknown flags") as refused:
+        read_header(bytes(batch))
+    assert refused.value.facts == {"field": "flags"}
+
+
+@PACKED
+@FEW_AND_MANY
+def test_records_that_are_not_those_of_the_lengths_are_refused(
+    compression: Compression, count: int
+) -> None:
+    message = Message(b"x" * 100)
+    batch = encode(Packing(compression), *[message] * count)
+    records = encode_record(message) * count
+    packed = pack(compression, records)
+    wrong = [
+        pack(compression, records[:-1]),
+        pack(compression, records + b"x"),
+        pack(compression, records * 50),
+        packed[:-1],
+        packed + b"x",
+        packed + packed,
+        b"\0",
+        b"garbage",
+        struct.pack("<II", 0x184D2A50, len(records)) + records,  # a frame that says: skip me
+    ]
+    for one in wrong:
+        bad = repacked(batch, one)
+        header = read_header(bad)
+        for read in (
+            lambda bad=bad: check_batch(bad, stamped=False),
+            lambda bad=bad, header=header: record_section(bad, header),
+            lambda bad=bad, header=header: list(decode_records(bad, header, [0])),
+        ):
+            with pytest.raises(BadBatch) as refused:
+                read()
+            assert refused.value.facts == {"field": "records"}
+
+
+@PACKED
+@FEW_AND_MANY
+@pytest.mark.parametrize(
+    ("head", "body", "error", "field"),
+    [
+        ((2_000, 0, 0), 5_000, LimitExceeded, "keys"),
+        ((0, 128, 0), 5_000, LimitExceeded, "tag"),
+        ((0, 0, 48 * 1024 + 1), 50_000, LimitExceeded, "properties"),
+        ((0, 0, 0), BODY_BYTES_MAX + 1, LimitExceeded, "body"),
+        ((1, 1, 4), 5, BadBatch, "record"),
+    ],
+)
+def test_limits_hold_for_what_is_inside(
+    compression: Compression,
+    count: int,
+    head: tuple[int, int, int],
+    body: int,
+    error: type[BatonError],
+    field: str,
+) -> None:
+    builder = BatchBuilder(Packing(compression))
+    for record in (RECORD.pack(*head) + bytes(body), *[RECORD.pack(0, 0, 0)] * (count - 1)):
+        builder.add(Message(b""), record)
+    batch = builder.encode(topic="t", queue_id=0)
+    with pytest.raises(error) as refused:
+        check_batch(batch, stamped=False)
+    assert refused.value.facts["field"] == field
+
+
+@PACKED
+@FEW_AND_MANY
+def test_record_shorter_than_its_head_is_refused(compression: Compression, count: int) -> None:
+    batch = encode(Packing(compression), *[Message(b"x" * 100)] * count)
+    records = encode_record(Message(b"x" * 100)) * (count - 1) + b"\0" * 7
+    bad = repacked(batch, pack(compression, records), [108] * (count - 1) + [7])
+    with pytest.raises(BadBatch) as refused:
+        check_batch(bad, stamped=False)
+    assert refused.value.facts["field"] == "lengths"
+
+
+@PACKED
+def test_batch_longer_than_allowed_once_it_is_unpacked_is_refused_by_its_lengths(
+    compression: Compression,
+) -> None:
+    batch = encode(Packing(compression), *[Message(bytes(1_000))] * 2)
+    columns_bytes = HEADER_BYTES + len("TopicTest") + 24
+    fits = BATCH_BYTES_MAX - columns_bytes - BODY_BYTES_MAX
+    bad = repacked(batch, b"garbage", [BODY_BYTES_MAX, fits + 1])
+    with pytest.raises(LimitExceeded) as refused:
+        check_batch(bad, stamped=False)
+    assert refused.value.facts["field"] == "batch"
+    with pytest.raises(BadBatch, match="unpacked"):
+        check_batch(repacked(batch, b"garbage", [BODY_BYTES_MAX, fits]), stamped=False)
+
+
+@PACKED
+def test_records_that_unpack_to_more_than_the_lengths_take_no_memory(
+    compression: Compression,
+) -> None:
+    batch = encode(Packing(compression), Message(bytes(10_000)))
+    bomb = repacked(batch, pack(compression, bytes(200_000_000)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadBatch):
+            record_section(bomb, read_header(bomb))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@PACKED
+def test_encoder_holds_to_the_limit_of_what_is_inside(compression: Compression) -> None:
+    message = Message(bytes(BODY_BYTES_MAX))
+    builder = BatchBuilder(Packing(compression))
+    for _ in range(2):
+        builder.add(message, encode_record(message))
+    with pytest.raises(LimitExceeded):
+        builder.encode(topic="t", queue_id=0)
+
+
+@PACKED
+def test_no_flipped_byte_and_no_truncation_passes(compression: Compression) -> None:
+    golden = GOLDEN[compression]
+    for at in range(HEADER_BYTES, len(golden)):
+        flipped = bytearray(golden)
+        flipped[at] ^= 0x10
+        for bad in (bytes(flipped), golden[:at]):
+            with pytest.raises(BatonError):
+                check_batch(bad, stamped=False)
+
+
+@PACKED
+def test_no_packed_bytes_do_anything_but_pass_or_be_refused(compression: Compression) -> None:
+    batch = encode(Packing(compression), Message(b"x" * 100))
+
+    @given(st.binary(min_size=1, max_size=200))
+    def judged(junk: bytes) -> None:
+        with pytest.raises(BadBatch):
+            check_batch(repacked(batch, junk), stamped=False)
+
+    judged()

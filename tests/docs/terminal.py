@@ -1,0 +1,116 @@
+"""Plays a page: its commands, in their order, must print what the page shows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.docs.pages import Page
+from tests.support.waiting import until
+
+HOST = "vm"
+"""The name of the machine on pages."""
+_VARYING = re.compile(
+    r"\b[0-9a-f]{14,16}\b|\d{4}-\d\d-\d\dT[\d:.]+Z|\bbroker-0-[0-9a-f]+-[0-9a-f]+\b"
+    r"|\b[\d.]+ s\b|(?<=100  )[\d.]+(?=  +worker)|generation \d+(?=;)"
+)
+_ONCE = re.compile(r"\bbaton (produce|consume|topic|group update)\b")
+"""Commands that change something; the others are repeated until they print what is shown."""
+
+
+def same(output: str) -> list[list[str]]:
+    """The words of what a command printed, without what differs from run to run."""
+    output = output.replace(socket.gethostname(), HOST)
+    return [_VARYING.sub("…", line).split() for line in output.rstrip().splitlines()]
+
+
+def commands(page: Page) -> Iterator[tuple[str, str]]:
+    """Each command of the page with the output that is shown."""
+    for block in page.blocks(""):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            yield command, output
+
+
+class Terminal:
+    """Runs commands in a folder, against a cluster."""
+
+    def __init__(self, folder: Path, nameserver: str) -> None:
+        self.folder = folder
+        mine = dict(os.environ)  # noqa: TID251  what a terminal has, too
+        path = f"{Path(sys.executable).parent}:{mine['PATH']}"
+        self._environment = mine | {"PATH": path, "BATON_NAMESERVER": nameserver}
+        self._jobs: list[Process] = []
+
+    async def run(self, command: str, shown: str) -> None:
+        """Run it; what ends with `&` goes on, and `kill` ends it, as `%1` or `%2`."""
+        if command.endswith(" &"):
+            await self._start(command.removesuffix(" &"))
+        elif command.startswith("kill "):
+            job = self._jobs[int(command[-1]) - 1]
+            job.send_signal(signal.SIGKILL if "-9" in command else signal.SIGTERM)
+            await job.wait()
+        elif _ONCE.search(command):
+            printed = await self._output(command)
+            assert same(printed) == same(shown), printed
+        else:
+            await self._until_shown(command, shown)
+
+    async def _start(self, command: str) -> None:
+        program, _, file = command.partition(" > ")
+        with (self.folder / file).open("wb") as output:
+            job = await asyncio.create_subprocess_exec(
+                *shlex.split(program),
+                cwd=self.folder,
+                env=self._environment,
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self._jobs.append(job)
+
+    async def _until_shown(self, command: str, shown: str) -> None:
+        printed = ""
+
+        async def is_shown() -> bool:
+            nonlocal printed
+            printed = await self._output(command)
+            return same(printed) == same(shown)
+
+        try:
+            await until(is_shown, timeout_s=30)
+        except TimeoutError:
+            assert printed == shown, f"$ {command}"
+            raise
+
+    async def _output(self, command: str) -> str:
+        process = await asyncio.create_subprocess_shell(
+            command, cwd=self.folder, env=self._environment, stdout=PIPE, stderr=STDOUT
+        )
+        return (await process.communicate())[0].decode()
+
+    async def close(self) -> None:
+        """End what still runs."""
+        for job in self._jobs:
+            if job.returncode is None:
+                job.kill()
+                await job.wait()
+
+
+@asynccontextmanager
+async def terminal(folder: Path, nameserver: str) -> AsyncIterator[Terminal]:
+    """A terminal whose processes are gone when the block ends."""
+    opened = Terminal(folder, nameserver)
+    try:
+        yield opened
+    finally:
+        await opened.close()

@@ -1,0 +1,76 @@
+"""Goal: what docs/filters.md says of filters is so: forms, limits, and the logic of unknown.
+
+Method: read its tables, and ask the code.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from batonmq.core.sql_parser import CONDITIONS_MAX
+from batonmq.core.subscription import EXPRESSION_CHARACTERS_MAX, parse_filter
+from services.storage.core.properties import BYTES_PER_STEP, STEPS_MAX, STEPS_PER_BATCH
+from services.storage.core.store import SCANNED_MAX
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs" / "filters.md").read_text()
+VALUES = {"true": "a = 1", "false": "a = 2", "unknown": "b = 1"}
+"""Conditions on a message that has an `a` of 1, and nothing else."""
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the first table below a heading, without its head."""
+    _, _, rest = PAGE.partition(f"## {heading}\n")
+    lines = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+FORMS = [
+    form
+    for cell, *_ in rows("Conditions")
+    for form in re.findall(r"`([^`]+)`", cell)
+    if re.match(r"[a-z] |TRUE|FALSE", form)
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_understood(form: str) -> None:
+    assert parse_filter(f"sql: {form}").canonical() == f"sql: {form}"
+
+
+def test_the_table_has_forms() -> None:
+    assert len(FORMS) > 12
+
+
+LIMITS = (
+    EXPRESSION_CHARACTERS_MAX, CONDITIONS_MAX, STEPS_MAX, SCANNED_MAX, BYTES_PER_STEP,
+    STEPS_PER_BATCH,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_limits_are_those_of_the_code(limit: int) -> None:
+    told = " ".join(cell for row in rows("Where it is done, and what it costs") for cell in row)
+    assert re.search(rf"\b{limit:,}\b", told)
+
+
+def _value(condition: str) -> str:
+    found, opposite = (
+        parse_filter(f"sql: {text}").accepts("", (), {"a": "1"})
+        for text in (condition, f"NOT ({condition})")
+    )
+    return "true" if found else "false" if opposite else "unknown"
+
+
+@pytest.mark.parametrize("word", ["AND", "OR"])
+def test_the_table_of_three_values_is_that_of_the_code(word: str) -> None:
+    table = rows("True, false, unknown")
+    assert len(table) == 3
+    for one, *answers in table:
+        left = VALUES[one.strip("*")]
+        begin = 0 if word == "AND" else 3
+        told = answers[begin : begin + 3]
+        assert told == [_value(f"{left} {word} {VALUES[other]}") for other in VALUES]
+        assert answers[6] == _value(f"NOT {left}")

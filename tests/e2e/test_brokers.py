@@ -1,0 +1,145 @@
+"""Goal: a producer goes on at the other broker while one is dead, loses and doubles nothing, and
+uses it again once it is back.
+
+Method: a real cluster with two storage nodes; a producer that keeps sending numbered messages, with
+and without ordering keys; kill -9 of one node in the middle. Afterwards both nodes are read from
+the first message on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.core.records import Message
+from batonmq.core.route import QueueId
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Pending, Receipt
+from batonmq.producing.settings import ProducerSettings
+from batonmq.puller import Puller
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+TOPIC = "numbers"
+VICTIM = "broker-1"
+
+
+def is_free(number: int) -> bool:
+    """Whether the message has no ordering key."""
+    return number % 10 != 0
+
+
+class Sending:
+    """Messages that are sent all the time, at most so many without a receipt.
+
+    Attributes:
+        count: How many were handed over.
+    """
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._ends = asyncio.Event()
+        self.count = 0
+        self.pending: dict[int, Pending] = {}
+        self.receipts: dict[int, Receipt] = {}
+
+    def at(self, broker: str) -> int:
+        """How many free messages have a receipt of this broker."""
+        return sum(r.queue.broker == broker for n, r in self.receipts.items() if is_free(n))
+
+    def has_all(self, begin: int, end: int) -> bool:
+        """Whether all free messages of these numbers have receipts."""
+        return all(n in self.receipts for n in range(begin, end) if is_free(n))
+
+    def end(self) -> None:
+        self._ends.set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while not self._ends.is_set():
+                await until(lambda: len(self.pending) < 5_000, timeout_s=60)
+                for number in range(self.count, self.count + 20):
+                    key = None if is_free(number) else f"key-{number % 50}"
+                    message = Message(b"%d" % number)
+                    self.pending[number] = await self._producer.submit(
+                        TOPIC, message, ordering_key=key
+                    )
+                    tasks.create_task(self._note(number))
+                self.count += 20
+                await asyncio.sleep(0.005)
+
+    async def _note(self, number: int) -> None:
+        self.receipts[number] = await self.pending[number]
+        del self.pending[number]
+
+
+async def stored(nameserver: str) -> Counter[int]:
+    """How often each number is stored."""
+    found: Counter[int] = Counter()
+    async with Puller(nameserver) as puller:
+        queues = await puller.queues(TOPIC)
+        await puller.assign(queues)
+        missing = sum([await puller.seek(queue, "end") for queue in queues])
+        for queue in queues:
+            assert await puller.seek(queue, "begin") == 0
+        while missing:
+            for messages in (await puller.poll(10_000)).values():
+                found.update(int(message.body) for message in messages)
+                missing -= len(messages)
+    return found
+
+
+async def test_kill_9_of_one_of_two_brokers(tmp_path: Path) -> None:
+    clock = Clock()
+    settings = ProducerSettings(compression="lz4", compression_bytes_min=0)
+    async with local_cluster(tmp_path, brokers=2, auto_restart=False) as cluster:
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic(TOPIC, 8)
+        async with Producer(cluster.nameserver, settings) as producer, asyncio.TaskGroup() as tasks:
+            sending = Sending(producer)
+            tasks.create_task(sending.run())
+            await until(lambda: min(map(sending.at, ("broker-0", VICTIM))) > 500, timeout_s=30)
+
+            await cluster.kill("storage-1")
+            killed_ms, at_other = clock.monotonic_ms(), sending.at("broker-0")
+            await until(lambda: sending.at("broker-0") > at_other + 500, timeout_s=30)
+            begin = sending.count
+            await until(lambda: sending.has_all(begin, begin + 2_000), timeout_s=30)
+            assert clock.monotonic_ms() - killed_ms < 10_000, "sends did not go on at once"
+
+            await cluster.start("storage-1")
+            at_victim = sending.at(VICTIM)
+            await until(lambda: sending.at(VICTIM) > at_victim + 500, timeout_s=40)
+            sending.end()
+        receipts = sending.receipts
+        found = await stored(cluster.nameserver)
+    assert not sending.pending
+    assert set(receipts) <= set(found), "something acknowledged was lost"
+    assert set(found) <= set(receipts), "something is stored that has no receipt"
+    assert max(found.values()) == 1, "something is stored twice"
+    for key in range(0, 50, 10):
+        of_key = [receipts[n] for n in sorted(receipts) if not is_free(n) and n % 50 == key]
+        assert len({receipt.queue for receipt in of_key}) == 1
+        assert [r.offset for r in of_key] == sorted(r.offset for r in of_key)
+
+
+async def test_cluster_of_two_brokers_comes_back_with_both(tmp_path: Path) -> None:
+    queues: set[QueueId] = set()
+    async with local_cluster(tmp_path, brokers=2) as cluster:
+        assert cluster.addresses.keys() == {
+            "etcd", "offsets", "storage", "storage-1", "lockmgr", "nameserver",
+        }  # fmt: skip
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic(TOPIC, 2)
+        async with Producer(cluster.nameserver) as producer:
+            queues = {(await producer.send(TOPIC, b"%d" % n)).queue for n in range(2)}
+    assert {queue.broker for queue in queues} == {"broker-0", VICTIM}
+    async with local_cluster(tmp_path, brokers=2) as cluster:
+        assert await stored(cluster.nameserver) == {0: 1, 1: 1}

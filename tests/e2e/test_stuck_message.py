@@ -1,0 +1,81 @@
+"""Goal: after a crash a stuck message comes again alone, and until then an operator sees it.
+
+Method: docs/stuck-message.md is played: its worker, and its commands in their order, each repeated
+until it prints what the page shows. Ids, times and the generation are left out of the comparison.
+Then the same with acks that are never sent: what comes again is what offsets has not got, no more
+and no less. Locks are leased for 6 s, so that a dead owner is noticed soon.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq.admin import Admin
+from tests.docs.pages import ROOT, Page
+from tests.docs.terminal import commands, terminal
+from tests.e2e.crew import crew_of, send, started_again
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+PAGE = Path("docs/stuck-message.md")
+ADDRESS = "127.0.0.1:9876"
+LEASES: dict[str, Any] = {
+    "lockmgr": {"lock_lease_ms": 6_000},
+    "nameserver": {"member_lease_ms": 6_000, "heartbeat_interval_ms": 2_000},
+}
+
+
+async def test_the_page_tells_what_happens(tmp_path: Path) -> None:
+    page = Page(PAGE, (ROOT / PAGE).read_text())
+    (program,) = page.blocks("python")
+    assert ADDRESS in program
+    async with (
+        local_cluster(tmp_path / "cluster", **LEASES) as cluster,
+        terminal(tmp_path, cluster.nameserver) as opened,
+    ):
+        (tmp_path / "worker.py").write_text(program.replace(ADDRESS, cluster.nameserver))
+        played = list(commands(page))
+        for command, shown in played:
+            await opened.run(command, shown)
+    first, second = ((tmp_path / f"worker-{n}.txt").read_text().splitlines() for n in (1, 2))
+    assert sorted(map(int, first)) == list(range(1, 2_201))
+    assert second == ["2101 again"]
+    for told in ("UNACKED", "HEAD_OF_LINE", "LAG-SECONDS", "kill -9"):
+        assert any(told in command + shown for command, shown in played)
+
+
+async def test_acks_that_were_not_sent_before_a_crash_come_again_flagged_and_no_others(
+    tmp_path: Path,
+) -> None:
+    async with (
+        local_cluster(tmp_path / "cluster", **LEASES) as cluster,
+        Admin(cluster.nameserver) as admin,
+        crew_of(cluster.nameserver, "parcels", tmp_path) as crew,
+    ):
+        await admin.create_topic("parcels", 1)
+        await send(cluster.nameserver, "parcels", range(1, 2_201))
+        victim = await crew.join("victim", parallel=20, stick=2_101, commit_ms=600_000)
+        everything = set(range(1, 2_201))
+        await until(lambda: crew.done() == everything - {2_101}, timeout_s=60)
+        victim.kill()
+        await victim.process.wait()
+        (progress,) = await admin.progress(crew.group)
+        durable = set(range(progress.committed_offset))
+        durable.update(
+            offset for run in progress.acked for offset in range(run.first_offset, run.next_offset)
+        )
+        missing = everything - {offset + 1 for offset in durable}
+        assert missing > {2_101}, "nothing was on its way, so this shows nothing"
+
+        heir = await crew.join("heir", parallel=20)
+        await until(lambda: crew.done() == everything, timeout_s=60)
+        await send(cluster.nameserver, "parcels", [2_201])
+        await until(lambda: 2_201 in crew.done())
+        again = {later.number: later.redelivered for _, later in started_again(crew.handlings())}
+        assert again == dict.fromkeys(missing, True)
+        assert {handling.number for handling in heir.handlings()} == missing | {2_201}

@@ -1,0 +1,280 @@
+"""Goal: offsets can say who held a queue under which token, from when to when, and what was
+delivered; and never says more than is known. Method: the rules on a real table, the log over a
+real channel with a real disk, and the disk after restarts and deletions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+
+from services.offsets.codec import decode_handover, encode_handover
+from services.offsets.core.calls import Instant, Limits
+from services.offsets.core.holds import (
+    ACKED_RANGES_MAX,
+    HOLDS_MAX,
+    Ended,
+    Handover,
+    HoldEnd,
+    Reach,
+    holds,
+)
+from services.offsets.disk import Disk
+from services.offsets.persistence import (
+    HOLDS,
+    HandedOver,
+    entries_of,
+    find_handovers,
+    recover,
+)
+from tests.offsets.scene import (
+    FORCED,
+    IDLE,
+    KEY,
+    SAME_HOLDER,
+    A,
+    B,
+    C,
+    Scene,
+    offsets,
+)
+from tests.offsets.service import TERM, Service, call, deletion, queue, run, wish
+
+NOW = Instant(1, 1)
+
+
+def told(scene: Scene, records: list[Handover]) -> list[tuple[int, HoldEnd, Reach]]:
+    """Token, end and reach of each hold, newest first."""
+    found = holds(records, scene.queue.token, scene.queue.reach)
+    return [(hold.began.token, hold.end, hold.reach) for hold in found]
+
+
+class Log:
+    """A scene that notes every handover."""
+
+    def __init__(self) -> None:
+        self.scene = Scene()
+        self.records: list[Handover] = []
+
+    def note(self) -> None:
+        handover = self.scene.queue.handover
+        assert handover is not None
+        self.records.append(handover)
+
+    def told(self) -> list[tuple[int, HoldEnd, Reach]]:
+        return told(self.scene, self.records)
+
+
+def test_each_way_to_end_a_token_is_told_with_what_was_delivered_under_it() -> None:
+    log, scene = Log(), Scene()
+    log.scene = scene
+    scene.fence(A, 0)
+    log.note()
+    scene.record(1, 0, 10)
+    scene.commit(1, 10)
+    scene.fence(B, 1)
+    log.note()
+    scene.record(2, 10, 14)
+    scene.fence(B, 2, SAME_HOLDER)
+    log.note()
+    scene.record(3, 14, 20)
+    scene.now_ms += 30_000
+    scene.fence(C, 3, IDLE)
+    log.note()
+    scene.record(4, 10, 12)
+    scene.fence(A, 4, FORCED)
+    log.note()
+    scene.record(5, 10, 11)
+    scene.reset(0)
+    log.note()
+    assert log.told() == [
+        (6, HoldEnd.NOTHING, Reach(0, 0)),
+        (5, HoldEnd.RESET, Reach(11, 11)),
+        (4, HoldEnd.FORCED, Reach(12, 12)),
+        (3, HoldEnd.TIMED_OUT, Reach(20, 20)),
+        (2, HoldEnd.RENEWED, Reach(14, 14)),
+        (1, HoldEnd.PASSED, Reach(10, 10)),
+    ]
+
+
+def test_a_close_does_not_take_back_what_was_delivered() -> None:
+    log = Log()
+    log.scene.fence(A, 0)
+    log.note()
+    log.scene.record(1, 0, 10)
+    log.scene.close(1, 4, unfinished=offsets((6, 7)))
+    assert log.told() == [(1, HoldEnd.NOTHING, Reach(10, 10))]
+    log.scene.restart()
+    assert log.told() == [(1, HoldEnd.NOTHING, Reach(10, 10))], "nor does a restart"
+    log.scene.fence(B, 1)
+    log.note()
+    assert log.told() == [
+        (2, HoldEnd.NOTHING, Reach(4, 4)),
+        (1, HoldEnd.PASSED, Reach(10, 10)),
+    ]
+
+
+def test_after_a_restart_what_was_delivered_is_known_only_within_bounds() -> None:
+    log = Log()
+    log.scene.fence(A, 0)
+    log.note()
+    log.scene.record(1, 0, 10)
+    log.scene.commit(1, 3)
+    log.scene.restart()
+    assert log.told() == [(1, HoldEnd.NOTHING, Reach(3, 2_010))]
+    log.scene.record(1, 8, 12)
+    assert log.told() == [(1, HoldEnd.NOTHING, Reach(12, 2_010))]
+
+
+def test_the_end_of_a_hold_is_the_begin_of_the_next() -> None:
+    log = Log()
+    log.scene.fence(A, 0)
+    log.note()
+    log.scene.now_ms += 500
+    log.scene.fence(B, 1)
+    log.note()
+    newest, oldest = holds(log.records, 2, log.scene.queue.reach)
+    assert (newest.began.holder, oldest.began.holder) == (B, A)
+    assert newest.end_unix_ms == 0
+    assert oldest.end_unix_ms == newest.began.unix_ms == oldest.began.unix_ms + 500
+
+
+def test_what_was_acked_before_the_issue_is_told_up_to_a_bound() -> None:
+    scene = Scene()
+    scene.fence(A, 0)
+    scene.record(1, 0, 300)
+    acked = offsets(*((first, first + 1) for first in range(1, 201, 2)))
+    scene.commit(1, 0, acked)
+    scene.fence(B, 1, FORCED)
+    assert scene.queue.handover is not None
+    assert scene.queue.handover.acked.runs == acked.runs[:ACKED_RANGES_MAX]
+
+
+def test_holds_end_where_a_record_is_missing() -> None:
+    log = Log()
+    for token in range(4):
+        log.scene.fence(A, token, FORCED)
+        log.note()
+    del log.records[1]
+    assert [token for token, _, _ in log.told()] == [4, 3]
+
+
+def test_progress_that_begins_anew_does_not_go_on_from_what_was_deleted() -> None:
+    log = Log()
+    log.scene.fence(A, 0)
+    log.note()
+    log.scene.delete(4)
+    log.scene.fence(B, 2)
+    log.note()
+    assert [token for token, _, _ in log.told()] == [3]
+
+
+def test_a_stored_handover_keeps_every_field() -> None:
+    ended = Ended(8, HoldEnd.TIMED_OUT, Reach(70, 2_070))
+    for holder in (A, None):
+        handover = Handover(9, holder, 1_700_000_000_000, 50, offsets((52, 60), (62, 63)), ended)
+        assert decode_handover(encode_handover(handover)) == handover
+
+
+# ---- over the channel
+
+
+async def fence(service: Service, token: int, client_id: str, **fields: object) -> None:
+    """Take the queue under a token that is expected to be `token + 1`."""
+    item = wish(
+        attempt=f"attempt-{token + 1}",
+        expected_token=token,
+        condition=pb.FENCE_CONDITION_FORCED,
+        forced_by="admin",
+        forced_reason="test",
+        holder=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
+        **fields,
+    )
+    answer = await call(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
+    assert answer.outcomes[0].fenced.token == token + 1
+
+
+async def listed(service: Service) -> list[pb.Hold]:
+    answer = await call(service, "ListHolds", pb.ListHoldsRequest(queue=queue()))
+    assert answer.offsets_epoch == service.offsets.table.epoch
+    return list(answer.holds)
+
+
+async def test_holds_are_listed_newest_first(service: Service) -> None:
+    await service.held(delivered=10)
+    acks = pb.CommitItem(queue=queue(), token=1, committed_offset=4, acked=[run(6, 8)])
+    await call(service, "Commit", pb.CommitRequest(items=[acks]))
+    await fence(service, 1, "client-b")
+    newest, oldest = await listed(service)
+    assert oldest == pb.Hold(
+        token=1,
+        holder=queue_pb2.Incarnation(client_id="client-a", incarnation_id=1),
+        begin_unix_ms=oldest.begin_unix_ms,
+        end_unix_ms=newest.begin_unix_ms,
+        end=pb.HOLD_END_FORCED,
+        delivered_offset=10,
+        delivered_offset_max=10,
+    )
+    assert 0 < oldest.begin_unix_ms <= oldest.end_unix_ms
+    assert newest == pb.Hold(
+        token=2,
+        holder=queue_pb2.Incarnation(client_id="client-b", incarnation_id=1),
+        begin_unix_ms=newest.begin_unix_ms,
+        committed_offset=4,
+        acked=[run(6, 8)],
+        delivered_offset=4,
+        delivered_offset_max=4,
+    )
+
+
+async def test_a_queue_without_progress_has_no_holds(service: Service) -> None:
+    assert await listed(service) == []
+
+
+async def test_only_the_newest_holds_are_kept(service: Service) -> None:
+    await service.held(delivered=0)
+    for token in range(1, HOLDS_MAX + 9):
+        await fence(service, token, f"client-{token}")
+    found = await listed(service)
+    last = HOLDS_MAX + 9
+    assert [hold.token for hold in found] == list(range(last, last - HOLDS_MAX, -1))
+    stored = [key for key, _ in service.stored() if key.startswith(HOLDS)]
+    assert len(stored) == HOLDS_MAX
+
+
+async def test_holds_of_a_deleted_topic_are_deleted(service: Service) -> None:
+    await service.held()
+    await fence(service, 1, "client-b")
+    await call(service, "DeleteTopic", deletion())
+    assert await listed(service) == []
+    assert not [key for key, _ in service.stored() if key.startswith(HOLDS)]
+    await fence(service, 3, "client-c")
+    assert [hold.token for hold in await listed(service)] == [4]
+
+
+async def test_a_commit_writes_nothing_of_holds(service: Service) -> None:
+    await service.held()
+    entries = "baton_offsets_durable_entries_total"
+    before = service.registry.get_sample_value(entries) or 0
+    acks = pb.CommitItem(queue=queue(), token=1, committed_offset=4)
+    await call(service, "Commit", pb.CommitRequest(items=[acks]))
+    assert service.registry.get_sample_value(entries) == before + 1
+
+
+async def test_a_life_begins_without_reading_holds_and_still_has_them(tmp_path: Path) -> None:
+    scene = Scene()
+    scene.fence(A, 0)
+    handover = scene.queue.handover
+    assert handover is not None
+    with Disk(tmp_path) as disk:
+        recover(disk, Limits(), NOW)
+        entries = entries_of(scene.table, scene.resets.records)
+        await disk.write([*entries(KEY), *entries(HandedOver(KEY, handover))])
+    with Disk(tmp_path) as disk:
+        table, _ = recover(disk, Limits(), NOW)
+        assert len(table) == 1
+        assert not [key for key, _ in disk.read(but=HOLDS) if key.startswith(HOLDS)]
+        assert await find_handovers(disk, KEY) == [handover]
+        assert await find_handovers(disk, KEY._replace(queue_id=31)) == []

@@ -1,0 +1,102 @@
+"""Goal: storage treats a compressed batch as any other, and judges what is inside.
+
+Method: the whole node over gRPC with a real etcd; messages for later and fsck in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batonmq.common.errors import BadBatch, LimitExceeded
+from batonmq.core.compression import Compression, Packing
+from batonmq.core.records import (
+    BatchBuilder,
+    Message,
+    check_batch,
+    decode_records,
+    encode_record,
+)
+from batonmq.testing.disks import MemoryDisk
+from services.storage.core.checkpointing import Checkpointing
+from services.storage.core.fsck import Fsck
+from tests.core.test_compressed_batches import repacked
+from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
+from tests.storage.delay_scene import scene
+from tests.storage.running import running
+from tests.storage.test_query_server import asking, body
+
+PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])
+FILL = "x" * 500
+MESSAGES = [
+    Message(f"{FILL}{n}".encode(), tag="even" if n % 2 == 0 else "odd", keys=(f"key-{n}",))
+    for n in range(50)
+]
+BODIES = [message.body for message in MESSAGES]
+
+
+def packed(compression: Compression, producer: tuple[int, int] = (0, 0)) -> bytes:
+    builder = BatchBuilder(Packing(compression))
+    for message in MESSAGES:
+        builder.add(message, encode_record(message))
+    return builder.encode(topic=TOPIC, queue_id=0, producer=producer)
+
+
+@PACKED
+async def test_filter_key_index_and_start_find_what_is_in_a_compressed_batch(
+    compression: Compression, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    raw = packed(compression, (5, 1))
+    assert len(raw) < sum(map(len, BODIES)) / 5
+    async with asking(etcd_endpoint, tmp_path) as ask:
+        (receipt,) = await ask.node.append(raw)
+        (found,) = (await ask.find(key="key-17")).messages
+        assert body(found) == BODIES[17]
+    async with running(etcd_endpoint, tmp_path) as node:
+        (again,) = await node.append(raw)
+        assert (again.duplicate, again.position) == (True, receipt.position)
+        answer = await node.pull(expression="odd")
+        (batch,) = answer.batches
+        header = check_batch(batch, stamped=True)
+        assert (header.compression, header.count, header.length) == (compression, 50, len(raw))
+        assert [r.body for r in decode_records(batch, header, range(50))] == BODIES
+        assert (answer.next_offset, answer.filtered_count) == (50, 25)
+
+
+@PACKED
+async def test_what_is_inside_is_judged_before_it_is_taken(
+    compression: Compression, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    raw = packed(compression)
+    columns_end = 96 + len(TOPIC) + 12 * 50
+    records = raw[columns_end:]
+    async with running(etcd_endpoint, tmp_path) as node:
+        with pytest.raises(BadBatch):
+            await node.append(repacked(raw, records[:-1]))
+        with pytest.raises(BadBatch):
+            await node.append(repacked(raw, b"garbage"))
+        with pytest.raises(LimitExceeded):
+            await node.append(repacked(raw, records, [1 << 20] * 50))
+        assert (await node.pull()).queue_next_offset == 0
+
+
+@PACKED
+async def test_compressed_message_for_later_is_delivered_as_it_was(
+    compression: Compression,
+) -> None:
+    async with scene() as here:
+        await here.schedule(packed(compression), NOW + 5_000)
+        here.clock.pass_ms(5_000)
+        await here.deliver()
+        assert here.bodies() == BODIES
+
+
+@PACKED
+def test_fsck_finds_nothing_wrong_with_compressed_batches(compression: Compression) -> None:
+    made = open_store(MemoryDisk(), segment_bytes=100_000, run_entries=1 << 19)
+    stored(made.store, *[packed(compression)] * 3)
+    Checkpointing(made.disk, made.store, 0).run()
+    assert bodies(made.store) == 3 * BODIES
+    report = Fsck(made.disk.killed(), made.store.log.synced_position).run()
+    assert (report.problems, report.batches, report.messages) == ([], 3, 150)

@@ -1,0 +1,388 @@
+"""Goal: what a program does on a cluster it does on the broker in memory, which leaves nothing.
+
+Method: the programs of a user, against `MemoryBroker`, in real and in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import tempfile
+import threading
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import (
+    InvalidArgument,
+    SubscriptionConflict,
+    TopicNotFound,
+)
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.results import RetryLater
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.records import Message
+from batonmq.core.retries import dead_letter_topic
+from batonmq.producer import Producer
+from batonmq.testing import Faults, MemoryBroker, run_virtual
+from batonmq.testing.processes import Service
+
+BACK = ConsumerSettings(consume_from="first", send_back=True)
+
+
+class BadDisk(Exception):
+    """Of a broker that does not start."""
+
+
+class FailingBroker(MemoryBroker):
+    """One whose storage finds its disk damaged."""
+
+    def _start(self, service: Service) -> None:
+        def build(_: object, __: object) -> NoReturn:
+            raise BadDisk
+
+        super()._start(replace(service, build=build) if service.kind == "storage" else service)
+
+
+async def two_members(broker: MemoryBroker) -> list[tuple[str, bytes, float]]:
+    """Who handled what, when, as a second member joins while messages come in."""
+    handled: list[tuple[str, bytes, float]] = []
+    now = asyncio.get_running_loop().time
+
+    async def member(name: str, stopped: asyncio.Event) -> None:
+        async def handle(message: ReceivedMessage) -> None:
+            await asyncio.sleep(0.001)
+            handled.append((name, message.body, now()))
+
+        async with (
+            broker.consumer("billing", {"orders": "*"}, client_id=name) as consumer,
+            asyncio.TaskGroup() as running,
+        ):
+            running.create_task(consumer.run(handle))
+            await stopped.wait()
+            consumer.stop()
+
+    await broker.create_topic("orders", queues=4)
+    stopped = asyncio.Event()
+    async with broker.producer() as producer, asyncio.TaskGroup() as tasks:
+        tasks.create_task(member("a", stopped))
+        for number in range(200):
+            if number == 100:
+                tasks.create_task(member("b", stopped))
+            await producer.send("orders", b"%d" % number)
+        await broker.settled("billing")
+        stopped.set()
+    return handled
+
+
+async def test_nothing_is_lost_or_handled_twice_while_a_second_member_joins() -> None:
+    async with MemoryBroker() as broker:
+        handled = await two_members(broker)
+    assert Counter(body for _, body, _ in handled) == Counter(b"%d" % n for n in range(200))
+
+
+def test_the_same_in_virtual_time_with_a_bad_network() -> None:
+    async def run() -> list[tuple[str, bytes, float]]:
+        faults = Faults(loss=0.02, duplicate=0.05, slow=0.02)
+        async with MemoryBroker(seed=3, faults=faults) as broker:
+            return await two_members(broker)
+
+    handled = run_virtual(run())
+    assert {name for name, _, _ in handled} == {"a", "b"}
+    assert Counter(body for _, body, _ in handled) == Counter(b"%d" % n for n in range(200))
+
+
+def test_two_runs_with_one_seed_are_alike_to_the_millisecond_and_others_are_not() -> None:
+    async def run(seed: int) -> list[tuple[str, bytes, float]]:
+        async with MemoryBroker(seed=seed) as broker:
+            return await two_members(broker)
+
+    first = run_virtual(run(1))
+    assert run_virtual(run(1)) == first
+    assert run_virtual(run(2)) != first
+
+
+def test_a_retry_ladder_passes_in_virtual_time_and_ends_with_the_dead_letters() -> None:
+    async def run() -> tuple[list[float], list[ReceivedMessage]]:
+        tries: list[float] = []
+        now = asyncio.get_running_loop().time
+
+        async def fail(_: ReceivedMessage) -> None:
+            tries.append(now())
+            raise ValueError("no such account")
+
+        settings = ConsumerSettings(consume_from="first", send_back=True, retries_max=4)
+        async with MemoryBroker() as broker:
+            await broker.create_topic("orders")
+            async with (
+                broker.producer() as producer,
+                broker.consumer("billing", {"orders": "*"}, settings) as consumer,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(consumer.run(fail))
+                await producer.send("orders", b"1", keys=["order-1"])
+                await broker.settled("billing")
+                consumer.stop()
+            return tries, await broker.messages(dead_letter_topic("billing"))
+
+    tries, dead = run_virtual(run())
+    waits = [after - before for before, after in pairwise(tries)]
+    assert waits == pytest.approx([10, 30, 60, 120], abs=1)
+    assert [one.body for one in dead] == [b"1"]
+    assert "order-1" in dead[0].keys
+
+
+def test_a_handler_that_asks_for_more_time_gets_the_message_again_then() -> None:
+    async def run() -> list[float]:
+        tries: list[float] = []
+        now = asyncio.get_running_loop().time
+
+        async def handle(_: ReceivedMessage) -> RetryLater | None:
+            tries.append(now())
+            return RetryLater(60_000) if len(tries) == 1 else None
+
+        async with MemoryBroker() as broker:
+            await broker.create_topic("orders", queues=1)
+            async with (
+                broker.producer() as producer,
+                broker.consumer("billing", {"orders": "*"}, BACK) as consumer,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(consumer.run(handle))
+                await producer.send("orders", b"1")
+                await broker.settled("billing")
+                consumer.stop()
+        return tries
+
+    first, second = run_virtual(run())
+    assert second - first == pytest.approx(60, abs=1)
+
+
+def test_a_delayed_message_comes_in_its_time_and_not_before() -> None:
+    async def run() -> None:
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic("reminders")
+            at_unix_ms = broker.clock.unix_ms() + 3_600_000
+            await producer.send("reminders", b"call back", deliver_at_unix_ms=at_unix_ms)
+            await asyncio.sleep(3_590)
+            assert await broker.messages("reminders") == []
+            await asyncio.sleep(20)
+            (message,) = await broker.messages("reminders")
+            assert at_unix_ms <= message.store_unix_ms <= at_unix_ms + 1_000
+
+    run_virtual(run())
+
+
+async def test_another_subscription_is_refused_with_both_clients_named() -> None:
+    async with MemoryBroker() as broker:
+        await broker.create_topic("orders")
+        async with broker.consumer("billing", {"orders": "paid"}, client_id="a"):
+            with pytest.raises(SubscriptionConflict, match="paid"):
+                async with broker.consumer("billing", {"orders": "sent"}, client_id="b"):
+                    pass
+
+
+async def test_what_a_member_did_not_acknowledge_comes_again_flagged() -> None:
+    async with MemoryBroker() as broker, broker.producer() as producer:
+        await broker.create_topic("orders", queues=1)
+        await producer.send("orders", b"1")
+        async with broker.consumer("billing", {"orders": "*"}) as consumer:
+            async for message in consumer:
+                assert not message.redelivered
+                break
+        async with broker.consumer("billing", {"orders": "*"}) as consumer:
+            async for message in consumer:
+                assert (message.body, message.redelivered) == (b"1", True)
+                break
+
+
+def test_a_member_that_is_cut_off_loses_its_queues_and_what_it_had_in_hand() -> None:
+    async def run() -> list[tuple[bytes, bool]]:
+        got: list[tuple[bytes, bool]] = []
+        held, taken = asyncio.Event(), asyncio.Event()
+
+        async def hold(_: ReceivedMessage) -> None:
+            held.set()
+            await asyncio.Event().wait()
+
+        async def take(message: ReceivedMessage) -> None:
+            got.append((message.body, message.redelivered))
+            taken.set()
+
+        settings = ConsumerSettings(consume_from="first", drain_timeout_ms=0)
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic("orders", queues=1)
+            await producer.send("orders", b"1")
+            async with (
+                broker.consumer("billing", {"orders": "*"}, settings) as first,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(first.run(hold))
+                await held.wait()
+                with broker.cut_off(first):
+                    async with broker.consumer("billing", {"orders": "*"}, settings) as second:
+                        tasks.create_task(second.run(take))
+                        async with asyncio.timeout(120):
+                            await taken.wait()
+                        await broker.settled("billing")
+                        second.stop()
+                first.stop()
+        return got
+
+    assert run_virtual(run()) == [(b"1", True)]
+
+
+async def started_anew(way: str, name: str) -> None:
+    """A service ends, somehow, and is there again, while messages come and go."""
+    got: list[bytes] = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        got.append(message.body)
+
+    async with MemoryBroker(broker_count=2) as broker:
+        await broker.create_topic("orders", queues=4)
+        async with (
+            broker.producer() as producer,
+            broker.consumer("billing", {"orders": "*"}) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(consumer.run(handle))
+            sent = [await producer.submit("orders", Message(b"%d" % n)) for n in range(50)]
+            await getattr(broker, way)(name)
+            sent += [await producer.submit("orders", Message(b"%d" % n)) for n in range(50, 100)]
+            for pending in sent:
+                await pending
+            await broker.settled("billing")
+            consumer.stop()
+        stored = [message.body for message in await broker.messages("orders")]
+    assert Counter(stored) == Counter(got) == Counter(b"%d" % n for n in range(100))
+
+
+@pytest.mark.parametrize("name", ["storage", "offsets", "lockmgr", "nameserver", "broker-1"])
+@pytest.mark.parametrize("way", ["restart", "kill"])
+def test_clients_go_on_after_a_service_was_started_anew(name: str, way: str) -> None:
+    run_virtual(started_anew(way, name))
+
+
+@pytest.mark.parametrize("way", ["restart", "kill"])
+async def test_so_they_do_in_real_time(way: str) -> None:
+    await started_anew(way, "storage")
+
+
+async def test_a_service_that_is_not_there_is_not_started_anew() -> None:
+    async with MemoryBroker() as broker:
+        with pytest.raises(InvalidArgument, match="broker-7"):
+            await broker.restart("broker-7")
+
+
+async def test_clients_that_the_code_under_test_makes_find_the_broker() -> None:
+    async with MemoryBroker() as broker:
+        await broker.create_topic("orders")
+        async with Producer(broker.nameserver, surroundings=broker.surroundings) as producer:
+            await producer.send("orders", b"1")
+        consumer = Consumer(
+            broker.nameserver, "billing", {"orders": "*"}, BACK, surroundings=broker.surroundings
+        )
+        async with consumer:
+            assert (await anext(consumer)).body == b"1"
+
+
+async def test_messages_shows_each_in_the_order_of_storing_and_knows_no_other_topic() -> None:
+    async with MemoryBroker() as broker, broker.producer() as producer:
+        await broker.create_topic("orders", queues=3)
+        assert await broker.messages("orders") == []
+        for number in range(20):
+            await producer.send("orders", b"%d" % number, tag="new")
+        found = await broker.messages("orders")
+        assert sorted(int(one.body) for one in found) == list(range(20))
+        assert [one.store_unix_ms for one in found] == sorted(one.store_unix_ms for one in found)
+        with pytest.raises(TopicNotFound):
+            await broker.messages("bills")
+
+
+async def test_settled_tells_what_is_left_when_its_time_is_over() -> None:
+    async with MemoryBroker() as broker, broker.producer() as producer:
+        await broker.create_topic("orders", queues=1)
+        async with broker.consumer("billing", {"orders": "*"}):
+            await producer.send("orders", b"1")
+            with pytest.raises(TimeoutError, match="orders/broker-0/0"):
+                await broker.settled("billing", timeout_s=0.2)
+
+
+async def test_an_admin_sees_a_cluster_of_four_services() -> None:
+    async with MemoryBroker(broker_count=2) as broker, broker.admin() as admin:
+        nodes = (await admin.cluster()).nodes
+    assert sorted(node.node_id for node in nodes) == [
+        "broker-0",
+        "broker-1",
+        "lockmgr-0",
+        "nameserver-0",
+        "offsets-0",
+    ]
+
+
+async def test_settings_of_a_service_hold_and_an_unknown_service_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="brokers"):
+        MemoryBroker(settings={"brokers": {}})
+    asked = {"nameserver": {"auto_create_topics": True}}
+    async with MemoryBroker(settings=asked) as broker, broker.producer() as producer:
+        await producer.send("orders", b"1")
+        assert len(await broker.messages("orders")) == 1
+
+
+async def test_a_service_that_does_not_start_says_why() -> None:
+    with pytest.raises(BadDisk):
+        async with FailingBroker():
+            pass
+
+
+async def test_real_time_is_that_of_the_machine() -> None:
+    async with MemoryBroker() as broker:
+        assert abs(broker.clock.unix_ms() - Clock().unix_ms()) < 1_000
+
+
+def used(folder: Path) -> tuple[int, list[threading.Thread], int, list[str]]:
+    """Descriptors, threads, tasks, and files in the folder where a program runs."""
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  iterating opens one more
+    return descriptors, threading.enumerate(), len(asyncio.all_tasks()), os.listdir(folder)  # noqa: PTH208
+
+
+async def test_no_descriptor_thread_task_or_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = used(tmp_path)
+    async with MemoryBroker() as broker:
+        handled = await two_members(broker)
+        descriptors, threads, _, files = used(tmp_path)
+        assert (descriptors, threads, files) == (before[0], before[1], [])
+        await broker.restart("storage")
+        await broker.kill("storage")
+    assert len(handled) == 200
+    assert used(tmp_path) == before
+
+
+async def test_the_broker_is_collected_after_use() -> None:
+    async with MemoryBroker() as broker:
+        await two_members(broker)
+    del broker
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, MemoryBroker)]
+
+
+async def test_a_broker_is_there_in_a_moment() -> None:
+    loop = asyncio.get_running_loop()
+    async with MemoryBroker():
+        pass
+    begin_s = loop.time()
+    async with MemoryBroker():
+        assert loop.time() - begin_s < 1
+    assert loop.time() - begin_s < 2
