@@ -9,7 +9,7 @@ PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e check bench demo examples docs up clean
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e faults check bench demo examples docs up clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -64,6 +64,9 @@ sim: $(SETUP)   ## seeded cluster simulations only
 
 e2e: $(SETUP)   ## real processes only
 	pytest -q -m e2e
+
+faults: $(SETUP) ## kills and pauses drawn from BATON_FAULT_SEED for BATON_FAULT_MINUTES, into build/faults
+	python -m tests.faults
 
 check: lint test ## what CI runs
 

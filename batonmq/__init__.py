@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from batonmq.core.route import QueueId
     from batonmq.metrics import ClientMetrics
     from batonmq.producer import Producer
+    from batonmq.producing.placing import ProducerClosed
     from batonmq.producing.receipts import Pending, Receipt
     from batonmq.producing.settings import Durability, ProducerSettings
     from batonmq.puller import AtTime, Puller, PullerSettings
@@ -53,6 +54,7 @@ __all__ = [
     "Pending",
     "PendingSchedule",
     "Producer",
+    "ProducerClosed",
     "ProducerSettings",
     "Puller",
     "PullerSettings",
@@ -85,6 +87,7 @@ _HOMES = {
     "Pending": "batonmq.producing.receipts",
     "PendingSchedule": "batonmq.scheduling",
     "Producer": "batonmq.producer",
+    "ProducerClosed": "batonmq.producing.placing",
     "ProducerSettings": "batonmq.producing.settings",
     "Puller": "batonmq.puller",
     "PullerSettings": "batonmq.puller",

@@ -127,8 +127,8 @@ class Diagnostics:
             tasks.create_task(self._health(cluster.nodes))
             for node in cluster.nodes:
                 tasks.create_task(self._metrics(node))
-                if node.service == "storage":
-                    tasks.create_task(self._broker(admin, node.node_id))
+            for broker in {n.replica_set for n in cluster.nodes if n.service == "storage"}:
+                tasks.create_task(self._broker(admin, broker))
             tasks.create_task(self._locks(admin))
             tasks.create_task(self._topics(admin))
             tasks.create_task(self._groups(admin))

@@ -14,14 +14,16 @@ from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+from baton.storage.v1 import replication_service_pb2_grpc as storage_replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.channels import connect
 from batonmq.common.backoff import Backoff
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, InvalidArgument, Retry, Unreachable
+from batonmq.common.errors import BatonError, InvalidArgument, NoQuorum, Retry, Unreachable
 from batonmq.common.rpc import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ class Directory:
         self._turn += 1
 
     async def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
-        """A stub for the storage node of `broker`.
+        """A stub for the storage master of `broker`.
 
         Raises:
             Unreachable: it is not registered, or no nameserver answers.
@@ -124,8 +126,28 @@ class Directory:
             )
         return storage_grpc.StorageServiceStub(channel)
 
+    async def reader(self, broker: str, node_id: str) -> storage_grpc.StorageServiceAsyncStub:
+        """A stub for pulling from a node of `broker`; from the master if there is no such node.
+
+        Args:
+            node_id: As the last answer, or `next_reader`, named it; empty for the master.
+
+        Raises:
+            Unreachable: it is not registered, or no nameserver answers.
+        """
+        for node in self._of_broker(broker):
+            if node.node_id == node_id:
+                return storage_grpc.StorageServiceStub(self._channel(node.address))
+        return await self.storage(broker)
+
+    def next_reader(self, broker: str, node_id: str) -> str:
+        """Whom to ask after `node_id` did not answer: each node in turn, and then the master."""
+        names = ["", *sorted(node.node_id for node in self._of_broker(broker))]
+        at = names.index(node_id) if node_id in names else -1
+        return names[(at + 1) % len(names)]
+
     async def schedule(self, broker: str) -> schedule_grpc.ScheduleServiceAsyncStub:
-        """A stub for messages for later at the storage node of `broker`.
+        """A stub for messages for later at the storage master of `broker`.
 
         Raises:
             Unreachable: it is not registered, or no nameserver answers.
@@ -134,7 +156,7 @@ class Directory:
         return schedule_grpc.ScheduleServiceStub(self._channel(address))
 
     async def query(self, broker: str) -> query_grpc.QueryServiceAsyncStub:
-        """A stub for looking messages up at the storage node of `broker`.
+        """A stub for looking messages up at the storage master of `broker`.
 
         Raises:
             Unreachable: it is not registered, or no nameserver answers.
@@ -150,6 +172,26 @@ class Directory:
         """
         address = await self._address(pb.SERVICE_KIND_OFFSETS)
         return offsets_grpc.OffsetsServiceStub(self._channel(address))
+
+    async def storage_replication(
+        self, broker: str
+    ) -> storage_replication_grpc.ReplicationServiceAsyncStub:
+        """A stub for the replication of `broker`, at its master; a node without slaves has none.
+
+        Raises:
+            Unreachable: it is not registered, or no nameserver answers.
+        """
+        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        return storage_replication_grpc.ReplicationServiceStub(self._channel(address))
+
+    async def offsets_replication(self) -> replication_grpc.ReplicationServiceAsyncStub:
+        """A stub for the replication of offsets, at its master; a node without slaves has none.
+
+        Raises:
+            Unreachable: none is registered, or no nameserver answers.
+        """
+        address = await self._address(pb.SERVICE_KIND_OFFSETS)
+        return replication_grpc.ReplicationServiceStub(self._channel(address))
 
     async def lockmgr(self) -> lockmgr_grpc.LockmgrServiceAsyncStub:
         """A stub for the lockmgr leader.
@@ -186,7 +228,7 @@ class Directory:
         Looks the nodes up again if the error says that somebody moved.
         """
         await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000)
-        if isinstance(error, Unreachable) or error.retry is Retry.REFRESH_ROUTE:
+        if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
             try:
                 await self.refresh()
             except BatonError as failure:
@@ -198,24 +240,36 @@ class Directory:
             channel = self._channels[address] = self._connect(address)
         return channel
 
-    async def _address(self, service: pb.ServiceKind.ValueType, node_id: str = "") -> str:
-        found = self._find(service, node_id)
+    async def _address(self, service: pb.ServiceKind.ValueType, replica_set: str = "") -> str:
+        found = self._find(service, replica_set)
         if found is None:
             await self.refresh()
-            found = self._find(service, node_id)
+            found = self._find(service, replica_set)
         if found is None:
             name = pb.ServiceKind.Name(service).removeprefix("SERVICE_KIND_").lower()
             raise Unreachable(
-                f"no {name} node {node_id} is registered".replace("  ", " "),
+                f"no {name} node {replica_set} is registered".replace("  ", " "),
                 retry_after_ms=200,
                 facts={"service": name},
             )
         return found
 
-    def _find(self, service: pb.ServiceKind.ValueType, node_id: str) -> str | None:
+    def _of_broker(self, broker: str) -> list[pb.Node]:
+        """The nodes of a broker, unless it is a node alone."""
         nodes = [
             node
             for node in self._nodes
-            if node.service == service and node.leader and node_id in ("", node.node_id)
+            if node.service == pb.SERVICE_KIND_STORAGE and node.replica_set == broker
+        ]
+        return nodes if len(nodes) > 1 else []
+
+    def _find(self, service: pb.ServiceKind.ValueType, replica_set: str) -> str | None:
+        """Of all that claim to lead, the one with the highest epoch does."""
+        nodes = [
+            node
+            for node in self._nodes
+            if node.service == service
+            and node.leader
+            and replica_set in ("", node.replica_set or node.node_id)
         ]
         return max(nodes, key=lambda node: node.epoch).address if nodes else None

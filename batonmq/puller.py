@@ -29,6 +29,7 @@ from batonmq.common.errors import (
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from batonmq.consuming.lanes import Extent, Fetched, Lane, OutOfRange, Source
 from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.pulling import AWAY
 from batonmq.consuming.session import queue_to_pb
 from batonmq.core.flow import ByteBudget, FlowLimits
 from batonmq.core.names import check_group
@@ -133,6 +134,7 @@ class Puller:
         self._lanes: dict[QueueId, Lane] = {}
         self._running: dict[QueueId, asyncio.Task[None]] = {}
         self._reset_epochs: dict[QueueId, int] = {}
+        self._readers: dict[QueueId, str] = {}
         self._offsets_epoch = 0
         self._available = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -458,9 +460,15 @@ class Puller:
             messages_max=self._settings.pull_messages_max,
             hold_ms=hold_ms,
         )
-        stub = await self._directory.storage(queue.broker)
+        reader = self._readers.get(queue, "")
+        stub = await self._directory.reader(queue.broker, reader)
         limit_s = hold_ms / 1000 + CALL_TIMEOUT_S
-        answer = await self._answered(partial(stub.Pull, request, timeout=limit_s))
+        try:
+            answer = await self._answered(partial(stub.Pull, request, timeout=limit_s))
+        except AWAY:
+            self._readers[queue] = self._directory.next_reader(queue.broker, reader)
+            raise
+        self._readers[queue] = answer.next_node_id
         extent = Extent(answer.queue_first_offset, answer.queue_next_offset)
         # An answer to a pull that found nothing names no place.
         next_offset = max(answer.next_offset, offset)

@@ -76,10 +76,15 @@ class TopicDetail:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A live process of the cluster; `service` is storage, offsets, lockmgr or nameserver."""
+    """A live process of the cluster; `service` is storage, offsets, lockmgr or nameserver.
+
+    Attributes:
+        replica_set: What it is a replica of: of storage the broker.
+    """
 
     service: str
     node_id: str
+    replica_set: str
     address: str
     metrics_address: str
     start_unix_ms: int
@@ -145,6 +150,7 @@ def node_from_pb(node: pb.Node) -> Node:
     return Node(
         service=enum_name(pb.ServiceKind.Name, node.service, "SERVICE_KIND_").lower(),
         node_id=node.node_id,
+        replica_set=node.replica_set or node.node_id,
         address=node.address,
         metrics_address=node.metrics_address,
         start_unix_ms=node.start_unix_ms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError
 from batonmq.common.health import SERVING, ask_health
 from batonmq.diagnostics import describe_broker
+from batonmq.replication import Replica, replicas_of
 from batonmq.reports import Node
 
 app = typer.Typer(help="Look at the processes of the cluster.", no_args_is_help=True)
@@ -56,12 +58,14 @@ _MORE_BROKER_COLUMNS: Columns = {
 }
 _REPLICA_COLUMNS: Columns = {
     "SERVICE": "service",
+    "SET": "replica_set",
     "NODE": "node_id",
     "ROLE": "role",
     "EPOCH": "epoch",
-    "COPIES": "copy_count",
-    "SYNCED-POSITION": "synced_position",
-    "UNSYNCED": "unsynced_bytes",
+    "IN-SYNC": lambda item: None if item["in_sync"] is None else _yes(item["in_sync"]),
+    "POSITION": "position",
+    "LAG": "lag",
+    "LAG-TIME": lambda item: None if item["lag_ms"] is None else duration(item["lag_ms"]),
 }
 
 
@@ -88,8 +92,14 @@ async def _status(session: Session) -> None:
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(_look(node, Clock().unix_ms())) for node in found.nodes]
     nodes = [task.result() for task in asked]
-    led = {node.service for node in found.nodes if node.leader}
-    missing = [service for service in SERVICES if service not in led]
+    led = {(node.service, node.replica_set) for node in found.nodes if node.leader}
+    services = {service for service, _ in led}
+    missing = [service for service in SERVICES if service not in services]
+    missing += [
+        f"storage {name}"
+        for name in sorted({n.replica_set for n in found.nodes if n.service == "storage"})
+        if ("storage", name) not in led and "storage" in services
+    ]
     session.output.detail(
         {"name": found.name, "generation": found.generation, "nodes": nodes, "missing": missing},
         nodes,
@@ -138,7 +148,7 @@ def brokers(
 async def _brokers(session: Session, seconds: float) -> None:
     now_s = asyncio.get_running_loop().time
     async with Admin(session.nameserver) as admin:
-        nodes = [node for node in (await admin.cluster()).nodes if node.service == "storage"]
+        nodes = _masters((await admin.cluster()).nodes)
         begin_s = now_s()
         before, problems = await _described(admin, nodes)
         after = before
@@ -148,13 +158,13 @@ async def _brokers(session: Session, seconds: float) -> None:
         span_s = now_s() - begin_s
     items = [
         {"address": node.address}
-        | after[node.node_id]
+        | after[node.replica_set]
         | {
-            "appended_per_s": _rate(before, after, node.node_id, "appended_count", span_s),
-            "log_bytes_per_s": _rate(before, after, node.node_id, "next_position", span_s),
+            "appended_per_s": _rate(before, after, node.replica_set, "appended_count", span_s),
+            "log_bytes_per_s": _rate(before, after, node.replica_set, "next_position", span_s),
         }
         for node in nodes
-        if node.node_id in after
+        if node.replica_set in after
     ]
     session.output.items(items, _BROKER_COLUMNS, _MORE_BROKER_COLUMNS)
     session.output.problems(problems)
@@ -164,10 +174,10 @@ async def _brokers(session: Session, seconds: float) -> None:
 def replication(
     context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
 ) -> None:
-    """Show who leads, in which epoch or term, who stands by, and what is safe.
+    """Show who leads, in which epoch or term, who stands by, and how far each copy has come.
 
-    lockmgr and nameserver keep nothing themselves: etcd has it, in as many copies as it has
-    members. storage and offsets keep one copy each.
+    POSITION and LAG count changes at offsets, and bytes of the log at storage; of a node without
+    slaves LAG is what is not synced yet. lockmgr and nameserver keep nothing: etcd has it.
     """
     session = open_session(context, nameserver, form)
     session.run(_replication(session))
@@ -176,26 +186,57 @@ def replication(
 async def _replication(session: Session) -> None:
     async with Admin(session.nameserver) as admin:
         nodes = (await admin.cluster()).nodes
-        brokers, problems = await _described(
-            admin, [node for node in nodes if node.service == "storage"]
-        )
-    items = []
-    for node in nodes:
-        held = brokers.get(node.node_id, {}) if node.service == "storage" else {}
-        synced = held.get("synced_position")
-        items.append(
-            {
-                "service": node.service,
-                "node_id": node.node_id,
-                "role": "leader" if node.leader else "standby",
-                "epoch": node.epoch,
-                "copy_count": 1 if node.service in ("storage", "offsets") else None,
-                "synced_position": synced,
-                "unsynced_bytes": None if synced is None else held["next_position"] - synced,
-            }
-        )
-    session.output.items(items, _REPLICA_COLUMNS)
+        brokers, problems = await _described(admin, _masters(nodes))
+        copies: dict[str, Replica] = {}
+        sets = {(n.service, n.replica_set) for n in nodes if n.service in ("offsets", "storage")}
+        for service, name in sorted(sets):
+            try:
+                found = await replicas_of(admin, service, name)
+            except BatonError as error:
+                problems.append(f"{service} {name}: {error}")
+            else:
+                copies |= {copy.node_id: copy for copy in found}
+    up = {node.node_id for node in nodes}
+    problems += [
+        f"{copy.service} {name} is down" for name, copy in sorted(copies.items()) if name not in up
+    ]
+    session.output.items([_item(node, brokers, copies) for node in nodes], _REPLICA_COLUMNS)
     session.output.problems(problems)
+
+
+def _masters(nodes: Iterable[Node]) -> list[Node]:
+    """Of each broker the node that answers for it."""
+    storage = [node for node in nodes if node.service == "storage"]
+    newest = {
+        node.replica_set: node for node in sorted(storage, key=lambda n: n.epoch) if node.leader
+    }
+    return sorted(newest.values(), key=lambda node: node.replica_set)
+
+
+def _item(node: Node, brokers: Mapping[str, Any], copies: Mapping[str, Replica]) -> Item:
+    item: dict[str, Any] = {
+        "service": node.service,
+        "replica_set": node.replica_set,
+        "node_id": node.node_id,
+        "role": "leader" if node.leader else "standby",
+        "epoch": node.epoch,
+        "in_sync": None,
+        "position": None,
+        "lag": None,
+        "lag_ms": None,
+    }
+    if (copy := copies.get(node.node_id)) is not None:
+        shown = {"in_sync": copy.in_sync, "position": copy.position, "lag": copy.lag}
+        return item | shown | {"lag_ms": copy.lag_ms}
+    if node.service == "storage" and node.replica_set in brokers:
+        log = brokers[node.replica_set]
+        synced = log["synced_position"]
+        return item | {"position": synced, "lag": log["next_position"] - synced}
+    return item
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 async def _described(
@@ -213,7 +254,7 @@ async def _described(
 
     async with asyncio.TaskGroup() as tasks:
         for node in nodes:
-            tasks.create_task(ask(node.node_id))
+            tasks.create_task(ask(node.replica_set))
     return found, problems
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -13,10 +14,17 @@ from batonmq.cli.output import Form, Output
 from batonmq.cli.session import FormatOption, Session, open_session
 from batonmq.local.cluster import ClusterFailed, LocalCluster, to_stderr
 from batonmq.local.etcd import NoEtcd
-from batonmq.local.layout import ClusterOptions
+from batonmq.local.layout import ClusterOptions, highly_available
 from batonmq.local.ports import DataDirInUse, NoFreePort
 
 NAMESERVER_PORT = 9876
+
+
+class Profile(StrEnum):
+    """How much of everything there is."""
+
+    SINGLE = "single"
+    HA = "ha"
 
 
 def up(
@@ -34,6 +42,10 @@ def up(
     brokers: Annotated[
         int, typer.Option(min=1, help="Storage nodes to start; never fewer than the folder has.")
     ] = 1,
+    profile: Annotated[
+        Profile,
+        typer.Option(help="single: one of each. ha: enough of everything to lose one of each."),
+    ] = Profile.SINGLE,
     log_level: Annotated[str, typer.Option(help="Lowest level the services log.")] = "INFO",
     form: FormatOption = None,
 ) -> None:
@@ -51,6 +63,8 @@ def up(
         log_level=log_level,
         nameserver_port=NAMESERVER_PORT,
     )
+    if profile is Profile.HA:
+        options = highly_available(options)
     try:
         session.run(_up(session.output, LocalCluster(data_dir, options)), endless=True)
     except DataDirInUse as error:

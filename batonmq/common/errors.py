@@ -534,6 +534,15 @@ class NotServing(BatonError):
     remedy = "Try again in a moment."
 
 
+class NotEnoughReplicas(BatonError):
+    """Fewer replicas are in sync than a write needs."""
+
+    reason = "NOT_ENOUGH_REPLICAS"
+    kind = "UNAVAILABLE"
+    retry = Retry.SAME_CALL
+    remedy = "Bring replicas back, or lower the number that has to be in sync."
+
+
 class NoQuorum(BatonError):
     """etcd can't be reached or has no quorum."""
 

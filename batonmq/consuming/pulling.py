@@ -17,10 +17,13 @@ from batonmq.common.errors import (
     Fenced,
     GroupNotFound,
     ModeChanged,
+    NotLeader,
     NotReadable,
+    NotServing,
     Paused,
     Retry,
     UnknownQueue,
+    Unreachable,
 )
 from batonmq.common.rpc import from_rpc_error
 from batonmq.consuming.message import ReceivedMessage
@@ -40,6 +43,8 @@ log = logging.getLogger(__name__)
 
 OVER = (Fenced, UnknownQueue, ModeChanged)
 """Refusals after which nothing is to be had under the same token."""
+AWAY = (NotLeader, NotServing, Unreachable)
+"""Errors after which another node of the broker is asked."""
 
 
 async def pull_forever(runner: QueueRunner) -> None:
@@ -58,6 +63,9 @@ async def pull_forever(runner: QueueRunner) -> None:
             elif error.retry is Retry.NEVER:
                 log.error("queue can't be read queue=%s error=%s", runner.queue, error)
             unreadable = _tell_unreadable(runner, error, unreadable)
+            if isinstance(error, AWAY):
+                directory, broker = runner.session.directory, runner.queue.broker
+                runner.reads_from = directory.next_reader(broker, runner.reads_from)
             await runner.session.directory.pause(error, failures)
             failures = 0 if isinstance(error, Paused) else failures + 1
 
@@ -123,12 +131,13 @@ async def pull(runner: QueueRunner) -> None:
         progress=None if riding is None else _acks_to_pb(progress, riding),
     )
     wanted = runner.filter
-    stub = await session.directory.storage(runner.queue.broker)
+    stub = await session.directory.reader(runner.queue.broker, runner.reads_from)
     sent_ms = session.clock.monotonic_ms()
     try:
         answer = await stub.Pull(request, timeout=settings.pull_hold_ms / 1000 + CALL_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+    runner.reads_from = answer.next_node_id
     if runner.progress is not progress or answer.pull_id != request.pull_id:
         return
     if runner.owned and not session.saw_epoch(answer.offsets_epoch):

@@ -74,8 +74,9 @@ async def create_topic(session: Session, topic: str) -> None:
         BatonError: as the nameserver said.
     """
     nodes = await session.directory.refresh()
-    storages = {n.node_id for n in nodes if n.service == nameserver_pb.SERVICE_KIND_STORAGE}
-    request = nameserver_pb.CreateTopicRequest(topic=topic, queue_count=max(len(storages), 1))
+    storages = [node for node in nodes if node.service == nameserver_pb.SERVICE_KIND_STORAGE]
+    brokers = {node.replica_set or node.node_id for node in storages}
+    request = nameserver_pb.CreateTopicRequest(topic=topic, queue_count=max(len(brokers), 1))
     try:
         await session.directory.nameserver().CreateTopic(request, timeout=CALL_TIMEOUT_S)
     except grpc.aio.AioRpcError as failure:

@@ -65,6 +65,7 @@ class QueueRunner:
         self.buffer: deque[ReceivedMessage] = deque()
         self.waiting_bytes = QueueBytes(session.budget)
         self.fenced = False
+        self.reads_from = ""
         self.flow: FlowReason | None = None
         self.unassigned, self.stopping, self.going = (
             asyncio.Event(),

@@ -127,12 +127,18 @@ class QueueSender(Generic[Token]):
         self._sequence = (self._sequence + batch.builder.count) % SEQUENCE_LIMIT
         return batch
 
-    def again(self) -> None:
+    def again(self, *, anew: bool = False) -> None:
         """The batch in flight is to be sent once more, unchanged and before all others.
 
         Nothing is ready until the caller has set `backing_off` to False.
+
+        Args:
+            anew: In a new epoch: it is not stored, and a batch before it is lost.
         """
         batch = self._landed()
+        if anew:
+            self._epoch, self._sequence = self._epoch + 1, 0
+            batch.encoded, batch.unsure = b"", False
         batch.failures += 1
         self.backing_off = True
         self._waiting.appendleft(batch)

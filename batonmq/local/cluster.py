@@ -18,7 +18,7 @@ from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 
 from batonmq.channels import connect
 from batonmq.local.child import Child, NotReady, until
-from batonmq.local.etcd import EtcdProcess, is_healthy
+from batonmq.local.etcd import etcd_members, is_healthy
 from batonmq.local.layout import ClusterOptions, Layout
 from batonmq.local.ports import lock_data_dir
 from batonmq.local.supervisor import GivenUp, Supervisor
@@ -80,8 +80,8 @@ class LocalCluster:
 
     @property
     def nameserver(self) -> str:
-        """host:port that clients are given."""
-        return self._layout.address("nameserver")
+        """host:port that clients are given; several separated by commas."""
+        return ",".join(map(self._layout.address, self.options.names_of("nameserver")))
 
     def endpoints(self) -> list[Endpoint]:
         """Every process, etcd first."""
@@ -89,7 +89,11 @@ class LocalCluster:
             Endpoint(n, self._layout.address(n), self._layout.metrics_address(n), self.pid(n))
             for n in self.options.names
         ]
-        return [Endpoint("etcd", self._etcd, self._etcd, self.pid("etcd")), *rest]
+        etcds = [
+            Endpoint(_etcd(i), address, address, self.pid(_etcd(i)))
+            for i, address in enumerate(self._etcd.split(","))
+        ]
+        return [*etcds, *rest]
 
     @property
     def auto_restart(self) -> bool:
@@ -142,8 +146,10 @@ class LocalCluster:
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
-            writers = [name for name in self.options.names if name != "offsets"]
-            exits.push_async_callback(self._processes.stop_all, (writers, ("offsets",), ("etcd",)))
+            offsets = self.options.names_of("offsets")
+            writers = [name for name in self.options.names if name not in offsets]
+            etcds = [_etcd(number) for number in range(self.options.etcds)]
+            exits.push_async_callback(self._processes.stop_all, (writers, offsets, etcds))
             await self._start_all()
             tasks = await exits.enter_async_context(asyncio.TaskGroup())
             for name in self._processes:
@@ -171,28 +177,40 @@ class LocalCluster:
                 silent = f"etcd at {self._etcd} does not answer"
                 await _wait(lambda: is_healthy(self._etcd), _ETCD_WAIT_S, silent)
             else:
-                etcd = EtcdProcess(self._layout.etcd_dir, log_path=self._layout.log_path("etcd"))
-                self._etcd = etcd.endpoint
-                self._processes.add(etcd.child)
-                await self._processes.ready("etcd")
-            for name in self.options.names:
-                self._processes.add(Child(self._layout.program(name, self._etcd)))
+                await self._start_etcd()
+            for member in self.options.members:
+                self._processes.add(Child(self._layout.program(member, self._etcd)))
             for name in self.options.names:
                 await self._processes.ready(name)
             await _wait(self._all_registered, _REGISTERED_S, "not every service has registered")
         except NotReady as error:
             raise ClusterFailed(str(error)) from error
 
+    async def _start_etcd(self) -> None:
+        layout, numbers = self._layout, range(self.options.etcds)
+        etcds = etcd_members(
+            [layout.etcd_dir(number) for number in numbers],
+            [layout.log_path(_etcd(number)) for number in numbers],
+        )
+        self._etcd = ",".join(etcd.endpoint for etcd in etcds)
+        for etcd in etcds:
+            self._processes.add(etcd.child)
+        for number in numbers:
+            await self._processes.ready(_etcd(number))
+
     async def _all_registered(self) -> bool:
-        async with connect(self.nameserver) as channel:
+        """Whether everybody is there, and of each kind somebody leads."""
+        async with connect(self._layout.address("nameserver")) as channel:
             stub = nameserver_grpc.NameserverServiceStub(channel)
             request = nameserver_pb.DescribeClusterRequest()
             try:
                 answer = await stub.DescribeCluster(request, timeout=2)
             except grpc.aio.AioRpcError:
                 return False
-        leaders = {node.address for node in answer.nodes if node.leader}
-        return leaders.issuperset(self._layout.address(name) for name in self.options.names)
+        there = {node.address for node in answer.nodes}
+        sets = {(node.service, node.replica_set) for node in answer.nodes}
+        led = {(node.service, node.replica_set) for node in answer.nodes if node.leader}
+        return led == sets and there.issuperset(map(self._layout.address, self.options.names))
 
     async def _watch(self, name: str) -> None:
         try:
@@ -200,6 +218,11 @@ class LocalCluster:
         except GivenUp as error:
             self._failure = ClusterFailed(str(error))
             raise
+
+
+def _etcd(number: int) -> str:
+    """Name of an etcd process."""
+    return f"etcd-{number}" if number else "etcd"
 
 
 async def _wait(condition: Callable[[], Awaitable[bool]], timeout_s: float, otherwise: str) -> None:

@@ -1,4 +1,4 @@
-"""A real etcd of one member, as a child process on loopback ports."""
+"""A real etcd, of one member or several, as child processes on loopback ports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import urllib.request
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
@@ -60,34 +61,65 @@ def _is_healthy(endpoint: str) -> bool:
         return False
 
 
+_HASTY = ("--heartbeat-interval=50", "--election-timeout=250")
+"""Of one member: it has nobody to wait for."""
+_PATIENT = ("--heartbeat-interval=100", "--election-timeout=1000")
+
+
+def etcd_members(data_dirs: Sequence[Path], log_paths: Sequence[Path]) -> list[EtcdProcess]:
+    """The members of one etcd, called `etcd`, `etcd-1` and so on."""
+    names = [f"etcd-{number}" if number else "etcd" for number in range(len(data_dirs))]
+    peers = {
+        name: f"http://{HOST}:{_ports(folder.absolute())['peer']}"
+        for name, folder in zip(names, data_dirs, strict=True)
+    }
+    return [
+        EtcdProcess(folder, log_path=log_path, name=name, members=peers)
+        for name, folder, log_path in zip(names, data_dirs, log_paths, strict=True)
+    ]
+
+
+def _ports(data_dir: Path) -> Mapping[str, int]:
+    return keep_ports(data_dir / "ports.json", ["client", "peer"])
+
+
 class EtcdProcess:
     """An etcd whose data and ports outlast it: started again on `data_dir`, it is the same one.
 
     Args:
         data_dir: Its own; holds `data/`, `ports.json` and, if `log_path` is not given,
             `etcd.log`.
+        name: Of the member, and of the process.
+        members: Peer addresses of all members by name, if there are several.
     """
 
-    def __init__(self, data_dir: Path, *, log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        log_path: Path | None = None,
+        name: str = "etcd",
+        members: Mapping[str, str] | None = None,
+    ) -> None:
         data_dir = data_dir.absolute()
-        ports = keep_ports(data_dir / "ports.json", ["client", "peer"])
+        ports = _ports(data_dir)
         self.endpoint = f"{HOST}:{ports['client']}"
         """host:port for clients."""
         client, peer = f"http://{self.endpoint}", f"http://{HOST}:{ports['peer']}"
+        known = members or {name: peer}
         self.child = Child(
             Program(
-                name="etcd",
+                name=name,
                 command=[
                     str(find_etcd()),
-                    "--name=local",
+                    f"--name={name}",
                     f"--data-dir={data_dir / 'data'}",
                     f"--listen-client-urls={client}",
                     f"--advertise-client-urls={client}",
                     f"--listen-peer-urls={peer}",
                     f"--initial-advertise-peer-urls={peer}",
-                    f"--initial-cluster=local={peer}",
-                    "--heartbeat-interval=50",
-                    "--election-timeout=250",  # it has nobody to wait for
+                    f"--initial-cluster={','.join(f'{n}={url}' for n, url in known.items())}",
+                    *(_HASTY if len(known) == 1 else _PATIENT),
                     "--auto-compaction-mode=periodic",
                     "--auto-compaction-retention=1h",
                     "--logger=zap",

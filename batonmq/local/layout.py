@@ -3,17 +3,17 @@
 lock          held while the cluster runs
 ports.json    the services' ports
 logs/         one file per process
-etcd/         unless another etcd is used
+etcd/         unless another etcd is used; etcd-1/ and so on, if there are several
 storage/      what the process of that name keeps
-storage-1/    and so on, if there are several storage nodes
-offsets/
+storage-1/    and so on, if there are several brokers; storage-0-a/ if they have replicas
+offsets/      likewise
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from batonmq.channels import connect
@@ -31,9 +31,19 @@ _WATERMARKS = {
 """A person's disk may well be 90 % full of other things."""
 
 
-def storage_names(brokers: int) -> tuple[str, ...]:
-    """Names of the storage processes: `storage` keeps `broker-0`, `storage-1` `broker-1`."""
-    return tuple(f"storage-{number}" if number else "storage" for number in range(brokers))
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a service.
+
+    Attributes:
+        name: Of the process, its folder and its log.
+        settings: What it does not share with others of its service.
+    """
+
+    name: str
+    service: str
+    node_id: str
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +52,14 @@ class ClusterOptions:
 
     Attributes:
         cluster: Name of the cluster, for clusters that share an etcd.
-        etcd: host:port of an etcd to use; one of its own if empty.
-        brokers: How many storage nodes there are, at least 1: `broker-0` and so on.
-        nameserver_port: Port the nameserver gets if it is free and none was kept; 0 for any.
+        etcd: host:port of an etcd to use; some of its own if empty.
+        etcds: How many etcd members there are, if they are its own.
+        brokers: How many brokers there are, at least 1: `broker-0` and so on.
+        storage_replicas: Nodes of each broker, 1 to 5: with several, `storage-0-a` and so on.
+        offsets: Nodes of offsets, 1 to 5.
+        lockmgrs: How many lock managers there are, of which one leads.
+        nameservers: How many nameservers there are.
+        nameserver_port: Port the first nameserver gets if it is free and none was kept; 0 for any.
         log_level: Lowest level the services log.
         settings: Further settings by service, for all its processes, such as
             `{"storage": {"segment_bytes": 65536}}`.
@@ -53,16 +68,71 @@ class ClusterOptions:
 
     cluster: str = "baton"
     etcd: str = ""
+    etcds: int = 1
     brokers: int = 1
+    storage_replicas: int = 1
+    offsets: int = 1
+    lockmgrs: int = 1
+    nameservers: int = 1
     nameserver_port: int = 0
     log_level: str = "INFO"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     auto_restart: bool = True
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def members(self) -> tuple[Member, ...]:
         """The processes of the services, in the order in which they are started."""
-        return ("offsets", *storage_names(self.brokers), "lockmgr", "nameserver")
+        return (
+            *self._offsets(),
+            *(one for number in range(self.brokers) for one in self._storage(number)),
+            *(Member(_nth("lockmgr", i), "lockmgr", f"lockmgr-{i}") for i in range(self.lockmgrs)),
+            *(
+                Member(_nth("nameserver", i), "nameserver", f"nameserver-{i}")
+                for i in range(self.nameservers)
+            ),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the members."""
+        return tuple(member.name for member in self.members)
+
+    def names_of(self, service: str) -> tuple[str, ...]:
+        """Names of the members of a service."""
+        return tuple(member.name for member in self.members if member.service == service)
+
+    def _storage(self, number: int) -> list[Member]:
+        broker, name = f"broker-{number}", _nth("storage", number)
+        if self.storage_replicas == 1:
+            return [Member(name, "storage", broker)]
+        nodes = [f"{broker}-{letter}" for letter in "abcde"[: self.storage_replicas]]
+        replicated = {"broker": broker, "replicas": ",".join(nodes)}
+        return [
+            Member(f"storage-{number}-{node[-1]}", "storage", node, replicated) for node in nodes
+        ]
+
+    def _offsets(self) -> list[Member]:
+        nodes = [f"offsets-{number}" for number in range(self.offsets)]
+        replicated: dict[str, object] = {}
+        if self.offsets > 1:
+            # A majority: what was answered for survives the loss of the rest.
+            replicated = {"replicas": ",".join(nodes), "min_in_sync": self.offsets // 2 + 1}
+        return [
+            Member(_nth("offsets", number), "offsets", node, replicated)
+            for number, node in enumerate(nodes)
+        ]
+
+
+def highly_available(options: ClusterOptions) -> ClusterOptions:
+    """The cluster with enough of everything to lose one of each."""
+    return replace(
+        options, etcds=3, brokers=2, storage_replicas=2, offsets=3, lockmgrs=2, nameservers=2
+    )
+
+
+def _nth(service: str, number: int) -> str:
+    """The first is called as its service."""
+    return f"{service}-{number}" if number else service
 
 
 class Layout:
@@ -74,10 +144,9 @@ class Layout:
         preferred = {"nameserver": options.nameserver_port}
         self._ports = keep_ports(data_dir / "ports.json", wanted, preferred)
 
-    @property
-    def etcd_dir(self) -> Path:
+    def etcd_dir(self, number: int) -> Path:
         """Where an etcd of the cluster's own lives."""
-        return self._data_dir / "etcd"
+        return self._data_dir / _nth("etcd", number)
 
     def address(self, name: str) -> str:
         """host:port of a process's gRPC server."""
@@ -91,18 +160,16 @@ class Layout:
         """Where its output goes."""
         return self._data_dir / "logs" / f"{name}.log"
 
-    def program(self, name: str, etcd: str) -> Program:
+    def program(self, member: Member, etcd: str) -> Program:
         """A process of a service.
 
         Args:
-            name: One of the options' `names`.
-            etcd: host:port.
+            etcd: host:port; several separated by commas.
         """
-        service, _, number = name.partition("-")
-        kind = "broker" if service == "storage" else service
+        name, service = member.name, member.service
         settings: dict[str, object] = {
             "cluster": self._options.cluster,
-            "node_id": f"{kind}-{number or 0}",
+            "node_id": member.node_id,
             "host": HOST,
             "port": self._ports[name],
             "metrics_port": self._ports[f"{name}-metrics"],
@@ -113,7 +180,7 @@ class Layout:
             settings["data_dir"] = self._data_dir / name
         if service == "storage":
             settings |= _WATERMARKS
-        settings |= self._options.settings.get(service, {})
+        settings |= {**member.settings, **self._options.settings.get(service, {})}
         return Program(
             name=name,
             # -P: a folder called `services` where the command was given is not ours.

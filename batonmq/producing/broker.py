@@ -16,10 +16,12 @@ from batonmq.common.errors import (
     DiskFull,
     DuplicateSequence,
     Internal,
+    NotEnoughReplicas,
     NotWritable,
     Overloaded,
     QueueNotFound,
     Retry,
+    SequenceGap,
     Unreachable,
 )
 from batonmq.common.rpc import error_from_pb, from_rpc_error
@@ -42,7 +44,7 @@ class NotSent(Unreachable):
 
 
 _OF_THE_QUEUE = (NotWritable, QueueNotFound)
-_NOT_STORED = (DiskFull, NotSent, Overloaded, *_OF_THE_QUEUE)
+_NOT_STORED = (DiskFull, NotEnoughReplicas, NotSent, Overloaded, *_OF_THE_QUEUE)
 """Errors that say that this try has stored nothing. `NotServing` does not: a disk that fails under
 a write is told by it too."""
 
@@ -190,11 +192,12 @@ class BrokerLoop:
         now_ms = self._clock.monotonic_ms()
         late_ms = now_ms - self._settings.delivery_timeout_ms
         retry = error.retry is not Retry.NEVER
-        if retry and not no_queue:
+        lost = isinstance(error, SequenceGap)  # something that was safe in memory only
+        if retry and not no_queue and not lost:
             self._landing.avoid(self._broker)
         if retry and batch.begin_ms > late_ms:
             log.debug("append is repeated queue=%s error=%s", sender.queue, error)
-            sender.again()
+            sender.again(anew=lost)
             self._landing.relieve(sender)
         elif retry or isinstance(error, DuplicateSequence | Internal):
             late = doubtful(error) if doubt and retry else _too_late(error, batch.unsure)

@@ -179,6 +179,21 @@ class OffsetsDisk:
         await asyncio.sleep(self._write_s(self._random) / 2)
         return [found for found in self.read() if found[0].startswith(prefix)]
 
+    async def snapshot(self) -> list[Found]:
+        """See Stored."""
+        await asyncio.sleep(self._write_s(self._random) / 2)
+        return list(self.read())
+
+    async def replace(self, entries: Sequence[Found]) -> None:
+        """See Stored."""
+        await asyncio.sleep(self._write_s(self._random) / 2)
+        gone = self.entries.keys() - {key for key, _ in entries}
+        self.write_now([*((key, None) for key in gone), *entries])
+        await asyncio.sleep(self._write_s(self._random) / 2)
+
+    async def settled(self) -> None:
+        """See Stored: a write whose caller is cancelled has happened by then, or never will."""
+
     async def write(self, entries: Sequence[Entry]) -> None:
         """See Stored."""
         await asyncio.sleep(self._write_s(self._random) / 2)

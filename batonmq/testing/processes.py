@@ -19,7 +19,7 @@ from batonmq.testing.etcd import EtcdTwin, TwinSession
 from batonmq.testing.network import Network, Watcher
 from batonmq.testing.virtual_time import Host, VirtualTimeLoop
 from batonmq.testing.wire import Server, connector
-from services.offsets.app import Offsets
+from services.offsets.serving import Offsets
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.process import App, Runtime
 from services.runtime.settings import ServiceSettings
@@ -52,7 +52,8 @@ class World(Watcher):
 
     Attributes:
         virtual: Whether time is.
-        storage_disks: By broker; a broker's is made when it first starts.
+        offsets_disks: By node id; a node's is made when it first starts.
+        storage_disks: By broker, likewise.
     """
 
     def __init__(self, seed: str) -> None:
@@ -60,7 +61,7 @@ class World(Watcher):
         self.virtual = isinstance(self.loop, VirtualTimeLoop)
         self.network = Network(self.random("network"), self)
         self.etcd = EtcdTwin(self.network)
-        self.offsets_disk = OffsetsDisk(self.random("offsets disk"), self.write_s)
+        self.offsets_disks: dict[str, OffsetsDisk] = {}
         self.storage_disks: dict[str, MemoryDisk] = {}
         self.hosts: list[Host] = []
 
@@ -86,6 +87,13 @@ class World(Watcher):
         """How long a synced write takes, in seconds."""
         return 0
 
+    def offsets_disk_of(self, node_id: str) -> OffsetsDisk:
+        """The disk of a node of offsets."""
+        if node_id not in self.offsets_disks:
+            random = self.random(f"offsets disk {node_id}")
+            self.offsets_disks[node_id] = OffsetsDisk(random, self.write_s)
+        return self.offsets_disks[node_id]
+
     def crash_disk(self, name: str) -> None:
         """What is done to the disk of a service from now on does not happen."""
         if name in self.storage_disks:
@@ -94,7 +102,7 @@ class World(Watcher):
     # ---- what happens to processes
 
     def offsets_opened(self, offsets: Offsets) -> None:
-        """A life of offsets has recovered what is on its disk."""
+        """A life of offsets, or a mastership, begins to serve what is on its disk."""
 
     def storage_opened(self, broker: str, node: Node) -> None:
         """A life of storage has."""
@@ -251,6 +259,7 @@ class ServiceProcess(Process):
                     await self._register(runtime, app)
                     running.append(tasks.create_task(runtime.keep_registered()))
                     await self.stopping.wait()
+                    app.leave()
                     edge.drain()
                     await runtime.unregister()
                     await self.server.stop(GRACE_MS / 1000)

@@ -15,8 +15,6 @@ from services.nameserver import __main__ as nameserver_app
 from services.nameserver.config import NameserverSettings
 from services.offsets import app as offsets_app
 from services.offsets.config import OffsetsSettings
-from services.runtime.gates import PREFIX as GATES_PREFIX
-from services.runtime.mirror import Mirror
 from services.runtime.process import App, Runtime
 from services.storage import app as storage_app
 from services.storage.config import StorageSettings
@@ -71,20 +69,13 @@ def lockmgr(settings: LockmgrSettings) -> Service:
 
 
 def offsets(world: World, settings: OffsetsSettings) -> Service:
-    """Offsets, on the disk that `world` has for it."""
+    """A node of offsets, on the disk that `world` has for it."""
 
     @asynccontextmanager
     async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
-        built = offsets_app.recovered(
-            world.offsets_disk,
-            settings.limits,
-            runtime.clock,
-            runtime.registry,
-            runtime.hub,
-            Mirror(runtime.etcd, GATES_PREFIX),
-        )
-        world.offsets_opened(built)
-        yield offsets_app.served(built)
+        disk = world.offsets_disk_of(settings.node_id)
+        async with offsets_app.served(settings, runtime, disk, world.offsets_opened) as app:
+            yield app
 
     return Service(settings.node_id, "offsets", settings, build)
 

@@ -39,7 +39,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
                 )
             },
             leader=False,
-            loops=[groups.run, gates.run, leader.run, leader.keep_registered],
+            loops=[groups.run, gates.run, leader.run, leader.registration.run],
             held=frozenset({"Acquire"}),
             drain=leader.settle,
         )

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 
-from batonmq.common.errors import BatonError, NoQuorum, NotLeader, NotServing, OldEpoch
+from batonmq.common.errors import BatonError, NotLeader, NotServing, OldEpoch
 from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.core.table import LockTable
 from services.lockmgr.desk import Desk
@@ -20,6 +20,7 @@ from services.lockmgr.offsets import Offsets, OffsetsPeer
 from services.lockmgr.store import BACKOFF, LockStore
 from services.runtime.election import Election
 from services.runtime.process import Runtime
+from services.runtime.registration import Registration
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,7 @@ class Leader:
             runtime.etcd, "lockmgr", settings.node_id, ttl_ms=settings.leader_lease_ms
         )
         self._desk: Desk | None = None
-        self._wanted_epoch = 0
-        self._wants_registration = asyncio.Event()
-        self._wants_registration.set()
+        self.registration = Registration(runtime)
 
     def desk(self) -> Desk:
         """Who answers.
@@ -70,22 +69,6 @@ class Leader:
         """Campaign and lead for ever; to be run as one task."""
         await self._election.run(self._lead)
 
-    async def keep_registered(self) -> None:
-        """Tell everybody whether this node leads, for ever; to be run as one task."""
-        tries = 0
-        while True:
-            await self._wants_registration.wait()
-            self._wants_registration.clear()
-            epoch = self._wanted_epoch
-            try:
-                await self._runtime.register(epoch=epoch, leader=epoch > 0)
-                tries = 0
-            except NoQuorum as error:
-                log.warning("not registered epoch=%d error=%s", epoch, error)
-                self._wants_registration.set()
-                await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
-                tries += 1
-
     async def settle(self) -> None:
         """Wait, but not for long, until no change is under way; for a drain."""
         if self._desk is not None:
@@ -101,12 +84,12 @@ class Leader:
                 await self._take_over(term)
                 limit = self._settings.watchers_max
                 self._desk = Desk(term, self._members, self._election.valid, tasks, limit)
-                self._register(number)
+                self.registration.leads(number)
         finally:
             if self._desk is not None:
                 self._desk.close()
             self._desk = None
-            self._register(0)
+            self.registration.leads(0)
             self._recorder.standing(0, LockTable(term.policy).counts(), watchers=0)
 
     def _term(self, number: int) -> Term:
@@ -142,10 +125,6 @@ class Leader:
                 log.warning("taking over waits what=%s error=%s", what, error)
             await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
             tries += 1
-
-    def _register(self, epoch: int) -> None:
-        self._wanted_epoch = epoch
-        self._wants_registration.set()
 
     def _other_leader(self) -> str:
         """Address of a registered leader other than this node; empty if there is none."""

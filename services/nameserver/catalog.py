@@ -190,13 +190,9 @@ class Catalog:
                     del self.owned[group]
 
     def _nodes_changed(self, _: frozenset[str]) -> None:
-        brokers = [
-            node
-            for node in self.nodes()[0]
-            if node.service == pb.SERVICE_KIND_STORAGE and node.leader
-        ]
-        self._rooms = {node.node_id: node.room for node in brokers}
-        addresses = {node.node_id: node.address for node in brokers}
+        brokers = _present(self.nodes()[0])
+        self._rooms = {name: node.room for name, node in brokers.items()}
+        addresses = {name: node.address for name, node in brokers.items()}
         if addresses == self._addresses:
             return
         self._addresses = addresses
@@ -216,6 +212,19 @@ class Catalog:
         for key in keys:
             for changed in self._waiting.get(key, ()):
                 changed.set()
+
+
+def _present(nodes: list[pb.Node]) -> dict[str, pb.Node]:
+    """The node of every broker that is alive: its master, or while there is none a slave.
+
+    So a route keeps a broker whose next master is about to be elected.
+    """
+    found: dict[str, pb.Node] = {}
+    for node in nodes:
+        if node.service == pb.SERVICE_KIND_STORAGE:
+            name = node.replica_set or node.node_id
+            found[name] = max(found.get(name, node), node, key=lambda n: (n.leader, n.epoch))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,98 +1,115 @@
-"""The offsets service put together: disk, table, group commit, servicer."""
+"""The offsets service put together: alone, or as a node of a replica set."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
-import grpc.aio
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-from prometheus_client import CollectorRegistry
+from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 
-from batonmq.common.clock import Clock
 from services.offsets.config import OffsetsSettings
-from services.offsets.core.calls import Instant, Limits
-from services.offsets.core.resets import Resets
-from services.offsets.core.table import ProgressTable
-from services.offsets.disk import Disk, Entry
-from services.offsets.group_commit import GroupCommit
+from services.offsets.disk import Disk
+from services.offsets.following import Following, ReplicationPeer
+from services.offsets.mastership import Mastership
 from services.offsets.metrics import OffsetsMetrics
-from services.offsets.modes import Modes
-from services.offsets.persistence import DurableKey, Stored, entries_of, find_handovers, recover
-from services.offsets.server import OffsetsServicer, Parts
-from services.offsets.telemetry import Telemetry
-from services.runtime.events import EventHub
+from services.offsets.persistence import Stored, read_changes
+from services.offsets.replication_server import ReplicationServicer, WhileMaster
+from services.offsets.role import Role
+from services.offsets.serving import Offsets, Surroundings, alone, elected
 from services.runtime.gates import PREFIX as GATES
 from services.runtime.mirror import Mirror
+from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime
 
 SERVICE = "baton.offsets.v1.OffsetsService"
-
-
-@dataclass(frozen=True, slots=True)
-class Offsets:
-    """A service ready to be added to a server; `commits.run` and `gates.run` run beside it."""
-
-    disk: Stored
-    table: ProgressTable
-    commits: GroupCommit[DurableKey]
-    gates: Mirror
-    servicer: OffsetsServicer
-
-    def add(self, server: grpc.aio.Server) -> None:
-        """Add the servicer."""
-        pb_grpc.add_OffsetsServiceServicer_to_server(self.servicer, server)
-
-
-def recovered(
-    disk: Stored,
-    limits: Limits,
-    clock: Clock,
-    registry: CollectorRegistry,
-    hub: EventHub,
-    gates: Mirror,
-) -> Offsets:
-    """The service on what `disk` has; nobody else uses it."""
-    table, records = recover(disk, limits, Instant(clock.monotonic_ms(), clock.unix_ms()))
-    metrics = OffsetsMetrics(registry, table, lambda: commits.full is not None)
-    commits: GroupCommit[DurableKey] = GroupCommit(
-        partial(_write, disk, metrics), entries_of(table, records)
-    )
-    parts = Parts(
-        table=table,
-        resets=Resets(table, records),
-        commits=commits,
-        clock=clock,
-        modes=Modes(gates),
-        telemetry=Telemetry(metrics, hub),
-        handovers=partial(find_handovers, disk),
-    )
-    return Offsets(disk, table, commits, gates, OffsetsServicer(parts))
-
-
-async def _write(disk: Stored, metrics: OffsetsMetrics, entries: Sequence[Entry]) -> None:
-    with metrics.write_seconds.time():
-        await disk.write(entries)
-    metrics.write_entries.inc(len(entries))
+REPLICATION = "baton.offsets.v1.ReplicationService"
 
 
 @asynccontextmanager
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The app of the process."""
-    gates = Mirror(runtime.etcd, GATES)
     with Disk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:
-        yield served(
-            recovered(disk, settings.limits, runtime.clock, runtime.registry, runtime.hub, gates)
-        )
+        async with served(settings, runtime, disk) as app:
+            yield app
 
 
-def served(offsets: Offsets) -> App:
-    """The app that serves `offsets`."""
+@asynccontextmanager
+async def served(
+    settings: OffsetsSettings,
+    runtime: Runtime,
+    disk: Stored,
+    opened: Callable[[Offsets], None] = lambda _: None,
+) -> AsyncIterator[App]:
+    """The app that serves what `disk` has; nobody else uses it.
+
+    Args:
+        opened: Told of the service of each epoch, before anything is answered.
+    """
+    around = Surroundings(
+        limits=settings.limits,
+        clock=runtime.clock,
+        metrics=OffsetsMetrics(runtime.registry),
+        hub=runtime.hub,
+        gates=Mirror(runtime.etcd, GATES),
+    )
+    if len(settings.members) <= 1:
+        yield _alone(disk, around, opened)
+        return
+    peer: ReplicationPeer = Peer(
+        runtime.nodes, "offsets", replication_grpc.ReplicationServiceStub, runtime.connect
+    )
+    changes = read_changes(disk, kept_bytes_max=settings.replica_kept_bytes_max)
+    following = Following(disk, changes, peer, settings, runtime)
+    try:
+        yield _replicated(settings, runtime, following, around, opened)
+    finally:
+        await peer.close()
+
+
+def _alone(disk: Stored, around: Surroundings, opened: Callable[[Offsets], None]) -> App:
+    """A node without slaves: it serves from its start to its end."""
+    offsets = alone(disk, around)
+    opened(offsets)
     return App(
         servicers={SERVICE: offsets.add},
-        loops=[offsets.commits.run, offsets.gates.run],
+        loops=[offsets.commits.run, around.gates.run],
         epoch=offsets.table.epoch,
         drain=offsets.commits.drain,
+    )
+
+
+def _replicated(
+    settings: OffsetsSettings,
+    runtime: Runtime,
+    following: Following,
+    around: Surroundings,
+    opened: Callable[[Offsets], None],
+) -> App:
+    """A node that is master at times, and slave at others."""
+    disk = following.disk
+
+    def serve_epoch(mastership: Mastership) -> Offsets:
+        offsets = elected(
+            disk, mastership.epoch, mastership.write, mastership.keeper.check_room, around
+        )
+        opened(offsets)
+        return offsets
+
+    role = Role(settings, runtime, following, serve_epoch, around.metrics)
+    front = cast(pb_grpc.OffsetsServiceServicer, WhileMaster(role))
+    return App(
+        servicers={
+            SERVICE: partial(pb_grpc.add_OffsetsServiceServicer_to_server, front),
+            REPLICATION: partial(
+                replication_grpc.add_ReplicationServiceServicer_to_server,
+                ReplicationServicer(role, disk),
+            ),
+        },
+        loops=[role.run, role.member.registration.run, following.run, around.gates.run],
+        held=frozenset({"Fetch"}),
+        leader=False,
+        leave=role.member.leave,
     )

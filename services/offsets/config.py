@@ -8,6 +8,7 @@ from pydantic import Field
 
 from services.offsets.core.calls import Limits
 from services.offsets.disk import FREE_BYTES_MIN
+from services.runtime.keeper import ReplicaPolicy
 from services.runtime.settings import ServiceSettings
 
 
@@ -26,6 +27,34 @@ class OffsetsSettings(ServiceSettings):
     """Stored size of those ranges beyond which delivery stops, in bytes."""
     disk_free_bytes_min: int = Field(FREE_BYTES_MIN, ge=0)
     """With less free on the disk every change is refused with DISK_FULL, in bytes."""
+    replica_set: str = Field("offsets", pattern=r"^[a-z0-9-]{1,63}$")
+    """Replica set the node belongs to."""
+    replicas: str = Field("", pattern=r"^([a-z0-9-]{1,63}(,[a-z0-9-]{1,63}){0,4})?$")
+    """Node ids of the replica set, this one among them, separated by commas, up to 5; empty for a
+    node without slaves."""
+    min_in_sync: int = Field(1, ge=1, le=5)
+    """With fewer replicas in sync, the master among them, every change is refused with
+    NOT_ENOUGH_REPLICAS."""
+    master_lease_ms: int = Field(5_000, ge=2_000)
+    """After so long without a word of the master another replica is elected, in milliseconds."""
+    replica_lag_ms_max: int = Field(3_000, ge=500)
+    """A slave that has not had everything for so long is out of sync, in milliseconds."""
+    replica_kept_bytes_max: int = Field(64 * 1024 * 1024, ge=0)
+    """So much of the newest changes is kept for slaves that come back, in bytes."""
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Node ids of the replica set."""
+        return frozenset(self.replicas.split(",")) if self.replicas else frozenset({self.node_id})
+
+    @property
+    def replica_policy(self) -> ReplicaPolicy:
+        """How the replica set keeps together."""
+        return ReplicaPolicy(
+            min_in_sync=self.min_in_sync,
+            lag_ms_max=self.replica_lag_ms_max,
+            hold_ms=self.replica_lag_ms_max // 4,
+        )
 
     @property
     def limits(self) -> Limits:

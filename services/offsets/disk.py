@@ -76,12 +76,16 @@ class Disk:
             os.close(self._held)
             raise DataLoss(f"stored progress in {folder} can't be opened: {error}") from error
         self._access = threading.Lock()
+        self._under_way: set[asyncio.Future[None]] = set()
         self._closed = False
         self._free_bytes_min = free_bytes_min
         self._free_bytes = partial(free_bytes, folder)
 
     def read(self, but: bytes = b"") -> Iterator[Found]:
-        """All entries by key, ascending; without those whose keys begin with `but`, if given.
+        """All entries by key, ascending, as of the moment of the first.
+
+        Args:
+            but: Leave out those whose keys begin so, if given.
 
         Raises:
             DataLoss: the file is damaged.
@@ -117,6 +121,18 @@ class Disk:
         except lmdb.Error as error:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
+    async def snapshot(self) -> list[Found]:
+        """`read`, whole, without keeping others waiting.
+
+        Raises:
+            DataLoss: the file is damaged.
+        """
+        return await asyncio.to_thread(self._snapshot)
+
+    def _snapshot(self) -> list[Found]:
+        with self._access:
+            return list(self.read())
+
     async def write(self, entries: Sequence[Entry]) -> None:
         """Write all entries or none, and return when they are durable.
 
@@ -124,30 +140,57 @@ class Disk:
             DiskFull: nothing is written; the same write may be tried again.
             lmdb.Error, OSError: not known whether they are; the process must end.
         """
-        await asyncio.to_thread(self._write_with_room, entries)
+        await self._in_thread(partial(self._write_with_room, entries))
 
-    def _write_with_room(self, entries: Sequence[Entry]) -> None:
+    async def replace(self, entries: Sequence[Found]) -> None:
+        """Write these in place of everything, or nothing, and return when they are durable.
+
+        Raises:
+            DiskFull: nothing is written.
+            lmdb.Error, OSError: not known what is; the process must end.
+        """
+        await self._in_thread(partial(self._write_with_room, entries, anew=True))
+
+    async def settled(self) -> None:
+        """Return when no write is under way, one whose caller was cancelled included."""
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+
+    async def _in_thread(self, write: Callable[[], None]) -> None:
+        job = asyncio.get_running_loop().run_in_executor(None, write)
+        self._under_way.add(job)
+        job.add_done_callback(self._ended)
+        await asyncio.shield(job)
+
+    def _ended(self, job: asyncio.Future[None]) -> None:
+        self._under_way.discard(job)
+        if (error := job.exception()) is not None:  # perhaps nobody waits for it any more
+            log.debug("write failed error=%s", error)
+
+    def _write_with_room(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
         free_bytes = self._free_bytes()
         if free_bytes < self._free_bytes_min:
             raise DiskFull(
                 f"{free_bytes} bytes are free on the disk, {self._free_bytes_min} have to be",
                 facts={"free_bytes": free_bytes, "limit": self._free_bytes_min},
             )
-        self.write_now(entries)
+        self.write_now(entries, anew=anew)
 
-    def write_now(self, entries: Sequence[Entry]) -> None:
-        """`write` for a caller that may be blocked, whatever is free."""
+    def write_now(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+        """`write`, or `replace`, for a caller that may be blocked, whatever is free."""
         with self._access:
             if self._closed:
                 raise OSError("the disk is closed")
-            while not self._try_write(entries):
+            while not self._try_write(entries, anew):
                 map_bytes = self._environment.info()["map_size"] * 2
                 log.info("map grown map_bytes=%d", map_bytes)
                 self._environment.set_mapsize(map_bytes)
 
-    def _try_write(self, entries: Sequence[Entry]) -> bool:
+    def _try_write(self, entries: Sequence[Entry], anew: bool) -> bool:
         try:
             with self._environment.begin(write=True) as transaction:
+                if anew:
+                    transaction.drop(self._environment.open_db(None, transaction), delete=False)
                 for key, value in entries:
                     if value is None:
                         transaction.delete(key)

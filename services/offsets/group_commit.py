@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from batonmq.common.errors import DiskFull
+from batonmq.common.errors import DiskFull, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,16 @@ class _Batch(Generic[Key]):
     def __init__(self) -> None:
         self.keys: dict[Key, None] = {}
         self.durable = asyncio.Event()
+        self.given_up = False
+
+    async def settled(self) -> None:
+        await self.durable.wait()
+        if self.given_up:
+            raise Unreachable("it is not known whether the change is kept", retry_after_ms=200)
+
+    def give_up(self) -> None:
+        self.given_up = True
+        self.durable.set()
 
 
 class GroupCommit(Generic[Key]):
@@ -33,8 +43,9 @@ class GroupCommit(Generic[Key]):
     Args:
         write: Returns when all entries are durable. If it raises anything but `DiskFull`, so does
             `run`, nobody who waits is ever answered, and the process has to end: memory is ahead
-            of the disk.
+            of the disk. Once `run` is cancelled whoever waits is told that nothing is known.
         entries_of: What stands on the disk of a key's present state; None for what doesn't.
+        check: Raises if nothing could be written at the moment for another reason.
 
     Attributes:
         full: The refusal of the disk, as long as it has no room; no change may be made meanwhile.
@@ -44,9 +55,11 @@ class GroupCommit(Generic[Key]):
         self,
         write: Callable[[Sequence[Entry]], Awaitable[None]],
         entries_of: Callable[[Key], Sequence[Entry]],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._write, self._entries_of = write, entries_of
+        self._write, self._entries_of, self._check = write, entries_of, check
         self._gathering: _Batch[Key] = _Batch()
+        self._writing = self._gathering
         self._pending: dict[Key, _Batch[Key]] = {}
         self._arrived = asyncio.Event()
         self.full: DiskFull | None = None
@@ -56,7 +69,9 @@ class GroupCommit(Generic[Key]):
 
         Raises:
             DiskFull: the disk has no room.
+            BatonError: as `check` says.
         """
+        self._check()
         if self.full is not None:
             raise DiskFull(self.full.message, retry_after_ms=RETRY_MS, facts=self.full.facts)
 
@@ -67,15 +82,19 @@ class GroupCommit(Generic[Key]):
         self._arrived.set()
 
     async def settled(self, keys: Iterable[Key]) -> None:
-        """Return when every change of `keys` up to this call is durable."""
+        """Return when every change of `keys` up to this call is durable.
+
+        Raises:
+            Unreachable: `run` was cancelled before.
+        """
         batches = dict.fromkeys(self._pending.get(key) for key in keys)
         for batch in filter(None, batches):
-            await batch.durable.wait()
+            await batch.settled()
 
     async def settled_all(self) -> None:
-        """Return when every change up to this call is durable."""
+        """As `settled`, for all keys."""
         for batch in dict.fromkeys(self._pending.values()):
-            await batch.durable.wait()
+            await batch.settled()
 
     async def drain(self) -> None:
         """`settled_all`, unless the disk is full: what is not durable was answered to nobody."""
@@ -84,10 +103,19 @@ class GroupCommit(Generic[Key]):
 
     async def run(self) -> None:
         """Write for ever; to be run as one task."""
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            self._writing.give_up()
+            self._gathering.give_up()
+            raise
+
+    async def _run(self) -> None:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             batch, self._gathering = self._gathering, _Batch()
+            self._writing = batch
             # Once: a state that came later has to become durable with what changed with it.
             entries = [entry for key in batch.keys for entry in self._entries_of(key)]
             await self._write_once_there_is_room(entries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -11,16 +12,15 @@ from batonmq.common.errors import BatonError, Fenced
 from services.offsets.core.calls import Committed, Condition, Grant
 from services.offsets.core.resets import Order, Outcome
 from services.offsets.core.table import ProgressTable
+from services.runtime.keeper import Keeper
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
 class OffsetsMetrics:
-    """Counters and gauges of one process."""
+    """Counters and gauges of one process; the gauges are those of the table that is shown."""
 
-    def __init__(
-        self, registry: CollectorRegistry, table: ProgressTable, disk_full: Callable[[], bool]
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._commits = Counter(
             "baton_offsets_commits",
             "Commits, closes and acks of pulls: changed, noop, or the reason of the refusal.",
@@ -56,27 +56,61 @@ class OffsetsMetrics:
             "Entries in synced writes.",
             registry=registry,
         )
-        ack_ranges = Gauge(
+        self._ack_ranges = Gauge(
             "baton_offsets_ack_ranges_max",
             "Acked ranges above the committed offset, of the queue that has most.",
             registry=registry,
         )
-        # Scraped from another thread: list() of a dict's values is one step of the interpreter.
-        ack_ranges.set_function(lambda: max(list(table.ack_ranges.values()), default=0))
-        capped = Gauge(
+        self._capped = Gauge(
             "baton_offsets_capped_queues",
             "Queues whose deliveries wait: too many acked ranges above the committed offset.",
             registry=registry,
         )
-        capped.set_function(lambda: len(table.capped))
-        full = Gauge(
+        self._full = Gauge(
             "baton_offsets_disk_full",
             "1 while changes are refused because the disk is full.",
             registry=registry,
         )
-        full.set_function(disk_full)
-        queues = Gauge("baton_offsets_queues", "Queues with progress.", registry=registry)
-        queues.set_function(lambda: len(table))
+        self._queues = Gauge("baton_offsets_queues", "Queues with progress.", registry=registry)
+
+        self._epoch = Gauge(
+            "baton_offsets_epoch",
+            "Epoch in which this node serves; 0 for a slave.",
+            registry=registry,
+        )
+        self._in_sync = Gauge(
+            "baton_offsets_in_sync_replicas",
+            "Replicas that may be elected, the master among them; 0 at a slave.",
+            registry=registry,
+        )
+        self._lag = Gauge(
+            "baton_offsets_replica_lag_changes",
+            "Changes that a slave lacks, as the master sees it.",
+            ("replica",),
+            registry=registry,
+        )
+
+    def lead(self, keeper: Keeper) -> None:
+        """Show a mastership until `follow`."""
+        books = keeper.books
+        self._in_sync.set_function(lambda: len(books.in_sync))
+        for name in keeper.members - {books.me}:
+            self._lag.labels(name).set_function(partial(books.lag, name))
+
+    def follow(self) -> None:
+        """This node is no master."""
+        self._epoch.set(0)
+        self._in_sync.set_function(lambda: 0)
+        self._lag.clear()
+
+    def show(self, table: ProgressTable, disk_full: Callable[[], bool]) -> None:
+        """Show the state of this table from now on."""
+        self._epoch.set(table.epoch)
+        # Scraped from another thread: list() of a dict's values is one step of the interpreter.
+        self._ack_ranges.set_function(lambda: max(list(table.ack_ranges.values()), default=0))
+        self._capped.set_function(lambda: len(table.capped))
+        self._full.set_function(disk_full)
+        self._queues.set_function(lambda: len(table))
 
     def fenced(self, op: str, error: Fenced) -> None:
         """Count an item whose token is not in force."""

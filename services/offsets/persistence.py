@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,10 +22,11 @@ from services.offsets.codec import (
     unseal,
 )
 from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
+from services.offsets.core.changes import HISTORY, POSITION, Change, ChangeLog, Entry, read_log
 from services.offsets.core.holds import HOLDS_MAX, Handover
 from services.offsets.core.resets import RecordKey, Records
 from services.offsets.core.table import ProgressTable
-from services.offsets.disk import Entry, Found
+from services.offsets.disk import Found
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ DurableKey = QueueKey | HandedOver | RecordKey | str | None
 was deleted, or, as None, the term of the lock manager."""
 
 FORMAT = META + b"format"
-EPOCH = META + b"epoch"
 TERM = META + b"term"
 TOPIC = META + b"topic\0"
 """Followed by the name of a topic."""
@@ -51,18 +51,22 @@ RESET = META + b"reset\0"
 """Followed by `group NUL slot`."""
 HOLDS = META + b"hold\0"
 """Followed by `queue NUL slot`. Not in memory: read when somebody asks."""
-_FORMAT_VERSION = b"2"
+_FORMAT_VERSION = b"3"
 
 
 class Stored(Protocol):
     """What the service asks of its disk; see `disk.Disk`."""
 
     def read(self, but: bytes = b"") -> Iterator[Found]:
-        """All entries by key, ascending, without those that begin with `but`."""
+        """All entries by key, ascending, as of one moment; without those that begin with `but`."""
         ...
 
     async def find(self, prefix: bytes) -> list[Found]:
         """The entries whose keys begin with `prefix`."""
+        ...
+
+    async def snapshot(self) -> list[Found]:
+        """`read`, whole, without keeping others waiting."""
         ...
 
     async def write(self, entries: Sequence[Entry]) -> None:
@@ -73,9 +77,75 @@ class Stored(Protocol):
         """`write` for a caller that may be blocked."""
         ...
 
+    async def replace(self, entries: Sequence[Found]) -> None:
+        """Write these in place of everything, or nothing, and return when they are durable."""
+        ...
 
-def recover(disk: Stored, limits: Limits, now: Instant) -> tuple[ProgressTable, Records]:
-    """The table as the last life left it, in an epoch of its own that is durable already.
+    async def settled(self) -> None:
+        """Return when no write is under way, one whose caller was cancelled included."""
+        ...
+
+
+def read_changes(disk: Stored, *, kept_bytes_max: int) -> ChangeLog:
+    """Where the disk stands.
+
+    Raises:
+        DataLoss: that can't be read.
+    """
+    own = {
+        key: value
+        for key, value in disk.read(but=HOLDS)
+        if key in (META + POSITION, META + HISTORY)
+    }
+    return log_of(own, kept_bytes_max=kept_bytes_max)
+
+
+def log_of(entries: Mapping[bytes, bytes], *, kept_bytes_max: int) -> ChangeLog:
+    """Where a disk with these entries stands.
+
+    Raises:
+        DataLoss: that can't be read.
+    """
+    own = {
+        name: unseal(META + name, entries[META + name])
+        for name in (POSITION, HISTORY)
+        if META + name in entries
+    }
+    return read_log(own, kept_bytes_max=kept_bytes_max)
+
+
+def next_change(log: ChangeLog, epoch: int, entries: Iterable[Entry]) -> Change:
+    """The change that writes `entries` next, with where it leads to."""
+    at, own = log.next(epoch)
+    sealed = [(META + name, seal(META + name, value)) for name, value in own]
+    return Change(at, [*entries, *sealed])
+
+
+def first_change(log: ChangeLog, epoch: int) -> Change:
+    """The change by which an epoch begins."""
+    return next_change(log, epoch, [(FORMAT, _FORMAT_VERSION)])
+
+
+def begin_life(
+    disk: Stored, limits: Limits, now: Instant
+) -> tuple[ChangeLog, ProgressTable, Records]:
+    """What a node without slaves begins with: an epoch of its own, durable already.
+
+    Raises:
+        DataLoss: something stored can't be read or contradicts itself.
+    """
+    changes = read_changes(disk, kept_bytes_max=0)
+    table, records = recover(disk, limits, changes.position.epoch + 1, now)
+    first = first_change(changes, table.epoch)
+    disk.write_now(first.entries)
+    changes.keep(first)
+    return changes, table, records
+
+
+def recover(
+    disk: Stored, limits: Limits, epoch: int, now: Instant
+) -> tuple[ProgressTable, Records]:
+    """The table as the last life left it, in a new epoch.
 
     Raises:
         DataLoss: something stored can't be read or contradicts itself.
@@ -92,9 +162,9 @@ def recover(disk: Stored, limits: Limits, now: Instant) -> tuple[ProgressTable, 
             meta[key] = value
         else:
             queues.append((key, value))
-    if queues and EPOCH not in meta:
-        raise DataLoss("the stored progress has queues, but no epoch")
-    table = ProgressTable(limits, _number(meta, EPOCH) + 1, _number(meta, TERM), now)
+    if queues and META + POSITION not in meta:
+        raise DataLoss("the stored progress has queues, but no position")
+    table = ProgressTable(limits, epoch, _number(meta, TERM), now)
     records = Records()
     for key, value in meta.items():
         if key.startswith(TOPIC):
@@ -105,8 +175,6 @@ def recover(disk: Stored, limits: Limits, now: Instant) -> tuple[ProgressTable, 
     for key, value in queues:
         queue = decode_key(key)
         table.restore(queue, decode_progress(queue, value))
-    epoch = b"%d" % table.epoch
-    disk.write_now([(FORMAT, _FORMAT_VERSION), (EPOCH, seal(EPOCH, epoch))])
     log.info("recovered queues=%d epoch=%d term=%d", len(table), table.epoch, table.term)
     return table, records
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from batonmq.common.errors import NoQuorum
@@ -19,6 +20,18 @@ SAFETY_MS = 1_000
 _NEVER = -1  # no key has this revision; 0 would mean that the key must not exist
 
 
+@dataclass(frozen=True, slots=True)
+class Candidacy:
+    """What has to hold for an election besides that nobody leads, and what it writes besides."""
+
+    compare: Sequence[Compare] = ()
+    put: Sequence[Put] = ()
+
+
+async def _anybody() -> Candidacy | None:
+    return Candidacy()
+
+
 class Election:
     """Campaigns for `elections/<name>`; the term is the create revision of the key.
 
@@ -26,19 +39,37 @@ class Election:
         name: What is led, such as "lockmgr".
         node_id: Written into the key, for people and for redirects.
         ttl_ms: Length of the lease; an unannounced death is noticed after it.
+        stand: Asked before every try; None if this node may not be elected at the moment.
+
+    Attributes:
+        term: Of this node's leadership; 0 without.
+        reachable: Whether etcd has answered, when it was asked last.
     """
 
     def __init__(
-        self, session: EtcdSession, name: str, node_id: str, *, ttl_ms: int = 5_000
+        self,
+        session: EtcdSession,
+        name: str,
+        node_id: str,
+        *,
+        ttl_ms: int = 5_000,
+        stand: Callable[[], Awaitable[Candidacy | None]] = _anybody,
     ) -> None:
         self._session, self._node_id, self._ttl_ms = session, node_id, ttl_ms
-        self.key = session.key("elections", name)
+        self._stand = stand
+        self.key = session.key("elections", *name.split("/"))
         self.term = 0
+        self.reachable = True
         self._valid_until_ms = 0
+        self._resigns = False
 
     def valid(self) -> bool:
         """Leading, with more than a second of the lease left, by our own monotonic clock."""
         return self._session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
+
+    def resign(self) -> None:
+        """Lead no more; the lease is given back soon, and whoever may be elected then is."""
+        self._resigns, self._valid_until_ms = True, 0
 
     def compare(self) -> Compare:
         """Condition for transactions that only this term may make; never met if not leading."""
@@ -51,6 +82,7 @@ class Election:
         """
         while True:
             lease: Lease | None = None
+            self._resigns = False
             try:
                 sent_ms = self._session.clock.monotonic_ms()
                 lease = await self._session.lease(self._ttl_ms)
@@ -59,6 +91,7 @@ class Election:
                     self._valid_until_ms = sent_ms + self._ttl_ms
                     await self._lead(lease, lead)
             except NoQuorum as error:
+                self.reachable = False
                 log.warning("election waits for etcd key=%s error=%s", self.key, error)
                 await asyncio.sleep(0.5)
             finally:
@@ -74,19 +107,27 @@ class Election:
             When the lease was last known to be asked for: by `sent_ms`, or by a later refresh.
         """
         while True:
-            put = Put(self.key, self._node_id.encode(), lease)
-            revision = await self._session.txn(
-                compare=[Compare(self.key, create_revision=0)], put=[put]
-            )
-            if revision is not None:
+            candidacy = await self._stand()
+            if candidacy is None:
+                await asyncio.sleep(self._ttl_ms / 10_000)
+            elif revision := await self._try(lease, candidacy):
                 self.term = revision
                 log.info("elected key=%s term=%d", self.key, revision)
                 return sent_ms
-            await self._wait_for_vacancy(lease)
+            else:
+                await self._wait_for_vacancy(lease)
+            self.reachable = True
             refresh_ms = self._session.clock.monotonic_ms()
             if not await lease.refresh():
                 return sent_ms
             sent_ms = refresh_ms
+
+    async def _try(self, lease: Lease, candidacy: Candidacy) -> int | None:
+        vacant = Compare(self.key, create_revision=0)
+        put = Put(self.key, self._node_id.encode(), lease)
+        return await self._session.txn(
+            compare=[vacant, *candidacy.compare], put=[put, *candidacy.put]
+        )
 
     async def _wait_for_vacancy(self, lease: Lease) -> None:
         """Until the key may be free, or it is time to refresh the lease."""
@@ -114,13 +155,19 @@ class Election:
                 leading.cancel()
 
     async def _hold(self, lease: Lease) -> None:
-        """Refresh the lease until it is lost or can't be known to live."""
+        """Refresh the lease until it is lost or can't be known to live.
+
+        A member of etcd that stands still answers nothing; the next try asks another one.
+        """
         while self.valid():
-            await asyncio.sleep(self._ttl_ms / 5000)
+            await asyncio.sleep(self._ttl_ms / (5_000 if self.reachable else 15_000))
             sent_ms = self._session.clock.monotonic_ms()
             try:
-                if not await lease.refresh():
-                    return
-            except NoQuorum:
+                async with asyncio.timeout(self._ttl_ms / 6_000):
+                    if self._resigns or not await lease.refresh():
+                        return
+            except (NoQuorum, TimeoutError):
+                self.reachable = False
                 continue
-            self._valid_until_ms = sent_ms + self._ttl_ms
+            self.reachable = True
+            self._valid_until_ms = 0 if self._resigns else sent_ms + self._ttl_ms

@@ -82,7 +82,8 @@ class EtcdSession:
     """A connection to etcd for one cluster.
 
     Args:
-        endpoint: host:port.
+        endpoint: host:port; of several members IP addresses, separated by commas, which are asked
+            in turn.
         cluster: Cluster name, part of every key.
         timeout_ms: Bound of every call.
         random: Jitter of those who wait for etcd.
@@ -97,7 +98,8 @@ class EtcdSession:
         timeout_ms: int = 3_000,
         random: Random | None = None,
     ) -> None:
-        host, _, port = endpoint.rpartition(":")
+        # gRPC's name for several addresses begins so; the client puts host and port together again.
+        host, _, port = f"{'ipv4:' * (',' in endpoint)}{endpoint}".rpartition(":")
         self.clock = clock
         self.random = random or Random()
         self.prefix = f"/baton/{cluster}/"
@@ -106,6 +108,7 @@ class EtcdSession:
             port=int(port),
             options={
                 "grpc.max_receive_message_length": ANSWER_BYTES_MAX,
+                "grpc.lb_policy_name": "round_robin",
                 "grpc.initial_reconnect_backoff_ms": 100,
                 "grpc.max_reconnect_backoff_ms": 1_000,
                 "grpc.keepalive_time_ms": 10_000,

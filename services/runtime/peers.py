@@ -22,6 +22,7 @@ class Peer(Generic[Stub]):
         service: Folder name of the service, such as "offsets".
         stub: Makes the stub from a channel.
         connect: Makes a channel to `host:port`.
+        replica_set: Only nodes of this set; empty for all.
     """
 
     def __init__(
@@ -30,8 +31,11 @@ class Peer(Generic[Stub]):
         service: str,
         stub: Callable[[grpc.aio.Channel], Stub],
         connect: Callable[[str], grpc.aio.Channel] = connect,
+        *,
+        replica_set: str = "",
     ) -> None:
         self._nodes, self._service, self._make_stub = nodes, service, stub
+        self._replica_set = replica_set
         self._connect = connect
         self._current: tuple[str, grpc.aio.Channel, Stub] | None = None
         self._retired: list[grpc.aio.Channel] = []
@@ -48,6 +52,7 @@ class Peer(Generic[Stub]):
             for key, stored in self._nodes.values.items()
             if key.startswith(f"{self._service}/")
             and (node := pb.Node.FromString(stored.value)).leader
+            and self._replica_set in ("", node.replica_set or node.node_id)
         ]
         if not found:
             raise Unreachable(

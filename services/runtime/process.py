@@ -32,6 +32,7 @@ from services.runtime.etcd import EtcdSession, Lease
 from services.runtime.events import EventHub, MetricsServicer
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.mirror import Mirror
+from services.runtime.position import NOWHERE, Position
 from services.runtime.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class App:
         epoch: Registered with the node: among nodes of one name, the highest is the present one.
         leader: Registered with the node: False for a service that tells by itself when it leads.
         room: Registered with the node: its machine room; empty for none.
+        replica_set: Registered with the node: the set it belongs to; empty for none.
+        leave: Called before everything else when the process is to end: lead no more.
         drain: Called after the server has stopped taking calls: finish, flush, release.
     """
 
@@ -66,6 +69,8 @@ class App:
     epoch: int = 0
     leader: bool = True
     room: str = ""
+    replica_set: str = ""
+    leave: Callable[[], None] = lambda: None
     drain: Callable[[], Awaitable[None]] = _nothing
 
 
@@ -96,6 +101,7 @@ class Runtime:
             f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
         )
         self._node: nameserver_pb.Node | None = None
+        self._position: Callable[[], Position] = lambda: NOWHERE
         self._lease: Lease | None = None
         self._writing = asyncio.Lock()
         self._left = False
@@ -106,12 +112,24 @@ class Runtime:
         """Note the addresses others reach the process at."""
         self._address, self._metrics_address = address, metrics_address
 
-    async def register(self, *, epoch: int = 0, leader: bool = True, room: str = "") -> None:
+    async def register(
+        self,
+        *,
+        epoch: int = 0,
+        leader: bool = True,
+        room: str = "",
+        replica_set: str = "",
+        position: Callable[[], Position] = lambda: NOWHERE,
+    ) -> None:
         """Write, or write anew, this node's entry in etcd under the process's lease.
+
+        Args:
+            position: Of a replica's copy, at the moment of writing, also of a later one.
 
         Raises:
             NoQuorum: not known whether it stands there; the runtime tries again by itself.
         """
+        self._position = position
         self._node = nameserver_pb.Node(
             service=nameserver_pb.ServiceKind.Value(f"SERVICE_KIND_{self.service.upper()}"),
             node_id=self.settings.node_id,
@@ -121,6 +139,7 @@ class Runtime:
             epoch=epoch,
             leader=leader,
             room=room,
+            replica_set=replica_set,
         )
         await self._write_node()
 
@@ -175,6 +194,9 @@ class Runtime:
             # Without a lease until the write is known to stand, so that it is tried again.
             lease, self._lease = self._lease, None
             lease = lease or await self.etcd.lease(self.settings.node_lease_ms)
+            position = self._position()
+            self._node.replica_epoch = position.epoch
+            self._node.replica_version = position.version
             key = self.etcd.key("nodes", self.service, self.settings.node_id)
             await self.etcd.put(key, self._node.SerializeToString(), lease)
             self._lease = lease
@@ -272,6 +294,7 @@ async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
             log.info("serving address=%s metrics_port=%d", address, http.server_port)
             await stopping.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
+            app.leave()
             edge.drain()
             await health_servicer.enter_graceful_shutdown()
             await runtime.unregister()
@@ -289,7 +312,12 @@ async def _register(runtime: Runtime, app: App) -> None:
     """Register unless the service did; wait for etcd as long as it takes."""
     while not runtime.registered:
         try:
-            await runtime.register(epoch=app.epoch, leader=app.leader, room=app.room)
+            await runtime.register(
+                epoch=app.epoch,
+                leader=app.leader,
+                room=app.room,
+                replica_set=app.replica_set,
+            )
         except NoQuorum as error:
             log.warning("not registered yet error=%s", error)
             await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Puts the parts of a storage node together."""
+"""Puts a storage node together: alone, or as a node of a replica set."""
 
 from __future__ import annotations
 
@@ -6,37 +6,34 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import cast
 
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 
-from batonmq.common.clock import Clock
 from services.runtime.gates import PREFIX as GATES_PREFIX
 from services.runtime.gates import Gates
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime
-from services.storage.appending import Appender
-from services.storage.checkpoints import Checkpointer
-from services.storage.cleaning import Bounds, Cleaner
 from services.storage.config import StorageSettings
+from services.storage.copies import Copy
+from services.storage.core.files import Disk
 from services.storage.core.recovery import RecoveryReport
-from services.storage.core.retention import Retention
-from services.storage.core.store import Store
-from services.storage.damage import Damage
 from services.storage.deliveries import Deliveries
-from services.storage.due import DueBatches
-from services.storage.flush import Flusher, InThread
-from services.storage.losses import Losses
+from services.storage.disk import RealDisk, locked
+from services.storage.flush import InThread
+from services.storage.following import Following
+from services.storage.guarantee import Alone
 from services.storage.metrics import StorageMetrics
-from services.storage.node import Node, opened
-from services.storage.pulls import ParkedPulls
-from services.storage.query_server import QueryServicer
-from services.storage.schedule_server import ScheduleServicer
-from services.storage.scrub import Scrubber
-from services.storage.server import Parts, StorageServicer
+from services.storage.node import Node, opened, recovered
+from services.storage.replication_server import Front, ReplicationServicer
+from services.storage.role import Role
+from services.storage.serving import Serving, Surroundings, serve
 from services.storage.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -44,18 +41,23 @@ log = logging.getLogger(__name__)
 SERVICE = "baton.storage.v1.StorageService"
 QUERY_SERVICE = "baton.storage.v1.QueryService"
 SCHEDULE_SERVICE = "baton.storage.v1.ScheduleService"
-EXPIRE_INTERVAL_S = 600
+_QUERIES = frozenset({"SearchOffset", "Read", "FindByKey", "GetMessage"})
+REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
 
 
 @asynccontextmanager
 async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
     """Recover the data directory and give the app that serves it."""
-    loop = asyncio.get_running_loop()
     with ExitStack() as stack:
+        if len(settings.members) > 1:
+            stack.enter_context(locked(settings.data_dir))
+            async with replicated(settings, runtime, RealDisk(settings.data_dir)) as app:
+                yield app
+            return
         directory = opened(
             settings.data_dir,
             segment_bytes=settings.segment_bytes,
-            monotonic_ms=lambda: int(loop.time() * 1000),
+            monotonic_ms=_monotonic_ms(),
             accept_loss=settings.accept_loss,
         )
         node = await asyncio.to_thread(stack.enter_context, directory)
@@ -68,138 +70,188 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 async def served(
     settings: StorageSettings, runtime: Runtime, node: Node, in_thread: InThread = asyncio.to_thread
 ) -> AsyncIterator[App]:
-    """The app that serves `node`.
+    """The app that serves `node`, which has no replicas.
 
     Args:
         in_thread: Calls what blocks away from the event loop.
     """
+    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
+        serving = serve(node, around, Alone(node.store))
+        mirrors.wake(serving)
+
+        async def drain() -> None:
+            await serving.drain()
+            log.info("log closed position=%d", node.store.log.next_position)
+
+        yield App(
+            servicers={
+                SERVICE: partial(pb_grpc.add_StorageServiceServicer_to_server, serving.servicer),
+                QUERY_SERVICE: partial(
+                    query_grpc.add_QueryServiceServicer_to_server, serving.queries
+                ),
+                SCHEDULE_SERVICE: partial(
+                    schedule_grpc.add_ScheduleServiceServicer_to_server, serving.scheduling
+                ),
+            },
+            loops=(
+                mirrors.topics.run,
+                mirrors.gates.run,
+                around.deliveries.run,
+                *serving.loops,
+                serving.due.run,
+            ),
+            held=frozenset({"Pull"}),
+            epoch=node.store.epoch,
+            room=settings.room,
+            replica_set=settings.broker_name,
+            drain=drain,
+        )
+
+
+@asynccontextmanager
+async def replicated(
+    settings: StorageSettings, runtime: Runtime, disk: Disk, in_thread: InThread = asyncio.to_thread
+) -> AsyncIterator[App]:
+    """The app of a node that is master at times, and slave at others.
+
+    Args:
+        disk: Nobody else uses it.
+        in_thread: Calls what blocks away from the event loop.
+    """
+    peer = Peer(
+        runtime.nodes,
+        "storage",
+        replication_grpc.ReplicationServiceStub,
+        runtime.connect,
+        replica_set=settings.broker_name,
+    )
+    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
+        role = Role(settings, runtime, around.metrics, in_thread)
+
+        def on(node: Node) -> Serving:
+            _log_report(node.report)
+            serving = serve(node, around, role, role.followed)
+            mirrors.wake(serving)
+            return serving
+
+        opening = partial(
+            recovered,
+            disk,
+            segment_bytes=settings.segment_bytes,
+            monotonic_ms=_monotonic_ms(),
+            accept_loss=settings.accept_loss,
+            replicated=True,
+        )
+        copy = Copy(disk, opening, on, in_thread)
+        following = Following(copy, peer, settings, runtime, in_thread)
+        role.begin(copy, following)
+        try:
+            await copy.open()
+            yield App(
+                servicers={
+                    SERVICE: partial(
+                        pb_grpc.add_StorageServiceServicer_to_server,
+                        cast(
+                            pb_grpc.StorageServiceServicer,
+                            Front(
+                                role,
+                                lambda one: one.servicer,
+                                anywhere=frozenset({"Describe", "Pull"}),
+                            ),
+                        ),
+                    ),
+                    QUERY_SERVICE: partial(
+                        query_grpc.add_QueryServiceServicer_to_server,
+                        cast(
+                            query_grpc.QueryServiceServicer,
+                            Front(role, lambda one: one.queries, anywhere=_QUERIES),
+                        ),
+                    ),
+                    SCHEDULE_SERVICE: partial(
+                        schedule_grpc.add_ScheduleServiceServicer_to_server,
+                        cast(
+                            schedule_grpc.ScheduleServiceServicer,
+                            Front(role, lambda one: one.scheduling),
+                        ),
+                    ),
+                    REPLICATION_SERVICE: partial(
+                        replication_grpc.add_ReplicationServiceServicer_to_server,
+                        ReplicationServicer(role),
+                    ),
+                },
+                loops=(
+                    mirrors.topics.run,
+                    mirrors.gates.run,
+                    around.deliveries.run,
+                    copy.run,
+                    role.run,
+                    role.member.registration.run,
+                    following.run,
+                ),
+                held=frozenset({"Pull", "Fetch"}),
+                leader=False,
+                room=settings.room,
+                replica_set=settings.broker_name,
+                leave=role.member.leave,
+                drain=copy.drain,
+            )
+        finally:
+            await copy.close()
+            await peer.close()
+
+
+class _Mirrors:
+    """Copies of what etcd has, which wake the pulls of whatever serves at the moment."""
+
+    def __init__(self, topics: Mirror, gates: Mirror) -> None:
+        self.topics, self.gates = topics, gates
+        self._serving: Serving | None = None
+        self.topics.on_change.append(self._topics_changed)
+        self.gates.on_change.append(self._gates_changed)
+
+    def wake(self, serving: Serving) -> None:
+        """From now on the pulls of `serving`."""
+        self._serving = serving
+
+    def _topics_changed(self, names: frozenset[str]) -> None:
+        if self._serving is not None:
+            self._serving.pulls.wake_topics(names)
+
+    def _gates_changed(self, names: frozenset[str]) -> None:
+        if self._serving is not None:
+            self._serving.pulls.wake_groups(names)
+
+
+@asynccontextmanager
+async def _surroundings(
+    settings: StorageSettings, runtime: Runtime, in_thread: InThread
+) -> AsyncIterator[tuple[Surroundings, _Mirrors]]:
     peer = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect)
+    topics_mirror, gates_mirror = (
+        Mirror(runtime.etcd, "topics/"),
+        Mirror(runtime.etcd, GATES_PREFIX),
+    )
+    topics = Topics(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
+    mirrors = _Mirrors(topics_mirror, gates_mirror)
+    around = Surroundings(
+        settings=settings,
+        runtime=runtime,
+        metrics=StorageMetrics(runtime.registry),
+        topics=topics,
+        gates=Gates(gates_mirror),
+        deliveries=Deliveries(peer.stub, runtime.clock, age_ms_max=settings.verdict_age_ms_max),
+        in_thread=in_thread,
+    )
     try:
-        yield _app(settings, runtime, node, peer.stub, in_thread)
+        yield around, mirrors
     finally:
         await peer.close()
 
 
-def _app(
-    settings: StorageSettings,
-    runtime: Runtime,
-    node: Node,
-    offsets: Callable[[], offsets_grpc.OffsetsServiceAsyncStub],
-    in_thread: InThread,
-) -> App:
-    topics_mirror = Mirror(runtime.etcd, "topics/")
-    gates_mirror = Mirror(runtime.etcd, GATES_PREFIX)
-    metrics = StorageMetrics(runtime.registry)
-    deliveries = Deliveries(offsets, runtime.clock, age_ms_max=settings.verdict_age_ms_max)
-    pulls = ParkedPulls(
-        deliveries.touch,
-        metrics.parked_pulls,
-        parked_max=settings.parked_pulls_max,
-        interval_ms=settings.touch_interval_ms,
-    )
-    flusher = Flusher(
-        node,
-        pulls.wake,
-        metrics.fsync_seconds,
-        interval_ms=settings.flush_interval_ms if settings.flush == "async" else 0,
-        in_thread=in_thread,
-    )
-    topics = Topics(topics_mirror, runtime.etcd, settings.node_id, runtime.clock)
-    retention = Retention(settings.retention_policy(), settings.segment_bytes)
-    checkpointer = Checkpointer(node, flusher, in_thread)
-    damage = Damage(metrics.damaged_batches)
-    scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=in_thread)
-    cleaner = Cleaner(
-        node.store,
-        node.disk,
-        retention,
-        Bounds(
-            needed_from=(node.store.schedule.waiting.oldest_position,),
-            checkpointed=checkpointer.position,
-            checkpoint=checkpointer.take,
-            reached=flusher.reached,
-            is_gone=topics.is_gone,
-            remove_later=node.checkpointing.remove_later,
-        ),
-        metrics,
-        clock=runtime.clock,
-        interval_ms=settings.disk_interval_ms,
-        in_thread=in_thread,
-    )
-    appender = Appender(
-        broker=settings.node_id,
-        store=node.store,
-        space=node.disk.space,
-        flusher=flusher,
-        retention=retention,
-        metrics=metrics,
-        hub=runtime.hub,
-        clock=runtime.clock,
-    )
-    due = DueBatches(appender, topics, age_ms_max=settings.retention_ms)
-    scheduling = ScheduleServicer(appender, topics, due.wake)
-    servicer = StorageServicer(
-        Parts(
-            broker=settings.node_id,
-            syncs_at_once=settings.flush == "fsync",
-            store=node.store,
-            appender=appender,
-            topics=topics,
-            gates=Gates(gates_mirror),
-            flusher=flusher,
-            pulls=pulls,
-            deliveries=deliveries,
-            retention=retention,
-            losses=Losses(metrics.lost_messages),
-            damage=damage,
-            scrubbed=lambda: scrubber.position,
-            metrics=metrics,
-            hub=runtime.hub,
-            clock=runtime.clock,
-        )
-    )
-    queries = QueryServicer(settings.node_id, node.store, topics, damage)
-    topics_mirror.on_change.append(pulls.wake_topics)
-    gates_mirror.on_change.append(pulls.wake_groups)
-
-    async def drain() -> None:
-        await flusher.sync()
-        await checkpointer.take()
-        log.info("log closed position=%d", node.store.log.next_position)
-
-    return App(
-        servicers={
-            SERVICE: lambda server: pb_grpc.add_StorageServiceServicer_to_server(servicer, server),
-            QUERY_SERVICE: lambda server: query_grpc.add_QueryServiceServicer_to_server(
-                queries, server
-            ),
-            SCHEDULE_SERVICE: lambda server: schedule_grpc.add_ScheduleServiceServicer_to_server(
-                scheduling, server
-            ),
-        },
-        loops=(
-            topics_mirror.run,
-            gates_mirror.run,
-            flusher.run,
-            deliveries.run,
-            pulls.run,
-            checkpointer.run,
-            scrubber.run,
-            cleaner.run,
-            due.run,
-            lambda: _expire_producers(node.store, runtime.clock),
-        ),
-        held=frozenset({"Pull"}),
-        epoch=node.store.epoch,
-        room=settings.room,
-        drain=drain,
-    )
-
-
-async def _expire_producers(store: Store, clock: Clock) -> None:
-    while True:
-        await asyncio.sleep(EXPIRE_INTERVAL_S)
-        store.producers.expire(clock.unix_ms())
+def _monotonic_ms() -> Callable[[], int]:
+    """The clock of this loop, for any thread."""
+    loop = asyncio.get_running_loop()
+    return lambda: int(loop.time() * 1000)
 
 
 def _log_report(report: RecoveryReport) -> None:

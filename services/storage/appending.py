@@ -15,6 +15,7 @@ from services.storage.core.producers import Receipt
 from services.storage.core.retention import DiskState, Retention, Usage
 from services.storage.core.store import Checked, Store, TopicQueues
 from services.storage.flush import Flusher
+from services.storage.guarantee import Guarantee
 from services.storage.metrics import StorageMetrics
 
 
@@ -23,7 +24,7 @@ class Appender:
     """See the module.
 
     Attributes:
-        broker: Name of this node.
+        broker: Name of the replica set, or of a node without replicas.
         space: Bytes in use on the disk, and bytes free; returns at once.
     """
 
@@ -32,26 +33,33 @@ class Appender:
     space: Callable[[], tuple[int, int]]
     flusher: Flusher
     retention: Retention
+    guarantee: Guarantee
     metrics: StorageMetrics
     hub: EventHub
     clock: Clock
 
     def append(
-        self, batches: Sequence[Checked], topics: Mapping[str, TopicQueues | BatonError]
+        self,
+        batches: Sequence[Checked],
+        topics: Mapping[str, TopicQueues | BatonError],
+        members_min: int = 1,
     ) -> list[Receipt | BatonError]:
         """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
 
         Args:
             topics: Every topic of `batches`, or why it can't be used.
+            members_min: Refuse unless so many replicas are in sync.
 
         Raises:
             NotServing: the disk has failed.
+            NotLeader: this node is not the master.
         """
         if not batches:
             return []
         self.flusher.check()
+        refusal = self.guarantee.refusal(members_min) or self._refusal()
         try:
-            outcomes = self.store.append(batches, topics, self.clock.unix_ms(), self._refusal())
+            outcomes = self.store.append(batches, topics, self.clock.unix_ms(), refusal)
         except Exception as error:
             self.flusher.fail(error)  # log and indexes may disagree: recovery has to look
             raise

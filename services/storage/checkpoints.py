@@ -24,12 +24,15 @@ class Checkpointer:
 
     Args:
         in_thread: Makes the blocking call that writes.
+
+    Attributes:
+        one_at_a_time: Held while a checkpoint is taken.
     """
 
     def __init__(self, node: Node, flusher: Flusher, in_thread: InThread) -> None:
         self._log, self._steps = node.store.log, node.checkpointing
         self._flusher, self._in_thread = flusher, in_thread
-        self._one_at_a_time = asyncio.Lock()
+        self.one_at_a_time = asyncio.Lock()
 
     def position(self) -> int:
         """Position of the last checkpoint: the next start needs the log from there on."""
@@ -58,7 +61,7 @@ class Checkpointer:
         Raises:
             OSError: the disk has failed: which entries of an index are on it is not known.
         """
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             begin = asyncio.get_running_loop().time()
             capture = self._steps.begin()
             position = capture.position
@@ -72,7 +75,7 @@ class Checkpointer:
                     raise
                 log.warning("no space for a checkpoint position=%d error=%s", position, error)
                 return False
-            except BatonError as error:  # the log can't be written, and the process ends
+            except BatonError as error:  # the log can't be written, or somebody gave up waiting
                 log.warning("no checkpoint position=%d error=%s", position, error)
                 return False
             for _ in self._steps.done(capture):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DiskFull
+from batonmq.common.errors import BatonError, DiskFull, NotServing
 from batonmq.core.records import HEADER_BYTES, check_stamp, read_header
 from services.storage.core import floors
 from services.storage.core.commitlog import NO_SPACE
@@ -47,6 +47,8 @@ class Bounds:
         reached: Waits until everything below a position is safe.
         is_gone: Whether a topic of that name and id does not exist any more.
         remove_later: Removes files of indexes once no checkpoint counts on them.
+        followed: First position of the master's log, by which a slave goes; None for a node that
+            decides by itself.
     """
 
     needed_from: Sequence[Callable[[], int | None]]
@@ -55,6 +57,7 @@ class Bounds:
     reached: Callable[[int], Awaitable[None]]
     is_gone: Callable[[str, int], bool]
     remove_later: Callable[[Iterable[str]], None]
+    followed: Callable[[], int | None] = lambda: None
 
 
 class Cleaner:
@@ -84,6 +87,7 @@ class Cleaner:
         self._newest: dict[int, int] = {}
         self._floors: bytes | None = None
         self._reserved = False
+        self.one_at_a_time = asyncio.Lock()
         metrics.disk_used_ratio.set_function(lambda: retention.usage.used_percent / 100)
         metrics.disk_free_bytes.set_function(lambda: retention.usage.free_bytes)
         metrics.disk_seconds_until_full.set_function(lambda: retention.seconds_until_full)
@@ -96,16 +100,23 @@ class Cleaner:
             OSError: the disk has failed.
         """
         while True:
-            while await self.clean():
-                pass
+            try:
+                while await self.clean():
+                    pass
+            except NotServing as error:  # the node becomes something else, or its process ends
+                log.warning("log not cleaned error=%s", error)
             await asyncio.sleep(self._interval_ms / 1000)
 
     async def clean(self) -> bool:
         """One round; whether something was removed, so that the next may begin at once.
 
         Raises:
-            NotServing: the log can't be written any more, and the process is about to end.
+            NotServing: the log can't be written any more, or somebody gave up waiting for it.
         """
+        async with self.one_at_a_time:
+            return await self._clean()
+
+    async def _clean(self) -> bool:
         await self.observe()
         position, written = self._keep_from(), self._store.log.next_position
         if position > self._bounds.checkpointed() and not await self._bounds.checkpoint():
@@ -157,6 +168,10 @@ class Cleaner:
         sealed = self._removable()
         if not sealed:
             return log.first_position
+        followed = self._bounds.followed()
+        if followed is not None:
+            ends = (segment.next_position for segment in sealed)
+            return max((end for end in ends if end <= followed), default=log.first_position)
         log_bytes = log.end_position - log.first_position
         return self._retention.keep_from(sealed, log_bytes, self._moment(), self._newest_in)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from services.runtime.keeper import ReplicaPolicy
 from services.runtime.settings import ServiceSettings
 from services.storage.core.retention import Policy
 
@@ -15,7 +17,20 @@ class StorageSettings(ServiceSettings):
     """Read from BATON_STORAGE_<NAME>."""
 
     node_id: str = Field("broker-a", pattern=r"^[a-z0-9-]{1,63}$")
-    """Broker name: under it the topics know the queues of this node."""
+    """Name of the process."""
+    broker: str = Field("", pattern=r"^([a-z0-9-]{1,63})?$")
+    """Broker name: under it the topics know the queues of this node and its replicas; empty means
+    `node_id`."""
+    replicas: str = Field("", pattern=r"^([a-z0-9-]{1,63}(,[a-z0-9-]{1,63}){0,4})?$")
+    """Node ids of the replica set, this one among them, separated by commas, up to 5; empty for a
+    node without slaves."""
+    min_in_sync: int = Field(1, ge=1, le=5)
+    """With fewer replicas in sync, the master among them, nothing is written: messages are refused
+    with NOT_ENOUGH_REPLICAS."""
+    master_lease_ms: int = Field(3_000, ge=2_000)
+    """After so long without a word of the master another replica is elected, in milliseconds."""
+    replica_lag_ms_max: int = Field(3_000, ge=500)
+    """A slave that has not had everything for so long is out of sync, in milliseconds."""
     room: str = Field("", pattern=r"^[ -~]{0,127}$")
     """Machine room, for groups whose strategy deals queues by it; empty for none."""
     data_dir: Path = Path("data/storage")
@@ -26,6 +41,9 @@ class StorageSettings(ServiceSettings):
     """`fsync`: sync at once, all waiting batches together. `async`: sync at intervals."""
     flush_interval_ms: int = Field(200, ge=1, le=60_000)
     """Time between syncs with `flush = async`; consumers see messages after the sync."""
+    memory_window_bytes: int = Field(0, ge=0)
+    """Who is further behind the end of the log is sent to a slave, in bytes; 0 means 40 % of the
+    machine's memory, about what of the log is still in it."""
     parked_pulls_max: int = Field(100_000, ge=1)
     """More pulls than this are not held."""
     touch_interval_ms: int = Field(5_000, ge=100, le=10_000)
@@ -75,6 +93,42 @@ class StorageSettings(ServiceSettings):
                 "disk_full_percent must rise in this order"
             )
         return self
+
+    @model_validator(mode="after")
+    def _belongs_to_its_set(self) -> StorageSettings:
+        if self.node_id not in self.members:
+            raise ValueError(f"replicas names {self.replicas}, but not {self.node_id}")
+        if self.min_in_sync > len(self.members):
+            raise ValueError(
+                f"min_in_sync is {self.min_in_sync}, but there are {len(self.members)} replicas"
+            )
+        return self
+
+    @property
+    def broker_name(self) -> str:
+        """Broker name."""
+        return self.broker or self.node_id
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Node ids of the replica set."""
+        return frozenset(self.replicas.split(",")) if self.replicas else frozenset({self.node_id})
+
+    @property
+    def memory_window(self) -> int:
+        """As `memory_window_bytes`, with its default."""
+        # Source: RocketMQ accessMessageInMemoryMaxRatio.
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return self.memory_window_bytes or memory_bytes * 40 // 100
+
+    @property
+    def replica_policy(self) -> ReplicaPolicy:
+        """How the replica set keeps together."""
+        return ReplicaPolicy(
+            min_in_sync=self.min_in_sync,
+            lag_ms_max=self.replica_lag_ms_max,
+            hold_ms=self.replica_lag_ms_max // 4,
+        )
 
     def retention_policy(self) -> Policy:
         """What is kept, and when the disk is full."""

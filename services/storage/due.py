@@ -19,6 +19,8 @@ from dataclasses import replace
 from batonmq.common.errors import (
     BatonError,
     DataLoss,
+    NoQuorum,
+    NotLeader,
     NotServing,
     QueueNotFound,
     TopicNotFound,
@@ -84,7 +86,7 @@ class DueBatches:
             try:
                 if await self.deliver() or await self.move():
                     continue
-            except NotServing as error:  # the disk has failed, and the process is about to end
+            except (NotServing, NotLeader, NoQuorum) as error:  # or nobody knows who is master
                 log.warning("scheduled batches wait error=%s", error)
             await self._pause()
 

@@ -41,6 +41,10 @@ class Flusher:
         grown: Called with the queues in which readers see more than before.
         interval_ms: Time between syncs nobody waits for; 0 syncs at once.
         in_thread: Makes the blocking call that syncs; by default a thread of its own.
+
+    Attributes:
+        one_at_a_time: Held while the disk syncs.
+        on_sync: Called with the position up to which the log is on disk, each time it is.
     """
 
     def __init__(
@@ -56,15 +60,19 @@ class Flusher:
         self._seconds, self._interval_ms = seconds, interval_ms
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._wrote, self._urgent = asyncio.Event(), asyncio.Event()
-        self._one_at_a_time = asyncio.Lock()
+        self.one_at_a_time = asyncio.Lock()
         self._failure: Exception | None = None
+        self._closed = ""
+        self.on_sync: list[Callable[[int], None]] = []
 
     def check(self) -> None:
-        """Refuse what would need the disk after it has failed.
+        """Refuse what would need the log after it was closed, or the disk after it has failed.
 
         Raises:
             NotServing: it has.
         """
+        if self._closed:
+            raise NotServing(self._closed, retry_after_ms=100)
         if self._failure is not None:
             raise NotServing(f"the log can't be written: {self._failure}", retry_after_ms=5_000)
 
@@ -73,19 +81,37 @@ class Flusher:
         self._wrote.set()
 
     async def reached(self, position: int) -> None:
-        """Until everything below `position` is safe.
+        """Until everything below `position` is safe: on disk, and where else it has to be.
 
         Raises:
-            NotServing: the disk has failed; not known whether it is safe.
+            NotServing: the disk has failed, or somebody gave up; not known whether it is safe.
         """
         self.check()
-        if position <= self._store.log.synced_position:
+        if position <= self._store.readable_position:
             return
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((position, future))
-        self._wrote.set()
-        self._urgent.set()
+        if position > self._store.log.synced_position:
+            self._wrote.set()
+            self._urgent.set()
         await future
+
+    def confirmed(self, position: int) -> None:
+        """Everything below `position` is where else it has to be."""
+        self._grown(self._store.confirmed(position))
+        self._release()
+
+    def give_up(self, why: str) -> None:
+        """Let nobody wait any longer: who waits is told that nothing is known."""
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(NotServing(why, retry_after_ms=100))
+
+    def close(self, why: str) -> None:
+        """As `give_up`, for good."""
+        self._closed = why
+        self.give_up(why)
 
     def fail(self, error: Exception) -> None:
         """Stop for good: what is on disk is not known. `run` raises the error: the process ends."""
@@ -121,7 +147,7 @@ class Flusher:
         Raises:
             OSError: the disk has failed.
         """
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             if self._failure is not None:
                 raise self._failure
             unsynced = self._store.log.unsynced()
@@ -134,7 +160,9 @@ class Flusher:
                 raise
             self._seconds.observe(now() - begin)
             self._grown(self._store.synced(unsynced.position))
-            self._release(unsynced.position)
+            for call in self.on_sync:
+                call(unsynced.position)
+            self._release()
 
     async def _pause(self) -> None:
         try:
@@ -143,7 +171,8 @@ class Flusher:
         except TimeoutError:
             return
 
-    def _release(self, position: int) -> None:
+    def _release(self) -> None:
+        position = self._store.readable_position
         waiting, self._waiting = self._waiting, []
         for item in waiting:
             if item[0] > position:

@@ -103,6 +103,28 @@ class StorageMetrics:
             ("reason",),
             registry=registry,
         )
+        self.master = Gauge(
+            "baton_storage_master",
+            "1 on the master of a replica set that serves, 0 on its slaves.",
+            registry=registry,
+        )
+        self.in_sync_replicas = Gauge(
+            "baton_storage_in_sync_replicas",
+            "Members of the in-sync set, the master among them; 0 on slaves.",
+            registry=registry,
+        )
+        self.replica_lag_bytes = Gauge(
+            "baton_storage_replica_lag_bytes",
+            "How much of the log a slave lacks, as its master knows.",
+            ("replica",),
+            registry=registry,
+        )
+        self.replica_lag_seconds = Gauge(
+            "baton_storage_replica_lag_seconds",
+            "For how long a slave has not had all of the log, as its master knows.",
+            ("replica",),
+            registry=registry,
+        )
         self.damaged_batches = Counter(
             "baton_storage_damaged_batches",
             "Batches that failed their checksum or can't be read, and damaged indexes, each once.",

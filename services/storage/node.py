@@ -1,7 +1,7 @@
-"""Opens a data directory and keeps it: lock, epoch, recovery, sync, close.
+"""Opens a data directory and keeps it: lock, epochs, recovery, sync, cut, close.
 
 data_dir/lock            flock of the process that owns the folder
-data_dir/epoch           how often the node has started, decimal
+data_dir/epochs          which epoch wrote which part of the log
 data_dir/synced          up to where the log is synced
 data_dir/floors          where queues go on that have lost messages to retention
 data_dir/checkpoint      up to where the indexes are good, and what was known then
@@ -14,16 +14,22 @@ data_dir/keyindex/       index by topic and key
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from batonmq.common.errors import DataLoss
-from services.storage.core import checkpoint
+from services.runtime.position import Position
+from services.storage.core import checkpoint, epochs, floors
 from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.commitlog import CommitLog, Unsynced
+from services.storage.core.commitlog import FOLDER as LOG
+from services.storage.core.commitlog import CommitLog, Range, Unsynced, segment_path
+from services.storage.core.consumequeue import FOLDER as CONSUMEQUEUE
+from services.storage.core.epochs import History
 from services.storage.core.files import Disk, FileCache
+from services.storage.core.keyindex import FOLDER as KEYINDEX
 from services.storage.core.keyindex import KeyIndex
 from services.storage.core.producers import ProducerTable
 from services.storage.core.recovery import (
@@ -35,9 +41,12 @@ from services.storage.core.recovery import (
 from services.storage.core.store import Store
 from services.storage.disk import RealDisk, locked
 
-EPOCH = "epoch"
+log = logging.getLogger(__name__)
+
 REPORT = "recovery.json"
 SYNCED = "synced"
+_LAST_EPOCH = "epoch"
+"""What folders had before there was a history: the epoch of the last start, decimal."""
 
 
 class Node:
@@ -46,13 +55,23 @@ class Node:
     Attributes:
         store: What is in it.
         report: What recovery did.
+        recovery: Takes batches that come from elsewhere, as it did at the start.
         checkpointing: Takes checkpoints; the start takes none.
+        history: Which epoch wrote which part of the log.
     """
 
-    def __init__(self, disk: Disk, store: Store, report: RecoveryReport) -> None:
-        self.disk, self.store, self.report = disk, store, report
-        self.checkpointing = Checkpointing(disk, store, report.checkpoint_position)
+    def __init__(
+        self, disk: Disk, recovery: Recovery, report: RecoveryReport, history: History
+    ) -> None:
+        self.disk, self.store, self.report = disk, recovery.store, report
+        self.recovery, self.history = recovery, history
+        self.checkpointing = Checkpointing(disk, self.store, report.checkpoint_position)
         self._synced = disk.open(SYNCED, create=True)
+
+    @property
+    def position(self) -> Position:
+        """How far this copy has come."""
+        return self.history.position(self.store.log.next_position)
 
     def sync(self, unsynced: Unsynced) -> None:
         """Make the log safe up to `unsynced.position`, and note that it is.
@@ -64,10 +83,61 @@ class Node:
             file.sync()
         self._synced.write(0, [encode_synced(unsynced.position)])
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Note, durably, that everything from the end of the log on is written by `epoch`."""
+        self.keep(self.history.began(epoch, self.store.log.next_position))
+        self.store.epoch = epoch
+
+    def keep(self, history: History) -> None:
+        """Make `history` that of the log, durably."""
+        if history != self.history:
+            self.disk.replace(epochs.PATH, epochs.encode(history))
+            self.history = history
+
+    def cut(self, position: int, *, damaged: bool = False) -> None:
+        """Forget everything from `position` on, durably; afterwards only `close` may be called.
+
+        Args:
+            damaged: Some of it was safe.
+        """
+        if damaged:
+            self.keep(replace(self.history, damaged=True))
+        if position < self.checkpointing.position:
+            self.disk.replace(floors.PATH, floors.encode(self.store.floors()))
+            self.disk.remove(checkpoint.PATH)
+        self.disk.replace(SYNCED, encode_synced(position))
+        self.store.log.truncate(position)
+        self.keep(self.history.until(position))
+
     def close(self) -> None:
         """Give the files back. What is not synced stays to the operating system."""
         self.store.log.close()
         self._synced.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a copy begins that has nothing yet: at position 0 if nothing else is said.
+
+    Attributes:
+        floors: Where the queues go on, as in the file of that name.
+        segment: The first one.
+        history: Of the log up to there.
+    """
+
+    floors: bytes = b""
+    segment: Range = (0, 0)
+    history: History = field(default_factory=History)
+
+
+def begin_anew(disk: Disk, beginning: Beginning) -> None:
+    """Give up all that `disk` has, and make it a copy that begins there; nobody has it open."""
+    _wipe(disk)
+    begin, end = beginning.segment
+    if begin < end:
+        disk.replace(floors.PATH, beginning.floors)
+        disk.create(segment_path(begin), end - begin).close()
+    disk.replace(epochs.PATH, epochs.encode(replace(beginning.history, damaged=True)))
 
 
 @contextmanager
@@ -95,34 +165,42 @@ def opened(
 
 @contextmanager
 def recovered(
-    disk: Disk, *, segment_bytes: int, monotonic_ms: Callable[[], int], accept_loss: bool = False
+    disk: Disk,
+    *,
+    segment_bytes: int,
+    monotonic_ms: Callable[[], int],
+    accept_loss: bool = False,
+    replicated: bool = False,
 ) -> Iterator[Node]:
     """Recover what is on `disk`, which nobody else uses, and close it in the end.
+
+    A node without replicas begins an epoch. One with replicas does so when it is elected; what of
+    its copy is damaged it cuts off, to fetch it from the others.
 
     Raises:
         DataLoss: acknowledged messages are damaged, and `accept_loss` is not set.
     """
     begin_ms = monotonic_ms()
     cache = FileCache(disk)
-    epoch = _last_epoch(disk) + 1
-    disk.replace(EPOCH, str(epoch).encode())
-    log = CommitLog(disk, cache, segment_bytes)
-    keys = KeyIndex(disk, cache, log.segment_end, log.first_position)
-    store = Store(log, cache, ProducerTable(), epoch, keys)
-    recovery = Recovery(
-        disk,
-        store,
-        synced_position=_synced_position(disk),
-        accept_loss=accept_loss,
-    )
+    attempt = _Attempt(disk, cache, segment_bytes)
     try:
-        report = recovery.run()
-        node = Node(disk, store, report)
-        node.checkpointing.remove_later(recovery.doomed)
-        unsynced = log.unsynced()
+        if replicated:
+            history = _of_replica(attempt, accept_loss=accept_loss)
+        else:
+            history = _history(disk)
+            epoch = history.epoch + 1
+            attempt.run(epoch, accept_loss=accept_loss)
+            end = attempt.report.next_position
+            history = replace(history.until(end).began(epoch, end), damaged=False)
+        _keep_history(disk, history)
+        node = Node(disk, attempt.recovery, attempt.report, history)
+        if replicated:
+            node.store.confirmed(attempt.report.checkpoint_position)
+        node.checkpointing.remove_later(attempt.recovery.doomed)
+        unsynced = node.store.log.unsynced()
         node.sync(unsynced)
-        store.synced(unsynced.position)
-        node.report = replace(report, elapsed_ms=monotonic_ms() - begin_ms)
+        node.store.synced(unsynced.position)
+        node.report = replace(attempt.report, elapsed_ms=monotonic_ms() - begin_ms)
         disk.replace(REPORT, json.dumps(asdict(node.report), indent=2).encode())
         try:
             yield node
@@ -130,7 +208,82 @@ def recovered(
             node.close()
     finally:
         cache.close()
-        log.close()
+        attempt.close()
+
+
+class _Attempt:
+    """A try to recover; the next one begins anew."""
+
+    recovery: Recovery
+    report: RecoveryReport
+
+    def __init__(self, disk: Disk, cache: FileCache, segment_bytes: int) -> None:
+        self.disk, self._cache, self._segment_bytes = disk, cache, segment_bytes
+        self._log: CommitLog | None = None
+
+    def run(self, epoch: int, *, accept_loss: bool) -> None:
+        """Recover.
+
+        Raises:
+            DataLoss: acknowledged messages are damaged, and `accept_loss` is not set.
+        """
+        self.close()
+        log = self._log = CommitLog(self.disk, self._cache, self._segment_bytes)
+        keys = KeyIndex(self.disk, self._cache, log.segment_end, log.first_position)
+        store = Store(log, self._cache, ProducerTable(), epoch, keys)
+        self.recovery = Recovery(
+            self.disk,
+            store,
+            synced_position=_synced_position(self.disk),
+            accept_loss=accept_loss,
+        )
+        self.report = self.recovery.run()
+
+    def wipe(self) -> None:
+        """Give up everything."""
+        self.close()
+        _wipe(self.disk)
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._cache.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> History:
+    """Recover what of a copy is good; its history.
+
+    That something is missing is made durable before it is cut off: such a node must not be master.
+    """
+    disk = attempt.disk
+    try:
+        history = _history(disk)
+        try:
+            attempt.run(history.epoch, accept_loss=accept_loss)
+        except DataLoss as error:
+            log.error("this copy is damaged, the rest is fetched from the others error=%s", error)
+            history = replace(history, damaged=True)
+            _keep_history(disk, history)
+            attempt.run(history.epoch, accept_loss=True)
+    except DataLoss as error:
+        log.error("this copy can't be used, all of it is fetched anew error=%s", error)
+        attempt.wipe()
+        history = History(damaged=True)
+        attempt.run(0, accept_loss=True)
+    end = attempt.report.next_position
+    kept = history.until(end)
+    if accept_loss and history.starts:  # what was lost counts no more: it may be master
+        kept = kept if kept.epoch == history.epoch else kept.began(history.epoch, end)
+        return replace(kept, damaged=False)
+    return kept
+
+
+def _wipe(disk: Disk) -> None:
+    disk.replace(epochs.PATH, epochs.encode(History(damaged=True)))
+    for path in (checkpoint.PATH, CONSUMEQUEUE, KEYINDEX, floors.PATH, SYNCED, LOG):
+        disk.remove(path)
 
 
 def _synced_position(disk: Disk) -> int:
@@ -145,17 +298,27 @@ def _synced_position(disk: Disk) -> int:
     return max(known, vouched)
 
 
-def _last_epoch(disk: Disk) -> int:
-    """Epoch of the last start; 0 if there was none.
+def _keep_history(disk: Disk, history: History) -> None:
+    content = epochs.encode(history)
+    if disk.load(epochs.PATH) != content:
+        disk.replace(epochs.PATH, content)
+    if disk.load(_LAST_EPOCH):
+        disk.remove(_LAST_EPOCH)
+
+
+def _history(disk: Disk) -> History:
+    """What is known of the epochs; of a folder that has no history, that one wrote everything.
 
     Raises:
         DataLoss: it can't be read.
     """
-    raw = disk.load(EPOCH)
-    if raw and not raw.isdigit():
+    if raw := disk.load(epochs.PATH):
+        return epochs.decode(raw)
+    last = disk.load(_LAST_EPOCH) or (b"1" if disk.names(LOG) else b"")
+    if last and not last.isdigit():
         raise DataLoss(
-            f"{EPOCH} can't be read: {raw[:20]!r} is no number",
+            f"{_LAST_EPOCH} can't be read: {last[:20]!r} is no number",
             remedy="Write a number into the file that is larger than any epoch before; "
             f"{REPORT} has the one of the last start.",
         )
-    return int(raw or b"0")
+    return History(((int(last), 0),)) if last else History()

@@ -104,6 +104,12 @@ class ParkedPulls:
             for parked in self._by_queue.get(key, ()):
                 _wake(parked)
 
+    def end(self, error: BatonError) -> None:
+        """Answer all pulls with `error`."""
+        for parked in self._all():
+            if not parked.woken.done():
+                parked.woken.set_result(error)
+
     def wake_topics(self, names: frozenset[str]) -> None:
         """Wake the pulls of topics that have changed, or are gone."""
         for parked in self._all():

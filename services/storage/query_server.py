@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from batonmq.common.errors import (
     InvalidArgument,
     LimitExceeded,
     MessageNotFound,
+    NotLeader,
     OffsetAheadOfLog,
     OffsetOutOfRange,
     TopicNotFound,
@@ -69,11 +71,20 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
     """See the proto.
 
     Args:
-        broker: Name of this node.
+        broker: Name of the replica set, or of a node without replicas.
+        is_slave: Whether this node may lag behind another.
     """
 
-    def __init__(self, broker: str, store: Store, topics: Topics, damage: Damage) -> None:
+    def __init__(
+        self,
+        broker: str,
+        store: Store,
+        topics: Topics,
+        damage: Damage,
+        is_slave: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
+        self._is_slave = is_slave
         self._queries = Queries(store)
 
     async def SearchOffset(
@@ -154,6 +165,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         try:
             return self._store.read(key, wanted)
         except OffsetAheadOfLog as error:
+            if self._is_slave():
+                raise NotLeader(f"this slave lags: {error.message}", retry_after_ms=100) from error
             raise OffsetOutOfRange(error.message, facts=error.facts) from error
         except DataLoss as error:
             self._damage.met(error)

@@ -45,7 +45,7 @@ class Pull:
     progress: offsets_pb.Acks | None
 
 
-def append_batches(request: pb.AppendRequest) -> list[bytes]:
+def append_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
     """The batches of a request, each still to be checked.
 
     Raises:
@@ -58,6 +58,7 @@ def append_batches(request: pb.AppendRequest) -> list[bytes]:
         pb.DURABILITY_UNSPECIFIED,
         pb.DURABILITY_MEMORY,
         pb.DURABILITY_FSYNCED,
+        pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_UNSPECIFIED,
     ):
         raise InvalidArgument(
             f"durability {request.durability} can't be reached by a node without replicas",

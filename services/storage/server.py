@@ -13,8 +13,9 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DataLoss
+from batonmq.common.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq.common.rpc import error_to_pb
+from batonmq.core.records import read_header
 from batonmq.core.route import TOPICS_REVISION
 from services.runtime.events import EventHub
 from services.runtime.gates import Gates
@@ -34,6 +35,7 @@ from services.storage.core.store import (
 from services.storage.damage import Damage
 from services.storage.deliveries import Deliveries, Delivery, Verdict
 from services.storage.flush import Flusher
+from services.storage.guarantee import Guarantee
 from services.storage.losses import Losses
 from services.storage.metrics import StorageMetrics
 from services.storage.pulls import ParkedPulls
@@ -50,9 +52,9 @@ class Parts:
     """What the servicer works with.
 
     Attributes:
-        broker: Name of this node.
+        broker: Name of the replica set, or of a node without replicas.
         syncs_at_once: Whether a request that asks for no durability gets DURABILITY_FSYNCED;
-            otherwise it gets DURABILITY_MEMORY.
+            otherwise it gets DURABILITY_MEMORY, unless others have to have it too.
         scrubbed: How far the background scrub has come in its present round.
     """
 
@@ -66,6 +68,7 @@ class Parts:
     pulls: ParkedPulls
     deliveries: Deliveries
     retention: Retention
+    guarantee: Guarantee
     losses: Losses
     damage: Damage
     scrubbed: Callable[[], int]
@@ -82,34 +85,38 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         """See the proto."""
-        batches = requests.append_batches(request)
+        guarantee = self._parts.guarantee
+        batches = requests.append_batches(request, replicated=guarantee.replicated)
         self._parts.flusher.check()
         checked = [_checked(batch) for batch in batches]
         good = [one for one in checked if isinstance(one, Checked)]
         topics = await self._parts.topics.find_all({one.header.topic for one in good})
-        results = iter(self._append(good, topics))
+        members_min = 2 if request.durability == pb.DURABILITY_REPLICATED else 1
+        results = iter(self._append(good, topics, members_min))
         outcomes = [next(results) if isinstance(one, Checked) else one for one in checked]
         stored = [one for one in outcomes if isinstance(one, Receipt)]
-        wanted = request.durability or (
-            pb.DURABILITY_FSYNCED if self._parts.syncs_at_once else pb.DURABILITY_MEMORY
-        )
-        if stored and wanted == pb.DURABILITY_FSYNCED:
+        waits = self._parts.syncs_at_once or guarantee.replicated
+        wanted = request.durability or (pb.DURABILITY_FSYNCED if waits else pb.DURABILITY_MEMORY)
+        if stored and wanted != pb.DURABILITY_MEMORY:
             await self._parts.flusher.reached(max(one.next_position for one in stored))
         return pb.AppendResponse(outcomes=[self._outcome(one) for one in outcomes])
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
         """See the proto."""
         pull = requests.pull(request, self._parts.broker)
-        clock = self._parts.clock
+        clock, guarantee = self._parts.clock, self._parts.guarantee
         end_ms = clock.monotonic_ms() + pull.hold_ms
         while True:
+            if guarantee.is_slave:
+                pull = replace(pull, progress=None)  # protocol 6.6
             key = await self._find_readable(pull.holder.topic, pull.holder.queue_id)
             self._check_group(pull)
             reading = self._read(key, pull)
             if reading is not None:
                 break
             hold_ms = end_ms - clock.monotonic_ms()
-            if hold_ms <= 0:
+            go_elsewhere = guarantee.is_slave and not guarantee.next_reader(0)
+            if hold_ms <= 0 or go_elsewhere:
                 return self._answer(request.pull_id, key, pull, None, None)
             await self._parts.pulls.wait(key, pull.holder, hold_ms)
             pull = replace(pull, progress=None)  # by now it is old: section 6.6
@@ -155,10 +162,14 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         return check_queue(topic, queues, queue_id)
 
     def _append(
-        self, batches: Sequence[Checked], topics: dict[str, TopicQueues | BatonError]
+        self,
+        batches: Sequence[Checked],
+        topics: dict[str, TopicQueues | BatonError],
+        members_min: int,
     ) -> list[Receipt | BatonError]:
         # As of now: between finding one topic and another, the first may have changed.
-        outcomes = self._appender.append(batches, self._parts.topics.as_of_now(topics))
+        present = self._parts.topics.as_of_now(topics)
+        outcomes = self._appender.append(batches, present, members_min)
         self._appender.tell(batches, outcomes)
         return outcomes
 
@@ -192,6 +203,10 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         except DataLoss as error:
             self._parts.damage.met(error)
             raise
+        except OffsetAheadOfLog as error:
+            if not self._parts.guarantee.is_slave:
+                raise
+            raise NotLeader(f"this slave lags: {error.message}", retry_after_ms=100) from error
 
     async def _offsets(self, queue: queue_pb2.Queue) -> pb.QueryOffsetsOutcome:
         try:
@@ -213,13 +228,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         if isinstance(outcome, BatonError):
             self._parts.metrics.refused_batches.labels(outcome.reason).inc()
             return pb.AppendOutcome(error=error_to_pb(outcome))
-        synced = outcome.next_position <= self._store.log.synced_position
         return pb.AppendOutcome(
             receipt=pb.AppendReceipt(
                 first_offset=outcome.first_offset,
                 position=outcome.position,
                 store_unix_ms=outcome.store_unix_ms,
-                durability=pb.DURABILITY_FSYNCED if synced else pb.DURABILITY_MEMORY,
+                durability=self._parts.guarantee.reached(outcome.next_position),
                 duplicate=outcome.duplicate,
             )
         )
@@ -244,7 +258,14 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             filtered_count=reading.filtered_count if reading else 0,
             lost_count=reading.lost_count if reading else 0,
             progress_taken=verdict is not None and pull.progress is not None,
+            next_node_id=self._parts.guarantee.next_reader(self._behind_bytes(reading)),
         )
+
+    def _behind_bytes(self, reading: Reading | None) -> int:
+        """How much of the log is newer than what is delivered."""
+        if reading is None or not reading.batches:
+            return 0
+        return self._store.readable_position - read_header(reading.batches[-1]).position
 
     def _tell_delivered(self, pull: requests.Pull, key: QueueKey, reading: Reading) -> None:
         offset = pull.wanted.offset

@@ -172,7 +172,8 @@ def test_brokers_and_replication_are_told(cluster: Up) -> None:
     rows = {row["SERVICE"]: row for row in cluster("cluster", "replication").rows}
     assert rows.keys() == {"storage", "offsets", "lockmgr", "nameserver"}
     assert {row["ROLE"] for row in rows.values()} == {"leader"}
-    assert [rows[s]["COPIES"] for s in ("storage", "offsets", "lockmgr")] == ["1", "1", "-"]
+    assert (rows["storage"]["SET"], rows["storage"]["LAG"]) == ("broker-0", "0")
+    assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "nobody has a slave"
 
 
 def test_bundle_has_everything_and_is_not_written_over(

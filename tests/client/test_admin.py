@@ -185,7 +185,7 @@ async def test_cluster_lists_nodes(etcd_endpoint: str, cluster: str, etcd: EtcdS
     async with replica(etcd_endpoint, cluster) as running, Admin(running.address) as admin:
         found = await admin.cluster()
     assert found.name == cluster
-    assert found.nodes == (Node("storage", "broker-a", "127.0.0.1:1", "", 0, 1, True),)
+    assert found.nodes == (Node("storage", "broker-a", "broker-a", "127.0.0.1:1", "", 0, 1, True),)
 
 
 async def test_call_waits_for_a_broker_that_is_starting(

@@ -13,7 +13,13 @@ from collections import Counter
 import pytest
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DiskFull, NotServing, Unreachable
+from batonmq.common.errors import (
+    BatonError,
+    DiskFull,
+    NotEnoughReplicas,
+    NotServing,
+    Unreachable,
+)
 from batonmq.core.brokers import FAILED_MS
 from batonmq.core.records import Message
 from batonmq.core.route import QueueId
@@ -75,6 +81,13 @@ async def test_refused_message_goes_to_the_other_broker_and_is_stored_once() -> 
         tries = len(at.storage.requests)
         await receipts(await submit(producer, 40))
         assert len(at.storage.requests) == tries, "it is left alone"
+
+
+async def test_broker_with_too_few_replicas_counts_as_one_that_has_not_stored_it() -> None:
+    async with two_brokers(orders=2) as at, Producer(at.address, ONE_EACH) as producer:
+        at.storage.refusal = lambda _: NotEnoughReplicas("one is in sync")
+        found = await receipts(await submit(producer, 8))
+        assert {receipt.queue.broker for receipt in found} == {OTHER_BROKER}
 
 
 async def test_broker_that_was_avoided_is_probed_and_used_again() -> None:

@@ -54,6 +54,25 @@ def send(sender: QueueSender[str]) -> Header:
     return read_header(sender.take(1_000).encoded)
 
 
+# ---- after a loss
+
+
+def test_what_follows_a_lost_batch_is_sent_again_in_a_new_epoch() -> None:
+    sender = new_sender()
+    for body in (b"lost", b"next"):
+        submit(sender, body)
+        first = send(sender)
+        if body == b"lost":
+            sender.stored()
+    assert (first.producer_epoch, first.sequence) == (0, 1)
+    sender.again(anew=True)
+    sender.backing_off = False
+    second = send(sender)
+    assert (second.producer_epoch, second.sequence) == (1, 0)
+    assert sender.in_flight is not None
+    assert bodies(sender.in_flight.encoded) == [b"next"]
+
+
 # ---- batches
 
 

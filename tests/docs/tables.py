@@ -28,8 +28,6 @@ from services.nameserver.config import NameserverSettings
 from services.nameserver.lookout import StuckMetrics
 from services.nameserver.telemetry import Telemetry
 from services.offsets.config import OffsetsSettings
-from services.offsets.core.calls import Instant, Limits
-from services.offsets.core.table import ProgressTable
 from services.offsets.metrics import OffsetsMetrics
 from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
@@ -119,8 +117,7 @@ def _metrics(make: Callable[[CollectorRegistry], object]) -> str:
 
 
 def _offsets_metrics(registry: CollectorRegistry) -> object:
-    table = ProgressTable(Limits(), 1, 0, Instant(0, 0))
-    return OffsetsMetrics(registry, table, lambda: False)
+    return OffsetsMetrics(registry)
 
 
 def _nameserver_metrics(registry: CollectorRegistry) -> object:

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from batonmq.common.clock import Clock
-from services.offsets.app import Offsets
+from services.offsets.serving import Offsets
 from services.runtime.etcd import EtcdSession
 from tests.nameserver.replica import Direct, Replica, offsets_service, register_broker, replica
 

@@ -34,9 +34,10 @@ from services.nameserver.telemetry import Telemetry
 from services.nameserver.topic_calls import TopicCalls
 from services.nameserver.topic_store import TopicStore
 from services.nameserver.turns import Turns
-from services.offsets.app import Offsets, recovered
 from services.offsets.core.calls import Limits
 from services.offsets.disk import Disk
+from services.offsets.metrics import OffsetsMetrics
+from services.offsets.serving import Offsets, Surroundings, alone
 from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
 from services.runtime.gates import PREFIX as GATES_PREFIX
@@ -203,7 +204,16 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
     hub = EventHub("offsets/offsets-0", 1, clock)
     with Disk(folder) as disk:
         gates = Mirror(etcd, GATES_PREFIX)
-        offsets = recovered(disk, Limits(), clock, registry, hub, gates)
+        offsets = alone(
+            disk,
+            Surroundings(
+                limits=Limits(),
+                clock=clock,
+                metrics=OffsetsMetrics(registry),
+                hub=hub,
+                gates=gates,
+            ),
+        )
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add) as address:
             running = [tasks.create_task(run()) for run in (offsets.commits.run, gates.run)]
             await register_offsets(etcd, address, offsets.table.epoch)
@@ -225,16 +235,12 @@ async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
 
 
 async def register_broker(
-    etcd: EtcdSession, name: str, address: str = "127.0.0.1:1", room: str = ""
+    etcd: EtcdSession, name: str, address: str = "127.0.0.1:1", room: str = "", **fields: Any
 ) -> None:
-    """Do what a storage node does when it starts."""
+    """Do what a storage node does when it starts; `fields` of its entry are as they are said."""
+    known: dict[str, Any] = {"node_id": name, "address": address, "room": room}
     node = pb.Node(
-        service=pb.SERVICE_KIND_STORAGE,
-        node_id=name,
-        address=address,
-        epoch=1,
-        leader=True,
-        room=room,
+        service=pb.SERVICE_KIND_STORAGE, **({"epoch": 1, "leader": True} | known | fields)
     )
     await etcd.put(etcd.key("nodes", "storage", name), node.SerializeToString())
 

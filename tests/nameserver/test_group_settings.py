@@ -18,8 +18,8 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
 from batonmq.common.errors import GroupInUse
-from services.offsets.app import Offsets
 from services.offsets.core.calls import Instant, Place, QueueKey, Source
+from services.offsets.serving import Offsets
 from services.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
     Direct,

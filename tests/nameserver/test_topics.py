@@ -17,8 +17,8 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
 from batonmq.common.errors import Retry, TopicNotFound
 from services.nameserver.catalog import Catalog
-from services.offsets.app import Offsets
 from services.offsets.core.calls import Condition, Fence, Holder, Instant, QueueKey
+from services.offsets.serving import Offsets
 from services.runtime.etcd import EtcdSession
 from services.runtime.mirror import Mirror
 from tests.nameserver.replica import (

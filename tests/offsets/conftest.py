@@ -15,9 +15,10 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from prometheus_client import CollectorRegistry
 
 from batonmq.common.clock import Clock
-from services.offsets.app import recovered
 from services.offsets.core.calls import Limits
 from services.offsets.disk import Disk
+from services.offsets.metrics import OffsetsMetrics
+from services.offsets.serving import Surroundings, alone
 from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
 from services.runtime.gates import PREFIX
@@ -40,7 +41,16 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
     limits = Limits(ack_ranges_max=1_000)
     gates = Mirror(etcd, PREFIX)
     with Disk(tmp_path) as disk:
-        offsets = recovered(disk, limits, clock, registry, hub, gates)
+        offsets = alone(
+            disk,
+            Surroundings(
+                limits=limits,
+                clock=clock,
+                metrics=OffsetsMetrics(registry),
+                hub=hub,
+                gates=gates,
+            ),
+        )
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(offsets.commits.run())
             async with serving(offsets.add) as channel:

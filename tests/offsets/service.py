@@ -17,8 +17,10 @@ from prometheus_client import CollectorRegistry
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
-from services.offsets.app import Offsets
+from services.offsets.codec import META
+from services.offsets.core.changes import POSITION
 from services.offsets.disk import Found
+from services.offsets.serving import Offsets
 from services.runtime.etcd import Stored
 from services.runtime.events import EventHub
 
@@ -59,7 +61,8 @@ class Service:
     registry: CollectorRegistry
 
     def stored(self) -> list[Found]:
-        return list(self.offsets.disk.read())
+        """All that is kept, but the position, which every change moves."""
+        return [found for found in self.offsets.disk.read() if found[0] != META + POSITION]
 
     def knows(self, group: str, **fields: Any) -> None:
         """The gate of `group` has arrived from etcd."""

@@ -14,6 +14,7 @@ import pytest
 
 from batonmq.common.errors import DataLoss
 from services.offsets.codec import (
+    META,
     decode_key,
     decode_progress,
     encode_key,
@@ -26,24 +27,24 @@ from services.offsets.core.resets import RecordKey
 from services.offsets.core.table import ProgressTable
 from services.offsets.disk import DataDirInUse, Disk
 from services.offsets.persistence import (
-    EPOCH,
     FORMAT,
     RESET,
     TERM,
     TOPIC,
     DurableKey,
+    begin_life,
     entries_of,
-    recover,
 )
 from tests.offsets.scene import FORCED, KEY, A, B, Scene, offsets
 
+HISTORY = META + b"history"
 NOW = Instant(5, 6)
 
 
 def life(folder: Path) -> ProgressTable:
     """The table of a life that ends at once."""
     with Disk(folder) as disk:
-        return recover(disk, Limits(), NOW)[0]
+        return begin_life(disk, Limits(), NOW)[1]
 
 
 def busy() -> Scene:
@@ -101,7 +102,7 @@ def test_each_life_has_an_epoch_of_its_own(tmp_path: Path) -> None:
 async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> None:
     scene = busy()
     with Disk(tmp_path) as disk:
-        recover(disk, Limits(), NOW)
+        begin_life(disk, Limits(), NOW)
         entries = entries_of(scene.table, scene.resets.records)
         await disk.write([*entries(KEY), *entries(None)])
     table = life(tmp_path)
@@ -116,7 +117,7 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
 async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
     scene = busy()
     with Disk(tmp_path) as disk:
-        recover(disk, Limits(), NOW)
+        begin_life(disk, Limits(), NOW)
         scene.delete(4)
         entries = entries_of(scene.table, scene.resets.records)
         await disk.write([*entries(KEY.topic), *entries(KEY)])
@@ -168,14 +169,14 @@ def test_a_damaged_progress_is_data_loss(what: str, stored: bytes) -> None:
     "entries",
     [
         [(FORMAT, b"1")],
-        [(EPOCH, seal(EPOCH, b"-1"))],
+        [(HISTORY, seal(HISTORY, b"1"))],
         [(TERM, seal(TERM, b""))],
         [(TOPIC + b"news", seal(TOPIC + b"news", b"x"))],
         [(RESET + b"readers\x000", seal(RESET + b"readers\x000", b"\xff"))],
         [(encode_key(KEY), seal(encode_key(KEY), encode_progress(busy().queue)))],
-        [(EPOCH, b"1")],
+        [(TERM, b"1")],
     ],
-    ids=["format", "epoch", "term", "topic", "reset", "queues without epoch", "no checksum"],
+    ids=["format", "history", "term", "topic", "reset", "queues without position", "no checksum"],
 )
 def test_a_folder_that_contradicts_itself_is_refused(
     tmp_path: Path, entries: list[tuple[bytes, bytes]]
@@ -183,7 +184,7 @@ def test_a_folder_that_contradicts_itself_is_refused(
     with Disk(tmp_path) as disk:
         disk.write_now(entries)
         with pytest.raises(DataLoss):
-            recover(disk, Limits(), NOW)
+            begin_life(disk, Limits(), NOW)
 
 
 def test_a_flipped_bit_anywhere_is_data_loss() -> None:
@@ -200,7 +201,7 @@ def test_a_flipped_bit_anywhere_is_data_loss() -> None:
 
 def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        recover(disk, Limits(), NOW)
+        begin_life(disk, Limits(), NOW)
         scene = busy()
         ((key, value),) = entries_of(scene.table, scene.resets.records)(KEY)
         assert value is not None
@@ -214,7 +215,7 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
     scene.reset(2, "first")
     scene.undo("first")
     with Disk(tmp_path) as disk:
-        recover(disk, Limits(), NOW)
+        begin_life(disk, Limits(), NOW)
         records = scene.resets.records
         entries = entries_of(scene.table, records)
         slots = [operation.number for operation in records.newest_first(KEY.group)]
@@ -222,7 +223,7 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
         keys: list[DurableKey] = [KEY, *(RecordKey(KEY.group, slot) for slot in slots)]
         await disk.write([entry for key in keys for entry in entries(key)])
     with Disk(tmp_path) as disk:
-        found = recover(disk, Limits(), NOW)[1]
+        found = begin_life(disk, Limits(), NOW)[2]
     kept = found.newest_first(KEY.group)
     assert kept == records.newest_first(KEY.group)
     assert kept[0].order.undone_op_id == "first"

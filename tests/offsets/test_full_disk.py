@@ -22,9 +22,10 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import DiskFull
 from batonmq.common.rpc import from_rpc_error
 from services.offsets import group_commit
-from services.offsets.app import recovered
 from services.offsets.core.calls import Limits
 from services.offsets.disk import FREE_BYTES_MIN, Disk
+from services.offsets.metrics import OffsetsMetrics
+from services.offsets.serving import Surroundings, alone
 from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
 from services.runtime.mirror import Mirror
@@ -48,7 +49,16 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
     hub = EventHub("offsets/offsets-0", 1, clock)
     gates = Mirror(EtcdSession("127.0.0.1:1", "unused", clock), "gates/")
     with Disk(folder, free_bytes=room) as disk:
-        offsets = recovered(disk, Limits(), clock, registry, hub, gates)
+        offsets = alone(
+            disk,
+            Surroundings(
+                limits=Limits(),
+                clock=clock,
+                metrics=OffsetsMetrics(registry),
+                hub=hub,
+                gates=gates,
+            ),
+        )
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(offsets.commits.run())
             async with serving(offsets.add) as channel:

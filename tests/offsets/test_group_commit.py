@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from batonmq.common.errors import DiskFull
+from batonmq.common.errors import DiskFull, Unreachable
 from services.offsets import group_commit
 from services.offsets.group_commit import Entry, GroupCommit
 
@@ -118,6 +118,29 @@ async def test_a_failed_write_ends_the_writer_and_answers_nobody() -> None:
             await asyncio.wait([asking])
     assert raised.group_contains(OSError, match="no space left")
     assert not answered
+
+
+async def test_who_waits_when_the_writing_is_ended_is_told_that_nothing_is_known() -> None:
+    scene = Scene()
+    async with asyncio.TaskGroup() as tasks:
+        writing = tasks.create_task(scene.commits.run())
+        scene.change("a")
+        one = tasks.create_task(refusal(scene, "a"))
+        await scene.begun.get()
+        scene.change("a")
+        scene.change("b")
+        others = [tasks.create_task(refusal(scene, key)) for key in "ab"]
+        await asyncio.sleep(0)
+        writing.cancel()
+    assert [each.result() for each in (one, *others)] == ["UNREACHABLE"] * 3
+    scene.change("c")
+    assert await refusal(scene, "c") == "UNREACHABLE"
+
+
+async def refusal(scene: Scene, key: str) -> str:
+    with pytest.raises(Unreachable) as refused:
+        await scene.commits.settled([key])
+    return refused.value.reason
 
 
 async def test_a_write_refused_for_want_of_room_is_tried_again_as_it_was(

@@ -25,9 +25,9 @@ from services.offsets.disk import Disk
 from services.offsets.persistence import (
     HOLDS,
     HandedOver,
+    begin_life,
     entries_of,
     find_handovers,
-    recover,
 )
 from tests.offsets.scene import (
     FORCED,
@@ -269,11 +269,11 @@ async def test_a_life_begins_without_reading_holds_and_still_has_them(tmp_path: 
     handover = scene.queue.handover
     assert handover is not None
     with Disk(tmp_path) as disk:
-        recover(disk, Limits(), NOW)
+        begin_life(disk, Limits(), NOW)
         entries = entries_of(scene.table, scene.resets.records)
         await disk.write([*entries(KEY), *entries(HandedOver(KEY, handover))])
     with Disk(tmp_path) as disk:
-        table, _ = recover(disk, Limits(), NOW)
+        _, table, _ = begin_life(disk, Limits(), NOW)
         assert len(table) == 1
         assert not [key for key, _ in disk.read(but=HOLDS) if key.startswith(HOLDS)]
         assert await find_handovers(disk, KEY) == [handover]

@@ -46,8 +46,11 @@ class Scene:
         epoch: int = 1,
         leader: bool = True,
         service: str = "offsets",
+        replica_set: str = "",
     ) -> None:
-        node = pb.Node(node_id=node_id, address=address, epoch=epoch, leader=leader)
+        node = pb.Node(
+            node_id=node_id, address=address, epoch=epoch, leader=leader, replica_set=replica_set
+        )
         key = f"nodes/{service}/{node_id}"
         await self.nodes.reached(await self._etcd.put(key, node.SerializeToString()))
 
@@ -120,6 +123,19 @@ async def test_of_two_who_say_that_they_lead_the_newer_is_believed(etcd: EtcdSes
         await at.register("b", "127.0.0.1:2", epoch=5)
         await at.register("c", "127.0.0.1:3", epoch=3)
         assert at.peer.address() == "127.0.0.1:2"
+
+
+async def test_of_several_replica_sets_one_is_followed(etcd: EtcdSession) -> None:
+    async with scene(etcd) as at:
+        stub = metrics_grpc.MetricsServiceStub
+        peer = Peer(at.nodes, "offsets", stub, replica_set="left")
+        await at.register("a", "127.0.0.1:1", epoch=9, replica_set="right")
+        with pytest.raises(Unreachable):
+            peer.address()
+        await at.register("b", "127.0.0.1:2", epoch=1, replica_set="left")
+        assert peer.address() == "127.0.0.1:2"
+        await at.register("left", "127.0.0.1:3", epoch=2)
+        assert peer.address() == "127.0.0.1:3", "a node alone is a set of its own name"
 
 
 async def test_stub_stays_while_the_leader_stays(etcd: EtcdSession) -> None:

@@ -17,6 +17,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq.core.records import Record, decode_records, read_header
 from batonmq.core.retries import ATTEMPTS
 from services.offsets.core.calls import QueueKey
+from services.offsets.disk import Entry
+from services.offsets.serving import Offsets
 from services.storage.core import schedule
 from services.storage.core.producers import Receipt
 from services.storage.core.store import Checked, Store, TopicQueues
@@ -25,6 +27,7 @@ from tests.simulation.books import Books, Copy, Queue, key_of
 from tests.simulation.client_checks import ClientChecks
 from tests.simulation.etcd_checks import EtcdChecks
 from tests.simulation.offsets_checks import OffsetsChecks
+from tests.simulation.replica_checks import ReplicaChecks
 from tests.simulation.trace import Trace
 
 STILL_MS = 70_000
@@ -42,16 +45,42 @@ class Checker:
         topic: The one topic that it reads.
         lease_ms: Length of a lock's lease.
         now_ms: Reads the time of the simulation.
+        master: Reads from etcd which node is master of offsets.
     """
 
     def __init__(
-        self, group: str, topic: str, lease_ms: int, trace: Trace, now_ms: Callable[[], int]
+        self,
+        group: str,
+        topic: str,
+        lease_ms: int,
+        trace: Trace,
+        now_ms: Callable[[], int],
+        master: Callable[[], str],
     ) -> None:
         self.books = Books(group, lease_ms, trace, now_ms)
         self.offsets = OffsetsChecks(self.books)
+        self.replicas = ReplicaChecks(self.books, master)
         self.etcd = EtcdChecks(self.books, topic)
         self.clients = ClientChecks(self.books)
         self.answers = AnswerChecks(self.books)
+
+    # ---- offsets
+
+    def watch_mastership(self, offsets: Offsets) -> None:
+        """See what a master of offsets begins with and does; what it writes counts once the
+        in-sync set has it."""
+        if self.books.table is None or offsets.table.epoch > self.books.table.epoch:
+            self.offsets.began(dict(offsets.disk.read()))
+            self.offsets.watch_table(offsets.table)
+        write = offsets.commits._write
+
+        async def watched(entries: Sequence[Entry]) -> None:
+            await write(entries)
+            self.replicas.confirmed(offsets)
+            if self.books.table is offsets.table:
+                self.offsets.written(entries)
+
+        offsets.commits._write = watched
 
     # ---- storage
 

@@ -3,7 +3,8 @@
     etcd            twin, never dies
     ns-a ns-b       nameserver, two replicas
     lock-a lock-b   lock manager, leader and standby
-    offsets         one node, on a disk that outlives it
+    offsets         one node, on a disk that outlives it; or
+    offsets-a b c   three of them, a replica set
     broker-a        storage, likewise
     c1 c2 ...       consumers of one group
     producer
@@ -27,22 +28,30 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
 from batonmq.core.subscription import TagFilter
 from batonmq.testing import processes
+from batonmq.testing.disks import OffsetsDisk
 from batonmq.testing.network import Call
 from batonmq.testing.processes import Process, Service
 from batonmq.testing.services import lockmgr, nameserver, offsets, storage
 from services.lockmgr.config import LockmgrSettings
 from services.nameserver.config import NameserverSettings
-from services.offsets.app import Offsets
 from services.offsets.config import OffsetsSettings
+from services.offsets.serving import Offsets
+from services.runtime.etcd import Stored
 from services.storage.config import StorageSettings
 from services.storage.node import Node
 from tests.simulation.checker import Checker
+from tests.simulation.options import Options
+from tests.simulation.replica_checks import MASTER_KEY, SET_KEY
 from tests.simulation.trace import Trace
 
 GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
+OFFSETS = "offsets"
+"""The node of a cluster that has one."""
+REPLICAS = ("offsets-a", "offsets-b", "offsets-c")
 NAMESERVERS = "ns-a:1,ns-b:1"
 LEASE_MS = 12_000
 """Of a lock; short, so that much can happen in a run. Its margins are those of production."""
+MASTER_LEASE_MS, REPLICA_LAG_MS = 4_000, 1_500
 WRITE_MS_MAX = 8
 SLOW_WRITE_MS_MAX = 400
 _SLOW = 0.02
@@ -54,10 +63,30 @@ class World(processes.World):
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
         super().__init__(seed)
         self.trace = Trace(self.now_ms, kept_max=kept_max)
-        self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms)
+        self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms, self.master)
         self.etcd.on_put.append(self.checker.etcd.written)
-        self.offsets_disk.on_write.append(self.checker.offsets.written)
+        self.etcd.on_put.append(self._put)
         self.loop.set_exception_handler(self._unexpected)
+
+    def master(self) -> str:
+        """The master of offsets by etcd; empty for nobody."""
+        stored = self.etcd.get(MASTER_KEY)
+        return stored.value.decode() if stored is not None else ""
+
+    def offsets_disk_of(self, node_id: str) -> OffsetsDisk:
+        """See base; what a node without slaves has written counts at once."""
+        known = node_id in self.offsets_disks
+        disk = super().offsets_disk_of(node_id)
+        if not known and node_id == OFFSETS:
+            disk.on_write.append(self.checker.offsets.written)
+        elif not known:
+            self.checker.replicas.watch_disk(node_id, disk)
+        return disk
+
+    def lose_offsets_disk(self, node_id: str) -> None:
+        """Its next life begins with an empty one."""
+        del self.offsets_disks[node_id]
+        self.offsets_disk_of(node_id)
 
     def write_s(self, random: Random) -> float:
         """Sometimes very long."""
@@ -70,12 +99,16 @@ class World(processes.World):
 
     def answered(self, call: Call, request: Any, answer: Any) -> None:
         self.checker.answers.answered(call.target, request, answer)
+        self.checker.replicas.answered(call, answer)
 
     def told(self, call: Call, answer: Any) -> None:
         self.trace.told(call, answer)
 
     def offsets_opened(self, offsets: Offsets) -> None:
-        self.checker.offsets.watch_table(offsets.table)
+        if self.checker.replicas.opened(offsets):
+            self.checker.watch_mastership(offsets)
+        else:
+            self.checker.offsets.watch_table(offsets.table)
 
     def storage_opened(self, broker: str, node: Node) -> None:
         self.checker.watch_store(node.store, broker)
@@ -85,6 +118,10 @@ class World(processes.World):
 
     def failed(self, process: str, error: BaseException) -> None:
         self.checker.books.fail("unexpected", f"process {process} ends with {error!r}")
+
+    def _put(self, stored: Stored) -> None:
+        if stored.key == SET_KEY:
+            self.checker.replicas.standing_written(stored)
 
     def _unexpected(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.checker.books.fail(
@@ -167,7 +204,7 @@ class ConsumerProcess(Process):
                 checks.deadline_passed(self.name, event.queue)
 
 
-def services(world: World, random: Random) -> list[Service]:
+def services(world: World, random: Random, options: Options) -> list[Service]:
     """The services of the cluster, in the order in which they start."""
     common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000}
     span_max = random.choice([8, 50])
@@ -182,14 +219,26 @@ def services(world: World, random: Random) -> list[Service]:
     def locks(node_id: str) -> Service:
         return lockmgr(LockmgrSettings(node_id=node_id, lock_lease_ms=LEASE_MS, **common))
 
+    def progress(node_id: str, **more: Any) -> Service:
+        settings = OffsetsSettings(
+            node_id=node_id, data_dir=Path("unused"), span_max=span_max, **common, **more
+        )
+        return offsets(world, settings)
+
+    replicated: dict[str, Any] = {
+        "replicas": ",".join(REPLICAS),
+        "min_in_sync": options.min_in_sync,
+        "master_lease_ms": MASTER_LEASE_MS,
+        "replica_lag_ms_max": REPLICA_LAG_MS,
+        "replica_kept_bytes_max": options.kept_bytes_max,
+    }
     return [
         names("ns-a"),
         names("ns-b"),
-        offsets(
-            world,
-            OffsetsSettings(
-                node_id="offsets", data_dir=Path("unused"), span_max=span_max, **common
-            ),
+        *(
+            (progress(name, **replicated) for name in REPLICAS)
+            if options.replicated
+            else (progress(OFFSETS),)
         ),
         storage(
             world,

@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from batonmq.testing.network import Faults
-from tests.simulation import broken_clients, broken_lockmgr, broken_offsets, broken_serving
+from tests.simulation import (
+    broken_clients,
+    broken_lockmgr,
+    broken_offsets,
+    broken_replicas,
+    broken_serving,
+)
 from tests.simulation.options import Options
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -73,6 +79,22 @@ UNINFORMED = Options(
     deaf=14, pause_ms_max=8_000, slow_handlers=0.2, faults=Faults(delay_ms_max=50),
 )  # fmt: skip
 PAUSES = Options(steps=80, group_pauses=6, deaf=12, pause_ms_max=40_000)
+REPLICATED = Options(steps=40, replicated=True, master_faults=6, splits=4, service_kills=4)
+DEPOSED = Options(
+    steps=60, replicated=True, master_faults=10, pause_ms_max=8_000, faults=Faults(delay_ms_max=80)
+)
+SPLIT = Options(
+    steps=60, replicated=True, master_faults=8, splits=12, service_kills=4, pause_ms_max=8_000,
+)  # fmt: skip
+EMPTY = Options(steps=60, replicated=True, master_faults=8, lost_disks=8, service_kills=4)
+BUSY = Options(
+    steps=80, queues=8, consumers=4, replicated=True, master_faults=20, joins=12, leaves=8,
+    pause_ms_max=8_000, faults=Faults(delay_ms_max=300),
+)  # fmt: skip
+BEHIND = Options(
+    steps=80, queues=8, consumers=4, replicated=True, kept_bytes_max=500, master_faults=12,
+    splits=20, joins=8, leaves=8, pause_ms_max=4_000, faults=Faults(delay_ms_max=150),
+)  # fmt: skip
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
@@ -120,5 +142,24 @@ MUTANTS = (
     ),
     Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
     Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",)),
+    Mutant(
+        "ack before replicate", broken_replicas.ack_before_replicate, REPLICATED, ("section 12",)
+    ),
+    Mutant("elect out of sync", broken_replicas.elect_out_of_sync, SPLIT, ("section 12", "V9")),
+    Mutant("elect a lost disk", broken_replicas.elect_a_lost_disk, EMPTY, ("section 12", "V9")),
+    Mutant(
+        "answer without lease", broken_replicas.answer_without_lease, DEPOSED, ("section 8", "L2")
+    ),
+    Mutant(
+        "histories without epochs", broken_replicas.histories_without_epochs, BUSY, ("section 12",)
+    ),
+    Mutant("adopt a lower version", broken_replicas.adopt_a_lower_version, SPLIT, ("section 12",)),
+    Mutant(
+        "shrink before etcd knows",
+        broken_replicas.shrink_before_etcd_knows,
+        SPLIT,
+        ("section 12",),
+    ),
+    Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",)),
     Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
 )

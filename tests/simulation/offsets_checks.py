@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.offsets.codec import META, decode_key, decode_progress, unseal
@@ -92,7 +92,17 @@ class OffsetsChecks:
             return moved
 
         for wrapped in (fence, record_delivered, touch, commit, close, move):
-            setattr(table, wrapped.__name__, wrapped)
+            self._watch(table, wrapped)
+
+    def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
+        """What a deposed master still does in memory is not looked at."""
+        name = watched.__name__
+        real = getattr(table, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            return (watched if self._books.table is table else real)(*args, **more)
+
+        setattr(table, name, call)
 
     def _accepted(self, key: QueueKey, before: Progress | None, token: int, what: str) -> None:
         if before is None or before.token != token or before.closed:
@@ -221,6 +231,17 @@ class OffsetsChecks:
             else:
                 self._durable(key, now)
 
+    def began(self, entries: Mapping[bytes, bytes]) -> None:
+        """A master begins with what is on its disk: all that was durable, and perhaps more."""
+        queues = [(key, raw) for key, raw in entries.items() if not key.startswith(META)]
+        for queue in self._books.queues.values():
+            queue.resets = 0
+        self.written(queues)
+        there = {decode_key(key) for key, _ in queues}
+        for key, queue in self._books.queues.items():
+            if queue.durable is not None and key not in there:
+                self._fail("V9", f"{key}: a new master has no progress of it")
+
     def _durable(self, key: QueueKey, now: Progress) -> None:
         queue = self._books.queues[key]
         before, queue.durable = queue.durable, now
@@ -233,10 +254,10 @@ class OffsetsChecks:
         if now.reset_epoch < before.reset_epoch:
             self._fail("V5", f"{key}: R fell from {before.reset_epoch} to {now.reset_epoch}")
         lost = done(before).difference(done(now))
-        if lost and not queue.resets:
+        risen = now.reset_epoch - before.reset_epoch
+        if lost and not queue.resets and risen <= 0:
             rule = "V5" if now.committed_offset < before.committed_offset else "V9"
             self._fail(rule, f"{key}: {lost} was acked, and is no more; no reset has come")
-        risen = now.reset_epoch - before.reset_epoch
         queue.resets = max(0, queue.resets - max(risen, int(bool(lost))))
 
     def _fail(self, rule: str, text: str) -> None:

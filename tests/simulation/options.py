@@ -10,6 +10,9 @@ Fault model. The cluster must keep its promises while
 - any process is frozen at any event for longer than its leases, and then goes on with what was
   in its sockets;
 - wall clocks jump by hours;
+- of three nodes of offsets the acting master dies, stands still or is cut off, from its slaves,
+  from etcd, or both; slaves are, too, in one direction or both; a node loses its disk, though
+  never the only one that has everything;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
@@ -17,7 +20,7 @@ Fault model. The cluster must keep its promises while
   the group for a while; a new version with another subscription is rolled out.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
-rates, damaged disks. More than one node of offsets, and storage replicas, do not exist yet.
+rates, damaged disks, replicas of storage.
 
 What happens is drawn from the seed, and so is what may happen at all (`Options`), so that runs
 differ in kind and not just in luck.
@@ -71,6 +74,12 @@ class Options:
         strategy: How the group deals out its queues.
         fails: Probability that a handler fails; what has failed is sent back. 0: there is no
             retry topic.
+        replicated: Whether offsets has three nodes, or one.
+        min_in_sync: So many of the three have to be in sync.
+        kept_bytes_max: So many bytes of changes a master keeps for slaves that come back.
+        master_faults: Weight of the acting master of offsets that is killed, frozen or cut off.
+        splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
+        lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
     """
 
     steps: int = 30
@@ -101,6 +110,12 @@ class Options:
     power_cuts: bool = False
     strategy: Strategy = "STICKY"
     fails: float = 0.0
+    replicated: bool = False
+    min_in_sync: int = 1
+    kept_bytes_max: int = 64 * 1024 * 1024
+    master_faults: int = 0
+    splits: int = 0
+    lost_disks: int = 0
 
     @staticmethod
     def drawn(random: Random, steps: int) -> Options:
@@ -134,7 +149,7 @@ class Options:
             resets=some(3),
             forces=some(2),
             switches=some(2),
-            group_pauses=some(2),
+            group_pauses=some(4),
             watch_breaks=some(2),
             questions=1,
             policy=random.choice(POLICIES),
@@ -146,7 +161,18 @@ class Options:
         )
         # What is sent back waits by the wall clock, so for hours if that has jumped.
         fails = random.choice([0, 0.3, 0.3, 0.6])
-        return found if found.jumps else replace(found, fails=fails)
+        found = found if found.jumps else replace(found, fails=fails)
+        if random.random() < 0.5:
+            return found
+        return replace(
+            found,
+            replicated=True,
+            min_in_sync=random.choice([1, 1, 2]),
+            kept_bytes_max=random.choice([1_000, 64 * 1024 * 1024]),
+            master_faults=some(4),
+            splits=some(4),
+            lost_disks=some(2),
+        )
 
     @staticmethod
     def graceful(random: Random, steps: int) -> Options:
@@ -166,6 +192,8 @@ class Options:
             commit_on_pull=random.random() < 0.5,
             strategy=random.choice(get_args(Strategy)),
             fails=random.choice([0, 0.1]),
+            replicated=random.random() < 0.5,
+            min_in_sync=random.choice([1, 2]),
         )
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from batonmq.testing.processes import LoopClock, Service, ServiceProcess
-from tests.simulation.cluster import BROKER, services
+from tests.simulation.cluster import BROKER, REPLICAS, services
 from tests.simulation.crew import Crew
 from tests.simulation.stage import Later, Stage
 
@@ -20,7 +20,7 @@ class Plant:
 
     def __init__(self, stage: Stage, crew: Crew) -> None:
         self._stage, self._crew = stage, crew
-        self._services = services(stage.world, stage.random)
+        self._services = services(stage.world, stage.random, stage.options)
         self._running: dict[str, ServiceProcess] = {}
         self._lives: Counter[str] = Counter()
 
@@ -43,7 +43,9 @@ class Plant:
         """One dies, and is started again."""
         if not self._up():
             return None
-        process = self._stage.random.choice(self._up())
+        return self._kill(self._stage.random.choice(self._up()))
+
+    def _kill(self, process: ServiceProcess) -> Later:
         process.kill(noticed=self._stage.random.random() < 0.7)
         self._stage.note(f"{process.name} is killed", "service kills")
         if process.service.kind == "storage":
@@ -88,6 +90,33 @@ class Plant:
         pairs = {(member, one) for one in unheard} | {(one, member) for one in unheard}
         return self._apart(member, pairs)
 
+    def fail_master(self) -> Later:
+        """The acting master of offsets dies, stands still, or is cut off."""
+        master = next((one for one in self._up() if one.name == self._stage.world.master()), None)
+        if master is None:
+            return None
+        fault = self._stage.random.choice(["kill", "freeze", "cut"])
+        if fault == "freeze":
+            return self._stage.freeze(master, "master faults")
+        self._stage.counts["master faults"] += 1
+        if fault == "kill":
+            return self._kill(master)
+        return self._split(master.name, alone=self._stage.random.random() < 0.5)
+
+    def split(self) -> Later:
+        """A node of offsets reaches some others, or etcd, no more, or is not reached."""
+        return self._split(self._stage.random.choice(REPLICAS))
+
+    def lose_disk(self) -> Later:
+        """A node of offsets comes back with an empty disk."""
+        up = [process for process in self._up() if process.name in REPLICAS]
+        if not up:
+            return None
+        process = self._stage.random.choice(up)
+        process.kill()
+        self._stage.note(f"{process.name} is killed")
+        return self._come_back_empty(process)
+
     def jump(self) -> None:
         """A wall clock jumps."""
         random = self._stage.random
@@ -131,13 +160,33 @@ class Plant:
         if self._running[process.name] is process:
             self._start(process.service)
 
+    async def _come_back_empty(self, process: ServiceProcess) -> None:
+        """Once etcd has heard all that it said; unless nobody but it has everything."""
+        world = self._stage.world
+        await asyncio.sleep(world.network.faults.slow_ms_max / 1000 + 0.1)
+        if self._running[process.name] is not process:
+            return
+        if world.checker.replicas.may_lose(process.name):
+            world.lose_offsets_disk(process.name)
+            self._stage.note(f"{process.name} has lost its disk", "lost disks")
+        self._start(process.service)
+
     async def _replace(self, process: ServiceProcess) -> None:
         await self._stage.until(lambda: not process.alive, STOP_S)
         if process.alive:
             process.kill()
+            self._stage.note(f"{process.name} does not stop, and is killed", "stops that hang")
             if process.service.kind == "storage":
                 self._crash_disk()
         await self._start_again(process)
+
+    def _split(self, node: str, *, alone: bool = False) -> Later:
+        random = self._stage.random
+        others = [name for name in (*REPLICAS, "etcd") if name != node]
+        chosen = others if alone else random.sample(others, random.randint(1, len(others)))
+        ways = random.choice(["from", "to", "both"])
+        pairs = {(node, other) for other in chosen if ways != "from"}
+        return self._apart(node, pairs | {(other, node) for other in chosen if ways != "to"})
 
     async def _apart(self, one: str, pairs: set[tuple[str, str]]) -> None:
         network = self._stage.world.network

@@ -22,6 +22,8 @@ from tests.simulation.stage import Later, Stage
 
 SETTLE_S = 240
 """Once faults have ceased, everything must be done within this time."""
+ALIKE_S = 30
+"""And then all copies must be alike."""
 ASK_S = 20
 """Meanwhile the operator asks so often why it is not."""
 
@@ -141,6 +143,9 @@ class Run:
             self._plant.restart: options.service_restarts,
             self._plant.cut: options.cuts,
             self._plant.deafen: options.deaf,
+            self._plant.fail_master: options.master_faults,
+            self._plant.split: options.splits,
+            self._plant.lose_disk: options.lost_disks,
             self._plant.jump: options.jumps,
             self._operator.reset: options.resets,
             self._operator.force: options.forces,
@@ -160,6 +165,9 @@ class Run:
             if self._done():
                 break
             self._operator.ask()
+        replicas = self.world.checker.replicas
+        await self.stage.until(replicas.alike, ALIKE_S)
+        replicas.check_alike()
         self.world.checker.check_complete(self._producing.acked)
 
     def _done(self) -> bool:

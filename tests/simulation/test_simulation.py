@@ -28,7 +28,8 @@ ENOUGH = {
     "leaves": 10, "kills": 1, "pauses": 1, "service kills": 1, "service pauses": 1, "cuts": 1,
     "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
     "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
-    "acks by pull": 4, "questions": 4, "sent back": 20,
+    "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
+    "master faults": 1, "lost disks": 1,
 }  # fmt: skip
 """What must have happened in a bunch, at least so often."""
 BUNCHES = [SEEDS[begin : begin + BUNCH] for begin in range(0, len(SEEDS), BUNCH)]
@@ -61,6 +62,7 @@ def test_a_graceful_run_starts_nothing_twice(seeds: range) -> None:
         counts.update(played(seed, graceful_options_of(seed)))
     assert counts["repeated"] == 0, f"seeds {seeds}: V6"
     assert counts["fence IDLE"] == 0, f"seeds {seeds}: a lease ran out in a graceful run"
+    assert counts["stops that hang"] == 0, f"seeds {seeds}: a service did not stop when asked"
     assert counts["hand-overs"] >= len(seeds), f"seeds {seeds}: too few hand-overs"
 
 

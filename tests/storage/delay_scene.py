@@ -20,6 +20,7 @@ from services.storage.core.retention import Policy, Retention
 from services.storage.core.store import Store, TopicQueues
 from services.storage.due import DueBatches
 from services.storage.flush import Flusher
+from services.storage.guarantee import Alone
 from services.storage.metrics import StorageMetrics
 from services.storage.node import Node, recovered
 from services.storage.schedule_server import ScheduleServicer
@@ -91,6 +92,7 @@ class Scene:
             space=disk.space,
             flusher=self.flusher,
             retention=self.retention,
+            guarantee=Alone(node.store),
             metrics=metrics,
             hub=EventHub("storage/a", 1, clock),
             clock=clock,

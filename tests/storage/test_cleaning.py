@@ -62,11 +62,13 @@ class Scene:
     Attributes:
         needed_from: What somebody else needs of the log.
         gone: Topic ids that do not exist any more.
+        followed: First position of the master's log, on a slave.
     """
 
     def __init__(self, node: Node, disk: MemoryDisk, **policy: Any) -> None:
         self.node, self.disk, self.clock = node, disk, WallClock()
         self.needed_from: int | None = None
+        self.followed: int | None = None
         self.gone: set[int] = set()
         self.registry = CollectorRegistry()
         metrics = StorageMetrics(self.registry)
@@ -89,6 +91,7 @@ class Scene:
                 reached=self.flusher.reached,
                 is_gone=lambda _, topic_id: topic_id in self.gone,
                 remove_later=node.checkpointing.remove_later,
+                followed=lambda: self.followed,
             ),
             metrics,
             clock=self.clock,
@@ -458,7 +461,22 @@ async def test_gauges_tell_of_the_disk() -> None:
         await here.cleaner.observe()
         used, free = here.disk.space()
         value = here.registry.get_sample_value
-        assert value("baton_storage_disk_used_ratio") == used / (used + free)
+        ratio = pytest.approx(used / (used + free))
+        assert value("baton_storage_disk_used_ratio") == ratio
         assert value("baton_storage_disk_free_bytes") == free
         assert value("baton_storage_disk_seconds_until_full") == float("inf")
         assert value("baton_storage_disk_state") == here.retention.state
+
+
+async def test_a_slave_removes_what_its_master_has_removed_and_nothing_else() -> None:
+    with scene() as here:
+        fill(here.store, 12)
+        here.later(hours=100)
+        here.followed = 0
+        assert await here.clean() == 0, "however old it is"
+        here.followed = 2 * SEGMENT_BYTES + 1
+        await here.clean()
+        assert here.store.log.first_position == 2 * SEGMENT_BYTES
+        here.followed = None
+        await here.clean()
+        assert here.store.log.first_position == 3 * SEGMENT_BYTES, "now it decides by itself"

@@ -31,7 +31,7 @@ class SlowNode(Node):
     """Its syncs wait for `gate` and may fail."""
 
     def __init__(self, disk: RealDisk, node: Node) -> None:
-        super().__init__(disk, node.store, node.report)
+        super().__init__(disk, node.recovery, node.report, node.history)
         self.gate = threading.Event()
         self.gate.set()
         self.failure: OSError | None = None
@@ -184,3 +184,41 @@ async def test_a_failed_write_ends_the_process_too(tmp_path: Path) -> None:
             await scene.flusher.reached(10)
         with pytest.raises(OSError, match="input/output"):
             await scene.flusher.run()
+
+
+async def test_with_replicas_a_position_is_reached_once_they_have_it_too(tmp_path: Path) -> None:
+    async with flushing(tmp_path) as scene, asyncio.TaskGroup() as tasks:
+        scene.store.confirmed(0)
+        position = scene.write()
+        waiting = tasks.create_task(scene.flusher.reached(position))
+        await until(lambda: scene.store.log.synced_position == position)
+        assert not waiting.done()
+        assert scene.store.offsets((TOPIC_ID, 0)).next_offset == 0
+        scene.flusher.confirmed(position)
+        await waiting
+        assert scene.store.offsets((TOPIC_ID, 0)).next_offset == 1
+        assert scene.grown[-1] == {(TOPIC_ID, 0)}
+
+
+async def test_who_waits_for_replicas_that_are_given_up_knows_nothing(tmp_path: Path) -> None:
+    async with flushing(tmp_path) as scene, asyncio.TaskGroup() as tasks:
+        scene.store.confirmed(0)
+        position = scene.write()
+
+        async def fails() -> None:
+            with pytest.raises(NotServing, match="no master"):
+                await scene.flusher.reached(position)
+
+        waiting = tasks.create_task(fails())
+        await until(lambda: scene.store.log.synced_position == position)
+        scene.flusher.give_up("no master any more")
+        await waiting
+        scene.flusher.confirmed(position)
+        await scene.flusher.reached(position)
+
+
+async def test_nobody_waits_for_a_log_that_is_closed(tmp_path: Path) -> None:
+    async with flushing(tmp_path) as scene:
+        scene.flusher.close("cut")
+        with pytest.raises(NotServing, match="cut"):
+            await scene.flusher.reached(1)

@@ -55,26 +55,40 @@ def test_the_epoch_rises_with_every_start(tmp_path: Path) -> None:
     assert epochs == [1, 2, 3]
 
 
-def test_the_epoch_has_risen_even_if_the_start_failed(tmp_path: Path) -> None:
+def test_an_epoch_that_wrote_nothing_leaves_no_trace(tmp_path: Path) -> None:
     with open_node(tmp_path) as node:
         synced(node, batch(b"a"))
-    segment(tmp_path).write_bytes(bytes(4_096))
-    with pytest.raises(DataLoss), open_node(tmp_path):
-        pass
-    with open_node(tmp_path, accept_loss=True) as node:
-        assert node.store.epoch == 3
+        end = node.store.log.next_position
+    for _ in range(3):
+        with open_node(tmp_path) as node:
+            history = node.history
+    assert history.starts == ((1, 0), (4, end))
 
 
-def test_an_epoch_that_cant_be_read_stops_the_start(tmp_path: Path) -> None:
+def test_epochs_that_cant_be_read_stop_the_start(tmp_path: Path) -> None:
     with open_node(tmp_path):
         pass
+    (tmp_path / "epochs").write_bytes(b"\x00\x31")
+    with pytest.raises(DataLoss) as refused, open_node(tmp_path):
+        pass
+    assert "recovery.json" in refused.value.remedy
+
+
+def test_a_folder_with_an_epoch_and_no_history_goes_on(tmp_path: Path) -> None:
+    with open_node(tmp_path) as node:
+        synced(node, batch(b"a"))
+        end = node.store.log.next_position
+    (tmp_path / "epochs").unlink()
     (tmp_path / "epoch").write_bytes(b"\x00\x31")
     with pytest.raises(DataLoss) as refused, open_node(tmp_path):
         pass
     assert "recovery.json" in refused.value.remedy
     (tmp_path / "epoch").write_bytes(b"7")
     with open_node(tmp_path) as node:
-        assert node.store.epoch == 8
+        assert node.history.starts == ((7, 0), (8, end))
+    assert not (tmp_path / "epoch").exists()
+    with open_node(tmp_path) as node:
+        assert node.store.epoch == 9
 
 
 def test_a_second_owner_is_refused(tmp_path: Path) -> None:

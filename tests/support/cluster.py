@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from batonmq.local.cluster import LocalCluster, to_stderr
-from batonmq.local.layout import ClusterOptions
+from batonmq.local.layout import ClusterOptions, highly_available
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
@@ -20,6 +20,7 @@ async def local_cluster(
     etcd: str = "",
     cluster: str = "baton",
     brokers: int = 1,
+    available: bool = False,
     auto_restart: bool = True,
     report: Callable[[str], None] = to_stderr,
     **settings: Mapping[str, object],
@@ -32,11 +33,14 @@ async def local_cluster(
         data_dir: A cluster on the same directory later has the same messages and addresses.
         etcd: host:port of an etcd to share, under a `cluster` name of one's own.
         brokers: Storage nodes: `storage`, `storage-1` and so on.
+        available: There is enough of everything to lose one of each.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
     settings["storage"] = {"segment_bytes": SEGMENT_BYTES} | dict(settings.get("storage", {}))
     options = ClusterOptions(
         cluster=cluster, etcd=etcd, brokers=brokers, settings=settings, auto_restart=auto_restart
     )
+    if available:
+        options = highly_available(options)
     async with LocalCluster(data_dir, options, report) as running:
         yield running

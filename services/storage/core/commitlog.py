@@ -63,11 +63,16 @@ class _Segment:
 
     @property
     def path(self) -> str:
-        return f"{FOLDER}/{self.first_position:020d}"
+        return segment_path(self.first_position)
 
     @property
     def next_position(self) -> int:
         return self.first_position + self.size
+
+
+def segment_path(first_position: int) -> str:
+    """File of the segment that begins there."""
+    return f"{FOLDER}/{first_position:020d}"
 
 
 class CommitLog:
@@ -155,6 +160,32 @@ class CommitLog:
                 self._fill()
             self._write(segment, batches[begin:count])
             begin = count
+
+    def copy(self, data: bytes, segment: Range) -> None:
+        """Write what another log has from `next_position` on: whole batches and fillers.
+
+        Args:
+            segment: All of it lies in this one.
+
+        Raises:
+            DiskFull: there is no space; nothing was written.
+            DataLoss: the segments of this log lie elsewhere.
+            OSError: the disk has failed; what was written is not known.
+        """
+        first_position, end = segment
+        if self._segments and self._end() == end and self._firsts[-1] == first_position:
+            found = self._segments[-1]
+        else:
+            found = self._follow(first_position, end)
+        position = self.next_position
+        try:
+            self._writable(found).write(position - first_position, [data])
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._undo(position)
+            raise DiskFull("no space on disk for what the master has written") from error
+        self.next_position += len(data)
 
     def read(self, position: int, bytes_max: int) -> bytes:
         """Up to `bytes_max` bytes from `position` on; fewer only at the end of its segment.
@@ -271,6 +302,39 @@ class CommitLog:
         segment.file = self._disk.create(segment.path, segment.size)
         self._segments.append(segment)
         self._firsts.append(segment.first_position)
+
+    def _follow(self, first_position: int, end: int) -> _Segment:
+        """The next segment, as the other log has it; one that is still empty makes way.
+
+        Raises:
+            DataLoss: it does not follow what is here.
+        """
+        last = self._segments[-1] if self._segments else None
+        if last is not None and last.first_position == self.next_position:
+            self.drop_empty()
+        if not self.next_position == self._end() == first_position:
+            raise DataLoss(
+                f"the other log has a segment [{first_position}, {end}); this one has others",
+                facts={"position": self.next_position},
+            )
+        segment = _Segment(first_position, end - first_position)
+        segment.file = self._disk.create(segment.path, segment.size)
+        if not self._segments:
+            self.first_position = first_position
+        self._segments.append(segment)
+        self._firsts.append(first_position)
+        return segment
+
+    def drop_empty(self) -> None:
+        """Remove the last segment, in which nothing is written yet. Durable on return."""
+        segment = self._segments.pop()
+        self._firsts.pop()
+        assert segment.first_position == self.next_position
+        self._close(segment)
+        self._cache.forget(segment.path)
+        self._disk.remove(segment.path)
+        if not self._segments:
+            self.first_position = segment.first_position
 
     def _fill(self) -> None:
         """Close the segment in which the next batch has no room; it may be empty."""

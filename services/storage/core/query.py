@@ -1,4 +1,4 @@
-"""Looks messages up: by time, by key, by position. Only what is safe on disk is found.
+"""Looks messages up: by time, by key, by position. Only what is safe is found.
 
 Store times never go back on one node, so positions, offsets and times have the same order.
 """
@@ -88,7 +88,7 @@ class Queries:
         missing = MessageNotFound(
             f"no message {index} of a batch at position {position}", facts={"position": position}
         )
-        if not self._log.first_position <= position < self._log.synced_position:
+        if not self._log.first_position <= position < self._store.readable_position:
             raise missing
         try:
             header = read_header(self._log.read(position, HEAD_BYTES_MAX))
@@ -144,7 +144,7 @@ class Queries:
     def _within(self, positions: Int64Array, found: Found, window: Window) -> list[int]:
         """Those of ascending `positions` that are readable and in the window."""
         begin = int(np.searchsorted(positions, self._log.first_position))
-        end = int(np.searchsorted(positions, self._log.synced_position))
+        end = int(np.searchsorted(positions, self._store.readable_position))
         kept: list[int] = positions[begin:end].tolist()
         if found.stretch.last_unix_ms >= window.to_unix_ms:
             kept = kept[: bisect_left(kept, window.to_unix_ms, key=self._store_unix_ms)]

@@ -93,13 +93,14 @@ class Recovery:
         accept_loss: Cut the log even below that.
 
     Attributes:
+        store: As given.
         doomed: Files of indexes that only the checkpoint before still needs.
     """
 
     def __init__(
         self, disk: Disk, store: Store, *, synced_position: int, accept_loss: bool = False
     ) -> None:
-        self._disk, self._store, self._accept_loss = disk, store, accept_loss
+        self._disk, self.store, self._accept_loss = disk, store, accept_loss
         self._synced_position = synced_position
         self._floors: dict[QueueKey, Floor] = {}
         self._anew = False
@@ -112,7 +113,7 @@ class Recovery:
         Raises:
             DataLoss: the log is damaged below what was synced. The log was not changed.
         """
-        log = self._store.log
+        log = self.store.log
         begin, rebuilt = self.restore()
         position, reason = self.scan(begin)
         if position < self._synced_position and not self._accept_loss:
@@ -124,7 +125,7 @@ class Recovery:
                 facts={"position": position},
             )
         return RecoveryReport(
-            epoch=self._store.epoch,
+            epoch=self.store.epoch,
             first_position=log.first_position,
             next_position=position,
             synced_position=self._synced_position,
@@ -133,8 +134,8 @@ class Recovery:
             scanned_bytes=position - begin,
             batches=self._batches,
             messages=self._messages,
-            queues=self._store.queue_count,
-            producers=len(self._store.producers),
+            queues=self.store.queue_count,
+            producers=len(self.store.producers),
             truncated_bytes=log.truncate(position),
             end_reason=reason,
             elapsed_ms=0,
@@ -155,29 +156,29 @@ class Recovery:
             self._resume(found)
         except (BadIndex, BatonError, OSError) as error:
             self.begin_anew(found)
-            log = self._store.log
+            log = self.store.log
             empty = not raw and log.first_position == log.next_position
             return log.first_position, "" if empty else str(error)
         return found.position, ""
 
     def scan(self, position: int) -> tuple[int, str]:
         """Take the batches from `position` on; where and why that ended."""
-        scan = Scan(self._store.log, position)
+        scan = Scan(self.store.log, position)
         for header, batch in scan:
             try:
                 self.take(header, batch)
             except DataLoss as error:
                 return header.position, str(error)
         for key, floor in self._floors.items():
-            if key not in self._store.queues:
-                self._store.add_queue(key, floor.topic, floor.next_offset)
+            if key not in self.store.queues:
+                self.store.add_queue(key, floor.topic, floor.next_offset)
         return scan.position, scan.reason
 
     def begin_anew(self, found: Checkpoint | None) -> None:
         """Forget the indexes. Offsets still go on where they were."""
         for path in (checkpoint.PATH, CONSUMEQUEUE_FOLDER, KEYINDEX_FOLDER):
             self._disk.remove(path)
-            self._store.cache.forget(path)
+            self.store.cache.forget(path)
         self._anew = True
         self.doomed.clear()
         try:
@@ -200,11 +201,17 @@ class Recovery:
             DataLoss: it does not follow the last batch of its queue.
         """
         key = header.topic_id, header.queue_id
-        if key not in self._store.queues:
-            self._store.add_queue(key, header.topic, self._first_offset(key, header.first_offset))
-        self._store.restore(header, batch)
+        if key not in self.store.queues:
+            self.store.add_queue(key, header.topic, self._first_offset(key, header.first_offset))
+        self.store.restore(header, batch)
         self._batches += 1
         self._messages += header.count
+
+    def expected_offset(self, header: Header) -> int:
+        """Where the queue of a batch goes on, if `take` got it now."""
+        key = header.topic_id, header.queue_id
+        queue = self.store.queues.get(key)
+        return queue.next_offset if queue else self._first_offset(key, header.first_offset)
 
     def _resume(self, found: Checkpoint) -> None:
         """Take over what the checkpoint says, or nothing at all.
@@ -212,7 +219,7 @@ class Recovery:
         Raises:
             BadIndex, BatonError, OSError: the log or an index is not what it says.
         """
-        log, store = self._store.log, self._store
+        log, store = self.store.log, self.store
         if not log.first_position <= found.position <= log.next_position:
             raise BadIndex(f"the log has no position {found.position}, where the checkpoint is")
         queues = [self._queue(state, found.position) for state in found.queues]
@@ -224,14 +231,14 @@ class Recovery:
     def _queue(self, state: QueueState, position: int) -> tuple[QueueKey, ConsumeQueue]:
         """The queue of a checkpoint at `position`, after a look at what should be there."""
         key = state.topic_id, state.queue_id
-        queue = self._store.new_queue(key, state.topic, state.first_offset)
+        queue = self.store.new_queue(key, state.topic, state.first_offset)
         last_position = state.first_position
         if state.first_offset < state.next_offset:
             last = queue.look(self._disk, state.next_offset)
             self._check_last(state, last, position)
             last_position = last.position
         queue.resume(state.next_offset, state.first_position, last_position)
-        self.doomed += queue.trim_before(self._store.log.first_position)
+        self.doomed += queue.trim_before(self.store.log.first_position)
         return key, queue
 
     def _check_last(self, state: QueueState, last: LastEntry, position: int) -> None:
@@ -240,7 +247,7 @@ class Recovery:
         Raises:
             BadIndex, BatonError: no such batch is there.
         """
-        log = self._store.log
+        log = self.store.log
         if last.position < log.first_position:
             return  # the log has dropped the batch since
         if last.position + last.size > position:
@@ -257,4 +264,4 @@ class Recovery:
 
     def _first_offset(self, key: QueueKey, found: int) -> int:
         """Where a queue has to begin whose first batch begins at `found`."""
-        return found if self._anew and self._store.log.first_position > 0 else 0
+        return found if self._anew and self.store.log.first_position > 0 else 0

@@ -35,9 +35,10 @@ from batonmq.core.records import (
 )
 from batonmq.core.subscription import SqlFilter
 from services.storage.core.commitlog import CommitLog, Stamped
-from services.storage.core.consumequeue import ConsumeQueue, Entries, folder_of
+from services.storage.core.consumequeue import ConsumeQueue, Entries, folder_of, topic_of
 from services.storage.core.files import FileCache
 from services.storage.core.filter import HashFilter, batch_starts, select
+from services.storage.core.floors import Floor
 from services.storage.core.keyindex import KeyIndex
 from services.storage.core.producers import ProducerTable, QueueKey, Receipt
 from services.storage.core.properties import find_passing
@@ -186,7 +187,7 @@ class Store:
 
     Args:
         cache: Open files of the consume queues.
-        epoch: Epoch of the master, stamped on every batch.
+        epoch: Epoch of the master, stamped on every batch; another one from its election on.
     """
 
     def __init__(
@@ -204,6 +205,13 @@ class Store:
         self._unseen: deque[tuple[int, QueueKey, int]] = deque()
         self.store_unix_ms = 0
         self.appended_count = 0
+        self._confirmed: int | None = None
+
+    @property
+    def readable_position(self) -> int:
+        """Everything below is safe: readers may see it, and no failover takes it back."""
+        synced = self.log.synced_position
+        return synced if self._confirmed is None else min(synced, self._confirmed)
 
     @property
     def queues(self) -> Mapping[QueueKey, ConsumeQueue]:
@@ -304,8 +312,20 @@ class Store:
         return QueueRange(queue.first_offset, queue.visible_offset) if queue else QueueRange(0, 0)
 
     def synced(self, position: int) -> frozenset[QueueKey]:
-        """Let readers see what lies below `position`, now safe; the queues that have grown."""
+        """Everything below `position` is on disk; the queues in which readers see more now."""
         self.log.synced(position)
+        return self._show()
+
+    def confirmed(self, position: int) -> frozenset[QueueKey]:
+        """As `synced`: the replicas that have to have it have everything below `position`.
+
+        Of a node that is never told everything counts as confirmed.
+        """
+        self._confirmed = max(position, self._confirmed or 0)
+        return self._show()
+
+    def _show(self) -> frozenset[QueueKey]:
+        position = self.readable_position
         grown: dict[QueueKey, int] = {}
         while self._unseen and self._unseen[0][0] <= position:
             _, key, next_offset = self._unseen.popleft()
@@ -352,6 +372,14 @@ class Store:
         """Take over what a checkpoint vouches for; nothing is there yet."""
         self.store_unix_ms = store_unix_ms
         self._queues.update(queues)
+
+    def floors(self) -> list[Floor]:
+        """Where the queues go on whose first messages are gone, if nothing but that were known."""
+        return [
+            Floor(topic_of(queue.folder), *key, queue.first_offset)
+            for key, queue in self._queues.items()
+            if queue.first_offset
+        ]
 
     def forget_queue(self, key: QueueKey) -> None:
         """Forget a queue without messages, of a topic that does not exist any more."""

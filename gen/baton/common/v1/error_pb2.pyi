@@ -191,6 +191,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The disk is too full to write; reading and retention go on. Facts: `used_percent`,
     `limit_percent`, `free_bytes`.
     """
+    REASON_NOT_ENOUGH_REPLICAS: _Reason.ValueType  # 108
+    """Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Every reason for which BatonMQ refuses something. Values are never reused."""
@@ -329,6 +331,8 @@ REASON_DISK_FULL: Reason.ValueType  # 107
 """The disk is too full to write; reading and retention go on. Facts: `used_percent`,
 `limit_percent`, `free_bytes`.
 """
+REASON_NOT_ENOUGH_REPLICAS: Reason.ValueType  # 108
+"""Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 @_typing.final

@@ -936,10 +936,13 @@ class Node(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
+    REPLICA_EPOCH_FIELD_NUMBER: _builtins.int
+    REPLICA_VERSION_FIELD_NUMBER: _builtins.int
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
     service: Global___ServiceKind.ValueType
     """What it is."""
     node_id: _builtins.str
-    """Name of the process, unique within its service; for storage, the broker name."""
+    """Name of the process, unique within its service."""
     address: _builtins.str
     """host:port of its gRPC server, as clients reach it."""
     metrics_address: _builtins.str
@@ -952,6 +955,12 @@ class Node(_message.Message):
     """True if it is the one to talk to: leader or master."""
     room: _builtins.str
     """Machine room, for the strategy of that name; empty for none."""
+    replica_epoch: _builtins.int
+    """Of a replica: epoch of its last change when it registered; 0 for none."""
+    replica_version: _builtins.int
+    """Of a replica: version of its last change, or end of its log, when it registered; 0 for none."""
+    replica_set: _builtins.str
+    """Replica set it belongs to: of storage the broker name. Empty means `node_id`."""
     def __init__(
         self,
         *,
@@ -963,10 +972,13 @@ class Node(_message.Message):
         epoch: _builtins.int = ...,
         leader: _builtins.bool = ...,
         room: _builtins.str = ...,
+        replica_epoch: _builtins.int = ...,
+        replica_version: _builtins.int = ...,
+        replica_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,25 +29,33 @@ class _Durability:
 class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DURABILITY_UNSPECIFIED: _Durability.ValueType  # 0
-    """Not set; the server's default, which is DURABILITY_FSYNCED."""
+    """Not set; the server's default, which is DURABILITY_FSYNCED, and on a broker with replicas the
+    whole in-sync set however large it is.
+    """
     DURABILITY_MEMORY: _Durability.ValueType  # 1
     """In the page cache of one node: survives kill -9, not a power cut."""
     DURABILITY_FSYNCED: _Durability.ValueType  # 2
-    """On the disk of one node."""
+    """On the disk of one node. A broker with replicas answers only once the whole in-sync set has it:
+    so that no failover loses it.
+    """
     DURABILITY_REPLICATED: _Durability.ValueType  # 3
-    """On the disk of the in-sync set."""
+    """On the disk of the in-sync set, of two members at least."""
 
 class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
     """How safe a message is."""
 
 DURABILITY_UNSPECIFIED: Durability.ValueType  # 0
-"""Not set; the server's default, which is DURABILITY_FSYNCED."""
+"""Not set; the server's default, which is DURABILITY_FSYNCED, and on a broker with replicas the
+whole in-sync set however large it is.
+"""
 DURABILITY_MEMORY: Durability.ValueType  # 1
 """In the page cache of one node: survives kill -9, not a power cut."""
 DURABILITY_FSYNCED: Durability.ValueType  # 2
-"""On the disk of one node."""
+"""On the disk of one node. A broker with replicas answers only once the whole in-sync set has it:
+so that no failover loses it.
+"""
 DURABILITY_REPLICATED: Durability.ValueType  # 3
-"""On the disk of the in-sync set."""
+"""On the disk of the in-sync set, of two members at least."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 class _DiskState:
@@ -95,7 +103,10 @@ class AppendRequest(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     durability: Global___Durability.ValueType
-    """Answer once this is reached; unspecified means DURABILITY_FSYNCED."""
+    """Answer once this is reached. Should a slave fall out of the in-sync set while the call waits, a
+    receipt says DURABILITY_FSYNCED though DURABILITY_REPLICATED was asked for: the message is stored,
+    and receipts don't lie.
+    """
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Encoded batches, 1 to 1,024, each up to 8 MiB, all together up to 32 MiB. Required."""
@@ -301,6 +312,7 @@ class PullResponse(_message.Message):
     FILTERED_COUNT_FIELD_NUMBER: _builtins.int
     LOST_COUNT_FIELD_NUMBER: _builtins.int
     PROGRESS_TAKEN_FIELD_NUMBER: _builtins.int
+    NEXT_NODE_ID_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """`pull_id` of the request."""
     next_offset: _builtins.int
@@ -316,7 +328,11 @@ class PullResponse(_message.Message):
     lost_count: _builtins.int
     """Messages in [offset, next_offset) that retention had removed before the group had read them."""
     progress_taken: _builtins.bool
-    """True if `progress` of the request was taken: durable, as after a Commit."""
+    """True if `progress` of the request was taken: durable, as after a Commit. A slave takes none."""
+    next_node_id: _builtins.str
+    """Node id from which to pull next; empty for the master. A slave is named to those who are so far
+    behind that the master would have to read from its disk, and while there is no master.
+    """
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Stored batches that hold at least one message that passes the filter, whole and as they are
@@ -341,10 +357,11 @@ class PullResponse(_message.Message):
         filtered_count: _builtins.int = ...,
         lost_count: _builtins.int = ...,
         progress_taken: _builtins.bool = ...,
+        next_node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "progress_taken", b"progress_taken", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "next_node_id", b"next_node_id", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "progress_taken", b"progress_taken", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

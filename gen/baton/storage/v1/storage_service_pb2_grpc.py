@@ -69,9 +69,11 @@ class StorageServiceServicer:
         Item errors: INVALID_ARGUMENT (BAD_BATCH, BAD_CHECKSUM, LIMIT_EXCEEDED, INVALID_NAME), NOT_FOUND
         (TOPIC_NOT_FOUND, QUEUE_NOT_FOUND), FAILED_PRECONDITION (SEQUENCE_GAP, PRODUCER_FENCED,
         DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
-        known whether the topic exists). Statuses: INVALID_ARGUMENT if the request is empty or too
-        large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
-        it is not known what was stored.
+        known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
+        than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
+        large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed or
+        the mastership has ended: then it is not known what was stored; UNAVAILABLE (NOT_LEADER) from a
+        slave, and from a master that may be none any more: then neither.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,6 +84,9 @@ class StorageServiceServicer:
         then answers. With nothing to read the call is held up to `hold_ms` and woken by the next
         append. A reply without batches whose `next_offset` is past `offset` means that everything
         between was filtered, or is no longer kept: see `lost_count`.
+
+        Slaves answer too, with what the whole in-sync set has. One whose master is there does not hold
+        the call. One that lags behind `offset` refuses with NOT_LEADER.
 
         Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
         QUEUE_NOT_FOUND, GROUP_NOT_FOUND for a pull without token), OUT_OF_RANGE (OFFSET_AHEAD_OF_LOG),

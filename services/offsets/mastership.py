@@ -1,0 +1,88 @@
+"""What the master of a replica set does for its slaves: number the changes, hand them out, wait.
+
+A change is answered for once every member of the in-sync set has it durably. A slave says how far
+it has come by asking for what follows (protocol section 12).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from batonmq.common.aio import wait_until
+from batonmq.common.clock import Clock
+from batonmq.common.errors import DiskFull
+from services.offsets.core.changes import Change, ChangeLog, Entry
+from services.offsets.persistence import Stored, first_change, next_change
+from services.runtime.keeper import Keeper
+from services.runtime.position import Position
+
+log = logging.getLogger(__name__)
+
+FETCH_BYTES_MAX = 4 * 1024 * 1024
+"""One answer holds no more changes than this, but one in any case."""
+ROOM_RETRY_S = 1.0
+
+
+class Mastership:
+    """One node's time as master.
+
+    Args:
+        changes: Of this node; nobody else writes to `disk` meanwhile.
+    """
+
+    def __init__(self, keeper: Keeper, changes: ChangeLog, disk: Stored, clock: Clock) -> None:
+        self.keeper, self._changes, self._disk, self._clock = keeper, changes, disk, clock
+        self._grown = asyncio.Event()
+
+    @property
+    def epoch(self) -> int:
+        """Of this mastership."""
+        return self.keeper.epoch
+
+    @property
+    def position(self) -> Position:
+        """Of this node."""
+        return self._changes.position
+
+    async def begin(self) -> None:
+        """Write the first change of the epoch; with it the in-sync set has all that was before."""
+        while True:
+            try:
+                await self._write(first_change(self._changes, self.epoch))
+                break
+            except DiskFull as error:
+                log.warning("the new master waits for room error=%s", error)
+                await asyncio.sleep(ROOM_RETRY_S)
+        await self.keeper.serve()
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """Make a change, and return when the in-sync set has it durably.
+
+        Raises:
+            As `Stored.write`; then nothing was written.
+        """
+        await self._write(next_change(self._changes, self.epoch, entries))
+
+    async def _write(self, change: Change) -> None:
+        await self._disk.write(change.entries)
+        self._changes.keep(change)
+        version = change.position.version
+        self.keeper.books.wrote(version)
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+        await self.keeper.confirmed(version)
+
+    async def fetch(self, name: str, position: Position, hold_ms: int) -> list[Change] | None:
+        """What follows `position`, which slave `name` has; None if it has to begin anew."""
+        if not self._changes.holds(position):
+            self.keeper.books.forget(name)
+            return None
+        self.keeper.books.heard(name, position.version, self._clock.monotonic_ms())
+        self.keeper.looked_at()
+        grown = self._grown
+        found = self._changes.since(position, FETCH_BYTES_MAX)
+        if found == [] and await wait_until(grown, hold_ms):
+            found = self._changes.since(position, FETCH_BYTES_MAX)
+        return found

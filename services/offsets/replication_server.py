@@ -1,0 +1,149 @@
+"""The gRPC face of replication: what the master tells its slaves; and who answers at all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+from baton.offsets.v1 import replication_service_pb2 as pb
+from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
+
+from batonmq.common.errors import (
+    BatonError,
+    InvalidArgument,
+    LimitExceeded,
+    OldEpoch,
+    Unreachable,
+)
+from services.offsets.core.changes import Change
+from services.offsets.following import digest_of
+from services.offsets.persistence import Stored, log_of
+from services.offsets.role import Role
+from services.offsets.serving import Offsets
+from services.runtime.position import Position
+
+Context = grpc.aio.ServicerContext[Any, Any]
+HOLD_MS_MAX = 10_000
+PART_ENTRIES = 4_096
+
+
+class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
+    """See replication_service.proto."""
+
+    def __init__(self, role: Role, disk: Stored) -> None:
+        self._role, self._disk = role, disk
+
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
+        """See the proto."""
+        mastership = self._role.mastership
+        at = Position(request.position.epoch, request.position.version)
+        self._check(request.node_id, at.epoch)
+        if request.hold_ms > HOLD_MS_MAX:
+            raise LimitExceeded(
+                f"hold_ms is {request.hold_ms}; the limit is {HOLD_MS_MAX}",
+                facts={"field": "hold_ms", "limit": HOLD_MS_MAX, "actual": request.hold_ms},
+            )
+        found = await mastership.fetch(request.node_id, at, request.hold_ms)
+        self._role.check()
+        return pb.FetchResponse(
+            epoch=mastership.epoch,
+            changes=map(_change_pb, found or ()),
+            read_all=found is None,
+            version=mastership.position.version,
+        )
+
+    async def ReadAll(
+        self, request: pb.ReadAllRequest, context: Context
+    ) -> AsyncIterator[pb.ReadAllResponse]:
+        """See the proto."""
+        self._check(request.node_id, request.epoch)
+        entries, at = await self._state()
+        for begin in range(0, max(len(entries), 1), PART_ENTRIES):
+            part = entries[begin : begin + PART_ENTRIES]
+            self._role.check()
+            yield pb.ReadAllResponse(
+                position=at,
+                entries=[pb.Entry(key=key, value=value) for key, value in part],
+                last=begin + PART_ENTRIES >= len(entries),
+            )
+
+    async def Digest(self, request: pb.DigestRequest, context: Context) -> pb.DigestResponse:
+        """See the proto."""
+        self._check(request.node_id, request.epoch)
+        entries, at = await self._state()
+        digest = await digest_of(entries)
+        self._role.check()
+        return pb.DigestResponse(position=at, digest=digest)
+
+    async def DescribeReplicas(
+        self, request: pb.DescribeReplicasRequest, context: Context
+    ) -> pb.DescribeReplicasResponse:
+        """See the proto."""
+        keeper = self._role.mastership.keeper
+        return pb.DescribeReplicasResponse(
+            replica_set=self._role.replica_set,
+            epoch=keeper.epoch,
+            confirmed=keeper.books.confirmed,
+            min_in_sync=keeper.policy.min_in_sync,
+            replicas=keeper.replicas(),
+        )
+
+    async def _state(self) -> tuple[list[tuple[bytes, bytes]], pb.Position]:
+        entries = await self._disk.snapshot()
+        at = log_of(dict(entries), kept_bytes_max=0).position
+        return entries, pb.Position(epoch=at.epoch, version=at.version)
+
+    def _check(self, name: str, seen_epoch: int) -> None:
+        """Refuse who is nobody, or knows a newer master.
+
+        Raises:
+            NotLeader, InvalidArgument, OldEpoch: refused.
+        """
+        epoch = self._role.mastership.epoch
+        if not name:
+            raise InvalidArgument("a slave has a node id", facts={"field": "node_id"})
+        if seen_epoch > epoch:
+            raise OldEpoch(
+                f"this master has epoch {epoch}, the slave has seen {seen_epoch}",
+                facts={"epoch": epoch, "current": seen_epoch},
+            )
+
+
+class WhileMaster:
+    """Stands where a servicer is expected: each call goes to the service of the mastership.
+
+    An answer leaves only if the lease is still good then (protocol section 8). Otherwise nobody
+    knows what has become of the call: that is no refusal, after which nothing would have changed.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+
+    def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def call(request: Any, context: Context) -> Any:
+            offsets = self._role.offsets
+            try:
+                answer = await getattr(offsets.servicer, method)(request, context)
+            except BatonError:
+                self._check_over(offsets)
+                raise
+            self._check_over(offsets)
+            return answer
+
+        return call
+
+    def _check_over(self, offsets: Offsets) -> None:
+        if not self._role.serves(offsets):
+            raise Unreachable(
+                "this node was master, and it is not known what has become of the call",
+                retry_after_ms=200,
+            )
+
+
+def _change_pb(change: Change) -> pb.Change:
+    at = change.position
+    return pb.Change(
+        position=pb.Position(epoch=at.epoch, version=at.version),
+        entries=[pb.Entry(key=key, value=value) for key, value in change.entries],
+    )

@@ -1,0 +1,126 @@
+"""A node of an offsets replica set: follows the master, and is one itself when it is elected.
+
+Only one of both writes to the disk at a time. What a master has in memory is made from the disk at
+its election and dropped at its end, so nothing of an earlier epoch is ever answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from batonmq.common.errors import NotServing
+from services.offsets.config import OffsetsSettings
+from services.offsets.following import Following
+from services.offsets.mastership import Mastership
+from services.offsets.metrics import OffsetsMetrics
+from services.offsets.serving import Offsets
+from services.runtime.member import Member
+from services.runtime.process import Runtime
+
+log = logging.getLogger(__name__)
+
+Serve = Callable[[Mastership], Offsets]
+
+
+class Role:
+    """This node's part in its replica set.
+
+    Args:
+        following: This node as a slave.
+        serve: The service on the copy that is on the disk, for one mastership.
+    """
+
+    def __init__(
+        self,
+        settings: OffsetsSettings,
+        runtime: Runtime,
+        following: Following,
+        serve: Serve,
+        metrics: OffsetsMetrics,
+    ) -> None:
+        self._settings, self._runtime = settings, runtime
+        self._following, self._serve, self._metrics = following, serve, metrics
+        self.member = Member(
+            runtime,
+            name=settings.replica_set,
+            members=settings.members,
+            lease_ms=settings.master_lease_ms,
+            position=lambda: following.changes.position,
+        )
+        self._mastership: Mastership | None = None
+        self._offsets: Offsets | None = None
+
+    @property
+    def replica_set(self) -> str:
+        """Name of the set."""
+        return self._settings.replica_set
+
+    def check(self) -> None:
+        """Refuse to answer once the lease may be over.
+
+        Raises:
+            NoQuorum, NotLeader: it may be; or another node is the master.
+        """
+        self.member.check()
+
+    @property
+    def mastership(self) -> Mastership:
+        """What slaves ask.
+
+        Raises:
+            NotLeader: this node is not the master.
+        """
+        self.check()
+        if self._mastership is None:
+            raise self.member.not_leader()
+        return self._mastership
+
+    @property
+    def offsets(self) -> Offsets:
+        """What clients ask.
+
+        Raises:
+            NotLeader: this node is not the master.
+            NotServing: it has just been elected.
+        """
+        self.check()
+        if self._offsets is None:
+            raise NotServing("the new master waits for its slaves", retry_after_ms=100)
+        return self._offsets
+
+    def serves(self, offsets: Offsets) -> bool:
+        """Whether that is what clients ask, and the lease is good."""
+        return self._offsets is offsets and self.member.election.valid()
+
+    async def run(self) -> None:
+        """Stand for election and lead for ever; to be run as one task."""
+        await self.member.election.run(self._lead)
+
+    async def _lead(self, revision: int) -> None:
+        async with self._following.writing:
+            await self._following.disk.settled()
+            changes = self._following.changes
+            keeper = self.member.keeper(
+                revision, changes.position.version, self._settings.replica_policy
+            )
+            if self.member.lacks(keeper):
+                return
+            mastership = self._mastership = Mastership(
+                keeper, changes, self._following.disk, self._runtime.clock
+            )
+            self.member.registration.leads(keeper.epoch)
+            self._metrics.lead(keeper)
+            log.info("master epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(keeper.tend())
+                    await mastership.begin()
+                    self._offsets = self._serve(mastership)
+                    await self._offsets.commits.run()
+            finally:
+                self._mastership = self._offsets = None
+                self.member.registration.leads(0)
+                self._metrics.follow()
+                await self._following.reload()

@@ -1,0 +1,128 @@
+"""The service on what the disk has: table, group commit, servicer; for one epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import grpc.aio
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+
+from batonmq.common.clock import Clock
+from services.offsets.core.calls import Instant, Limits
+from services.offsets.core.changes import Entry
+from services.offsets.core.resets import Records, Resets
+from services.offsets.core.table import ProgressTable
+from services.offsets.group_commit import GroupCommit
+from services.offsets.metrics import OffsetsMetrics
+from services.offsets.modes import Modes
+from services.offsets.persistence import (
+    DurableKey,
+    Stored,
+    begin_life,
+    entries_of,
+    find_handovers,
+    next_change,
+    recover,
+)
+from services.offsets.server import OffsetsServicer, Parts
+from services.offsets.telemetry import Telemetry
+from services.runtime.events import EventHub
+from services.runtime.mirror import Mirror
+
+Write = Callable[[Sequence[Entry]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all epochs of a process share."""
+
+    limits: Limits
+    clock: Clock
+    metrics: OffsetsMetrics
+    hub: EventHub
+    gates: Mirror
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """A service for one epoch; `commits.run` and `gates.run` run beside it."""
+
+    disk: Stored
+    table: ProgressTable
+    commits: GroupCommit[DurableKey]
+    gates: Mirror
+    servicer: OffsetsServicer
+
+    def add(self, server: grpc.aio.Server) -> None:
+        """Add the servicer."""
+        pb_grpc.add_OffsetsServiceServicer_to_server(self.servicer, server)
+
+
+def alone(disk: Stored, around: Surroundings) -> Offsets:
+    """The service of a node without slaves, in an epoch of its own.
+
+    Raises:
+        DataLoss: what is stored can't be read.
+    """
+    changes, table, records = begin_life(disk, around.limits, _now(around.clock))
+
+    async def write(entries: Sequence[Entry]) -> None:
+        change = next_change(changes, table.epoch, entries)
+        await disk.write(change.entries)
+        changes.keep(change)
+
+    return _serving(disk, (table, records), write, lambda: None, around)
+
+
+def elected(
+    disk: Stored,
+    epoch: int,
+    write: Write,
+    check_room: Callable[[], None],
+    around: Surroundings,
+) -> Offsets:
+    """The service of a master.
+
+    Args:
+        write: Makes entries durable, wherever they have to be.
+        check_room: Raises if nothing may be changed at the moment.
+
+    Raises:
+        DataLoss: what is stored can't be read.
+    """
+    recovered = recover(disk, around.limits, epoch, _now(around.clock))
+    return _serving(disk, recovered, write, check_room, around)
+
+
+def _serving(
+    disk: Stored,
+    recovered: tuple[ProgressTable, Records],
+    write: Write,
+    check_room: Callable[[], None],
+    around: Surroundings,
+) -> Offsets:
+    (table, records), metrics = recovered, around.metrics
+
+    async def timed(entries: Sequence[Entry]) -> None:
+        with metrics.write_seconds.time():
+            await write(entries)
+        metrics.write_entries.inc(len(entries))
+
+    commits: GroupCommit[DurableKey] = GroupCommit(timed, entries_of(table, records), check_room)
+    metrics.show(table, lambda: commits.full is not None)
+    parts = Parts(
+        table=table,
+        resets=Resets(table, records),
+        commits=commits,
+        clock=around.clock,
+        modes=Modes(around.gates),
+        telemetry=Telemetry(metrics, around.hub),
+        handovers=partial(find_handovers, disk),
+    )
+    return Offsets(disk, table, commits, around.gates, OffsetsServicer(parts))
+
+
+def _now(clock: Clock) -> Instant:
+    return Instant(clock.monotonic_ms(), clock.unix_ms())

@@ -1,0 +1,127 @@
+"""What every node of a replica set does, whatever the service: stand, register, know who is up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+
+from batonmq.common.errors import NoQuorum, NotLeader
+from services.runtime.election import Candidacy, Election
+from services.runtime.keeper import Keeper, ReplicaPolicy, Won
+from services.runtime.position import Position
+from services.runtime.process import Runtime
+from services.runtime.registration import Registration
+from services.runtime.replicas import ReplicaSet
+
+log = logging.getLogger(__name__)
+
+Stand = Callable[[], Awaitable[Candidacy | None]]
+
+
+class Member:
+    """See the module.
+
+    Args:
+        name: Of the replica set.
+        members: Node ids that belong to it, by configuration.
+        lease_ms: Of the master.
+        position: Of this node's copy, at any moment.
+        room: Machine room, to be registered; empty for none.
+
+    Attributes:
+        standing_back: Asked before every try to be elected; whether to leave it to others.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        name: str,
+        members: frozenset[str],
+        lease_ms: int,
+        position: Callable[[], Position],
+        room: str = "",
+    ) -> None:
+        self._runtime, self._node_id, self._members = runtime, runtime.settings.node_id, members
+        self.name, self._position = name, position
+        self.standing_back: Callable[[], bool] = lambda: False
+        self._left = False
+        self.registration = Registration(runtime, position, room=room, replica_set=name)
+        self.set = ReplicaSet(
+            runtime.etcd,
+            runtime.etcd.key("replicas", runtime.service, name),
+            self._node_id,
+            members,
+            position,
+            self._registered,
+        )
+        self.election = Election(
+            runtime.etcd,
+            f"{runtime.service}/{name}",
+            self._node_id,
+            ttl_ms=lease_ms,
+            stand=self._stand,
+        )
+
+    def check(self) -> None:
+        """Refuse to answer once the lease may be over.
+
+        Raises:
+            NoQuorum: it may be, because etcd does not answer.
+            NotLeader: it may be; or another node is the master.
+        """
+        if self.election.valid():
+            return
+        if not self.election.reachable:
+            raise NoQuorum("etcd does not answer, so there may be another master")
+        raise self.not_leader()
+
+    def not_leader(self) -> NotLeader:
+        """Why this node does not answer."""
+        return NotLeader(f"{self._node_id} is not the master", retry_after_ms=200)
+
+    def keeper(self, revision: int, position: int, policy: ReplicaPolicy) -> Keeper:
+        """Of the mastership that the election at `revision` has begun."""
+        won = Won(self.election, self.set, self.set.won(revision))
+        return Keeper(won, position, policy, self._runtime.clock, self._up)
+
+    def leave(self) -> None:
+        """The process ends: be master no more.
+
+        One that went on while it takes no more calls of its slaves would let them out of the set,
+        and be gone as the only one who can be elected.
+        """
+        self._left = True
+        self.election.resign()
+
+    def lacks(self, keeper: Keeper) -> bool:
+        """Whether this node has lost, since it stood for election, what it stood with.
+
+        Then it resigns, and must not begin.
+        """
+        at = self._position()
+        if at.epoch >= keeper.served_epoch:
+            return False
+        log.error("resigns, as its copy was damaged meanwhile epoch=%d", keeper.epoch)
+        self.election.resign()
+        return True
+
+    async def _stand(self) -> Candidacy | None:
+        return None if self._left or self.standing_back() else await self.set.stand()
+
+    def _up(self) -> frozenset[str]:
+        if not self._runtime.nodes.revision:
+            return self._members  # not known yet
+        return frozenset(self._registered())
+
+    def _registered(self) -> dict[str, Position]:
+        """The members that are up, and how far they were when they registered."""
+        found = {}
+        for key, stored in self._runtime.nodes.values.items():
+            service, _, name = key.partition("/")
+            if service == self._runtime.service and name in self._members:
+                node = nameserver_pb.Node.FromString(stored.value)
+                found[name] = Position(node.replica_epoch, node.replica_version)
+        return found

@@ -1,0 +1,177 @@
+"""A slave's part: fetch what the master has written, make it durable, ask for more.
+
+Asking tells the master how far the slave has come. Where the two logs have parted the slave cuts
+its own; where the master has nothing so old any more it begins anew. It never goes back to an older
+epoch. What comes is checked like a log at a start, before anything of it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TypeAlias
+
+import grpc.aio
+from baton.storage.v1 import replication_service_pb2 as pb
+from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
+
+from batonmq.common.backoff import Backoff
+from batonmq.common.errors import BatonError, DataLoss, DiskFull, OldEpoch
+from batonmq.common.rpc import from_rpc_error
+from services.runtime.peers import Peer
+from services.runtime.process import Runtime
+from services.storage.config import StorageSettings
+from services.storage.copies import Copy
+from services.storage.core.commitlog import Range
+from services.storage.core.epochs import History, read_history
+from services.storage.core.shipping import check_received
+from services.storage.flush import InThread
+from services.storage.node import Beginning
+from services.storage.serving import Serving
+
+log = logging.getLogger(__name__)
+
+ReplicationPeer: TypeAlias = "Peer[pb_grpc.ReplicationServiceAsyncStub]"
+CALL_TIMEOUT_S = 5.0
+_BACKOFF = Backoff(first_ms=50, delay_ms_max=500)
+
+
+class Following:
+    """Keeps this node's copy like the master's.
+
+    Attributes:
+        first_position: Of the master's log, by its last answer.
+    """
+
+    def __init__(
+        self,
+        copy: Copy,
+        peer: ReplicationPeer,
+        settings: StorageSettings,
+        runtime: Runtime,
+        in_thread: InThread,
+    ) -> None:
+        self._copy, self._peer, self._runtime, self._in_thread = copy, peer, runtime, in_thread
+        self._node_id, self._broker = settings.node_id, settings.broker_name
+        self._hold_ms = settings.replica_policy.hold_ms
+        self.first_position = 0
+        self._heard_ms: int | None = None
+
+    def hears(self) -> bool:
+        """Whether the master has answered lately."""
+        now_ms = self._runtime.clock.monotonic_ms()
+        return self._heard_ms is not None and now_ms - self._heard_ms < 2 * self._hold_ms
+
+    async def run(self) -> None:
+        """Follow for ever; waits while this node writes by itself. To be run as one task.
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        failures = 0
+        while True:
+            try:
+                await self._step()
+                failures = 0
+            except BatonError as error:
+                level = logging.WARNING if failures in (10, 1_000) else logging.DEBUG
+                log.log(level, "not following position=%s error=%s", self._copy.position, error)
+                delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
+                await asyncio.sleep(delay_ms / 1000)
+                failures += 1
+
+    async def _step(self) -> None:
+        async with self._copy.writing:
+            serving = self._copy.serving
+            history, end = serving.node.history, serving.node.store.log.next_position
+        request = pb.FetchRequest(
+            node_id=self._node_id,
+            broker=self._broker,
+            position=end,
+            history=[pb.EpochStart(epoch=epoch, position=at) for epoch, at in history.starts],
+            hold_ms=self._hold_ms,
+        )
+        try:
+            answer = await self._peer.stub().Fetch(
+                request, timeout=self._hold_ms / 1000 + CALL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if answer.epoch < history.epoch:
+            raise OldEpoch(
+                f"the master has epoch {answer.epoch}, this node {history.epoch}",
+                facts={"epoch": answer.epoch, "current": history.epoch},
+            )
+        theirs = read_history((start.epoch, start.position) for start in answer.history)
+        async with self._copy.writing:
+            now = self._copy.serving.node
+            if now is not serving.node or (now.history, now.store.log.next_position) != (
+                history,
+                end,
+            ):
+                return  # it was master meanwhile
+            self._heard_ms = self._runtime.clock.monotonic_ms()
+            await self._obey(serving, answer, theirs)
+
+    async def _obey(self, serving: Serving, answer: pb.FetchResponse, theirs: History) -> None:
+        log_, position = serving.node.store.log, answer.position
+        segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
+        rotten = serving.damage.rotten
+        if rotten is not None and rotten >= log_.first_position:
+            # There is a master from which to fetch it anew.
+            await self._copy.cut(rotten, damaged=True)
+        elif answer.HasField("floors"):
+            await self._copy.begin_anew(Beginning(answer.floors, segment, theirs.until(position)))
+        elif position < log_.first_position:
+            await self._copy.begin_anew(Beginning())
+        elif position < log_.next_position:
+            await self._copy.cut(position)
+        elif position > log_.next_position:
+            raise DataLoss(f"the master sent {position} after {log_.next_position}")
+        else:
+            self.first_position = answer.first_position
+            await self._adopt(serving, theirs)
+            if answer.data:
+                await self._write(serving, answer.data, segment)
+            serving.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
+            await self._settle(serving, answer)
+
+    async def _adopt(self, serving: Serving, theirs: History) -> None:
+        """Take over the epochs that this log has all of that was written before them."""
+        node = serving.node
+        adopted = theirs.until(node.store.log.next_position)
+        await self._keep(serving, replace(adopted, damaged=node.history.damaged))
+
+    async def _settle(self, serving: Serving, answer: pb.FetchResponse) -> None:
+        """Once nothing that was confirmed is missing any more, this node may be master again."""
+        node = serving.node
+        whole = node.store.log.synced_position >= answer.confirmed_position
+        if node.history.damaged and node.history.epoch == answer.epoch and whole:
+            log.info("copy is whole again position=%d", node.store.log.next_position)
+            await self._keep(serving, replace(node.history, damaged=False))
+
+    async def _keep(self, serving: Serving, history: History) -> None:
+        if history != serving.node.history:
+            await self._in_thread(serving.node.keep, history)
+
+    async def _write(self, serving: Serving, data: bytes, segment: Range) -> None:
+        """Write what the master has sent, and let everything that is derived from it follow.
+
+        Raises:
+            DataLoss, DiskFull: nothing was written.
+            OSError: the disk has failed.
+        """
+        serving.flusher.check()
+        recovery, log_ = serving.node.recovery, serving.node.store.log
+        batches = check_received(recovery, log_.next_position, data, segment)
+        try:
+            log_.copy(data, segment)
+            for header, batch in batches:
+                recovery.take(header, batch)
+        except DiskFull:
+            raise
+        except Exception as error:
+            serving.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            raise
+        await serving.flusher.sync()

@@ -1,0 +1,63 @@
+"""What a node can promise for what it writes, and who should read where: alone, or in a set."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import BatonError
+from services.storage.core.store import Store
+
+
+class Guarantee(Protocol):
+    """See the module.
+
+    Attributes:
+        replicated: Whether others have to have what is written before anybody is told so.
+    """
+
+    replicated: bool
+
+    @property
+    def is_slave(self) -> bool:
+        """Whether another node writes, or nobody."""
+        ...
+
+    def next_reader(self, behind_bytes: int) -> str:
+        """Node id from which somebody should pull next who is so far behind; empty: the master."""
+        ...
+
+    def refusal(self, members_min: int = 1) -> BatonError | None:
+        """Why nothing new may be written now that at least so many members are to have.
+
+        Raises:
+            NotLeader: nothing at all may be said, as this node may not be the master.
+        """
+        ...
+
+    def reached(self, next_position: int) -> pb.Durability.ValueType:
+        """How safe everything below `next_position` is now."""
+        ...
+
+
+class Alone(Guarantee):
+    """A node without replicas."""
+
+    replicated, is_slave = False, False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def next_reader(self, behind_bytes: int) -> str:
+        """See Guarantee."""
+        return ""
+
+    def refusal(self, members_min: int = 1) -> BatonError | None:
+        """See Guarantee."""
+        return None
+
+    def reached(self, next_position: int) -> pb.Durability.ValueType:
+        """See Guarantee."""
+        synced = next_position <= self._store.log.synced_position
+        return pb.DURABILITY_FSYNCED if synced else pb.DURABILITY_MEMORY

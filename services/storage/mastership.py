@@ -1,0 +1,143 @@
+"""What the master of a replica set does for its slaves: hand out the log, and wait for them.
+
+A message is answered for, and seen by readers, once every member of the in-sync set has it on
+disk. A slave says how far it has come by asking for what follows (protocol section 12).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from batonmq.common.aio import wait_until
+from batonmq.common.clock import Clock
+from batonmq.common.errors import DataLoss
+from services.runtime.keeper import Keeper
+from services.storage.core import floors
+from services.storage.core.commitlog import Range
+from services.storage.core.epochs import History, common_point
+from services.storage.core.shipping import read_whole
+from services.storage.flush import InThread
+from services.storage.serving import Serving
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """What a slave gets.
+
+    Attributes:
+        position: Where `data` begins.
+        segment: Holds `position`, or will.
+        floors: Set if the slave has to begin anew.
+    """
+
+    position: int
+    data: bytes
+    segment: Range
+    floors: bytes | None = None
+
+
+class Mastership:
+    """One node's time as master.
+
+    In the keeper's books positions are one higher than in the log, for those who have the history
+    up to this epoch: so even of an empty log it shows who has heard of the epoch.
+
+    Args:
+        serving: What works on this node's copy; nobody else writes to it meanwhile.
+    """
+
+    def __init__(self, keeper: Keeper, serving: Serving, clock: Clock) -> None:
+        self.keeper, self.serving, self._clock = keeper, serving, clock
+        self._node, self._log = serving.node, serving.node.store.log
+        self._grown = asyncio.Event()
+
+    @property
+    def epoch(self) -> int:
+        """Of this mastership."""
+        return self.keeper.epoch
+
+    @property
+    def history(self) -> History:
+        """Of the log."""
+        return self._node.history
+
+    async def begin(self, in_thread: InThread) -> None:
+        """Begin the epoch; on return the in-sync set has it, and all that was before.
+
+        Raises:
+            NotLeader: this is not the master any more.
+        """
+        begin: Callable[[Any], None] = lambda _: self._node.begin_epoch(self.epoch)  # noqa: E731
+        await in_thread(begin, None)
+        self.keeper.on_news.append(self._tell)
+        self.serving.flusher.on_sync.append(self._synced)
+        self._synced(self._log.next_position)
+        await self.keeper.confirmed(self._log.next_position + 1)
+        await self.keeper.serve()
+
+    def end(self) -> None:
+        """The mastership is over: nothing is confirmed by it any more."""
+        flusher = self.serving.flusher
+        if self._synced in flusher.on_sync:
+            flusher.on_sync.remove(self._synced)
+        self.keeper.on_news.clear()
+
+    async def fetch(self, name: str, end: int, theirs: History, wish: Wish) -> Shipment:
+        """What slave `name` is to do next, whose log with that history ends at `end`.
+
+        Raises:
+            DataLoss: the log is damaged there.
+        """
+        mine, log_ = self.history, self._log
+        point = common_point(mine, log_.next_position, theirs, end)
+        if point < log_.first_position:
+            self.keeper.books.forget(name)
+            return self._beginning()
+        if point < end:
+            self.keeper.books.forget(name)
+            return Shipment(point, b"", (0, 0))
+        has_epoch = theirs.epoch == self.epoch
+        self.keeper.books.heard(name, end + has_epoch, self._clock.monotonic_ms())
+        self.keeper.looked_at()
+        grown = self._grown
+        if has_epoch and end >= log_.synced_position:
+            await wait_until(grown, wish.hold_ms)
+        try:
+            data = read_whole(log_, self.history, end, wish.bytes_max)
+        except DataLoss as error:
+            self.serving.damage.met(error)
+            raise
+        return Shipment(end, data, self._segment(end))
+
+    def _beginning(self) -> Shipment:
+        store = self._node.store
+        position = store.log.first_position
+        return Shipment(position, b"", self._segment(position), floors.encode(store.floors()))
+
+    def _segment(self, position: int) -> Range:
+        if position >= self._log.end_position:
+            return position, self._log.segment_end(position)
+        return self._log.segment_of(position)[1:]
+
+    def _synced(self, position: int) -> None:
+        self.keeper.books.wrote(position + 1)
+        self.keeper.looked_at()
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+    def _tell(self) -> None:
+        self.serving.flusher.confirmed(max(self.keeper.safe - 1, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a slave wants to be answered: held so long if there is nothing, with so much at most."""
+
+    hold_ms: int
+    bytes_max: int

@@ -1,0 +1,133 @@
+"""The gRPC face of replication: what the master tells its slaves; and who answers at all."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+from baton.storage.v1 import replication_service_pb2 as pb
+from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
+
+from batonmq.common.errors import (
+    DataLoss,
+    InvalidArgument,
+    LimitExceeded,
+    OldEpoch,
+    WrongBroker,
+)
+from services.storage.core.epochs import History, read_history
+from services.storage.mastership import Wish
+from services.storage.role import Role
+from services.storage.serving import Serving
+
+Context = grpc.aio.ServicerContext[Any, Any]
+HOLD_MS_MAX = 10_000
+BYTES_MIN, BYTES_DEFAULT, BYTES_MAX = 64 * 1024, 4 * 1024 * 1024, 16 * 1024 * 1024
+EPOCHS_MAX = 1_000_000
+
+
+class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
+    """See replication_service.proto."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
+        """See the proto."""
+        mastership = self._role.mastership
+        wish = Wish(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
+        history = self._checked(request, wish)
+        if history.epoch > mastership.epoch:
+            raise OldEpoch(
+                f"this master has epoch {mastership.epoch}, the slave has seen {history.epoch}",
+                facts={"epoch": mastership.epoch, "current": history.epoch},
+            )
+        found = await mastership.fetch(request.node_id, request.position, history, wish)
+        self._role.check()
+        store = mastership.serving.node.store
+        return pb.FetchResponse(
+            epoch=mastership.epoch,
+            history=[pb.EpochStart(epoch=e, position=at) for e, at in mastership.history.starts],
+            position=found.position,
+            data=found.data,
+            confirmed_position=store.readable_position,
+            end_position=store.log.next_position,
+            floors=found.floors,
+            segment_position=found.segment[0],
+            segment_bytes=found.segment[1] - found.segment[0],
+            first_position=store.log.first_position,
+        )
+
+    async def DescribeReplicas(
+        self, request: pb.DescribeReplicasRequest, context: Context
+    ) -> pb.DescribeReplicasResponse:
+        """See the proto."""
+        mastership = self._role.mastership
+        keeper = mastership.keeper
+        replicas = keeper.replicas()
+        for replica in replicas:  # see Mastership
+            replica.position = max(replica.position - 1, 0)
+        return pb.DescribeReplicasResponse(
+            broker=self._role.broker,
+            epoch=mastership.epoch,
+            confirmed_position=mastership.serving.node.store.readable_position,
+            min_in_sync=keeper.policy.min_in_sync,
+            replicas=replicas,
+        )
+
+    def _checked(self, request: pb.FetchRequest, wish: Wish) -> History:
+        """The slave's history, after a look at everything else.
+
+        Raises:
+            InvalidArgument, LimitExceeded, WrongBroker: refused.
+        """
+        if not request.node_id:
+            raise InvalidArgument("a slave has a node id", facts={"field": "node_id"})
+        if request.broker != self._role.broker:
+            raise WrongBroker(
+                f"this is broker {self._role.broker}, not {request.broker}",
+                facts={"asked": request.broker, "actual": self._role.broker},
+            )
+        limits = (
+            ("hold_ms", wish.hold_ms, 0, HOLD_MS_MAX),
+            ("bytes_max", wish.bytes_max, BYTES_MIN, BYTES_MAX),
+            ("history", len(request.history), 0, EPOCHS_MAX),
+            ("position", request.position, 0, (1 << 63) - 1),
+        )
+        for field, actual, least, limit in limits:
+            if not least <= actual <= limit:
+                raise LimitExceeded(
+                    f"{field} is {actual}; it is {least} to {limit}",
+                    facts={"field": field, "limit": limit, "actual": actual},
+                )
+        try:
+            return read_history((start.epoch, start.position) for start in request.history)
+        except DataLoss as error:
+            raise InvalidArgument(error.message, facts={"field": "history"}) from error
+
+
+class Front:
+    """Stands where a servicer is expected: each call goes to the one on the copy that is open now.
+
+    An answer leaves only if the lease is still good then (protocol section 8).
+
+    Args:
+        anywhere: Methods that slaves answer too.
+    """
+
+    def __init__(
+        self, role: Role, pick: Callable[[Serving], Any], anywhere: frozenset[str] = frozenset()
+    ) -> None:
+        self._role, self._pick, self._anywhere = role, pick, anywhere
+
+    def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def call(request: Any, context: Context) -> Any:
+            return await getattr(self._pick(self._role.copy.serving), method)(request, context)
+
+        async def call_at_master(request: Any, context: Context) -> Any:
+            answer = await getattr(self._pick(self._role.acting), method)(request, context)
+            self._role.check()
+            return answer
+
+        return call if method in self._anywhere else call_at_master

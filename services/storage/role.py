@@ -1,0 +1,205 @@
+"""A node of a storage replica set: follows the master, and is one itself when it is elected.
+
+What is in memory follows the log whoever writes it, so a slave that is elected has all of it: the
+queues, the keys, what waits for its time, and the sequences of producers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import BatonError, NotEnoughReplicas, NotServing
+from services.runtime.member import Member
+from services.runtime.process import Runtime
+from services.storage.config import StorageSettings
+from services.storage.copies import Copy
+from services.storage.flush import InThread
+from services.storage.following import Following
+from services.storage.guarantee import Guarantee
+from services.storage.mastership import Mastership
+from services.storage.metrics import StorageMetrics
+from services.storage.serving import Serving
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+
+
+class Role(Guarantee):
+    """This node's part in its replica set; call `begin` first.
+
+    Attributes:
+        copy: This node's copy of the log.
+    """
+
+    replicated = True
+    copy: Copy
+
+    def __init__(
+        self,
+        settings: StorageSettings,
+        runtime: Runtime,
+        metrics: StorageMetrics,
+        in_thread: InThread,
+    ) -> None:
+        self._settings, self._runtime, self._in_thread = settings, runtime, in_thread
+        self._metrics = metrics
+        metrics.master.set_function(lambda: not self.is_slave)
+        self.broker = settings.broker_name
+        self.member = Member(
+            runtime,
+            name=self.broker,
+            members=settings.members,
+            lease_ms=settings.master_lease_ms,
+            position=lambda: self.copy.position,
+            room=settings.room,
+        )
+        self.member.standing_back = self._stands_back
+        self._following: Following | None = None
+        self._mastership: Mastership | None = None
+        self._acting = False
+        self._stands_back_to_ms = 0
+
+    def begin(self, copy: Copy, following: Following) -> None:
+        """The copy, and what keeps it like the master's while that is another node."""
+        self.copy, self._following = copy, following
+
+    def check(self) -> None:
+        """Refuse to answer once the lease may be over.
+
+        Raises:
+            NoQuorum, NotLeader: it may be; or another node is the master.
+        """
+        self.member.check()
+
+    @property
+    def mastership(self) -> Mastership:
+        """What slaves ask.
+
+        Raises:
+            NotLeader: this node is not the master.
+        """
+        self.check()
+        if self._mastership is None:
+            raise self.member.not_leader()
+        return self._mastership
+
+    @property
+    def acting(self) -> Serving:
+        """What clients ask.
+
+        Raises:
+            NotLeader: this node is not the master.
+            NotServing: it has just been elected.
+        """
+        serving = self.mastership.serving
+        if not self._acting:
+            raise NotServing("the new master waits for its slaves", retry_after_ms=100)
+        return serving
+
+    @property
+    def is_slave(self) -> bool:
+        """See Guarantee."""
+        return not (self._acting and self.member.election.valid())
+
+    def next_reader(self, behind_bytes: int) -> str:
+        """See Guarantee."""
+        far = behind_bytes > self._settings.memory_window
+        if self.is_slave or self._mastership is None:
+            master_is_there = self._following is not None and self._following.hears()
+            return self._settings.node_id if far or not master_is_there else ""
+        slaves = self._mastership.keeper.books.in_sync - {self._settings.node_id}
+        return min(slaves, default="") if far else ""
+
+    def refusal(self, members_min: int = 1) -> BatonError | None:
+        """See Guarantee."""
+        assert self.acting
+        keeper = self.mastership.keeper
+        try:
+            keeper.check_room()
+        except NotEnoughReplicas as error:
+            return error
+        count = len(keeper.books.in_sync)
+        if count < members_min:
+            return NotEnoughReplicas(
+                f"{count} replicas are in sync, {members_min} have to be for this durability",
+                retry_after_ms=1_000,
+                facts={"in_sync": count, "limit": members_min},
+            )
+        return None
+
+    def reached(self, next_position: int) -> pb.Durability.ValueType:
+        """See Guarantee."""
+        mastership = self.mastership
+        store = mastership.serving.node.store
+        if next_position > store.log.synced_position:
+            return pb.DURABILITY_MEMORY
+        replicated = (
+            next_position <= store.readable_position
+            and mastership.keeper.books.holders(next_position + 1) > 1
+        )
+        return pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_FSYNCED
+
+    def followed(self) -> int | None:
+        """First position of the master's log; None if this node is the master."""
+        if self._acting or self._following is None:
+            return None
+        return self._following.first_position
+
+    async def run(self) -> None:
+        """Stand for election and lead for ever; to be run as one task."""
+        await self.member.election.run(self._lead)
+
+    def _stands_back(self) -> bool:
+        """Whether this node has resigned, and lets the others go first for a while."""
+        return self._runtime.clock.monotonic_ms() < self._stands_back_to_ms
+
+    async def _lead(self, revision: int) -> None:
+        async with self.copy.writing:
+            serving = self.copy.serving
+            await serving.flusher.sync()
+            position = serving.node.store.log.next_position + 1
+            keeper = self.member.keeper(revision, position, self._settings.replica_policy)
+            if self.member.lacks(keeper):
+                return
+            mastership = self._mastership = Mastership(keeper, serving, self._runtime.clock)
+            self.member.registration.leads(keeper.epoch)
+            log.info("master epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(keeper.tend())
+                    await mastership.begin(self._in_thread)
+                    self._acting = True
+                    tasks.create_task(self._watch(mastership))
+                    await serving.due.run()
+            finally:
+                mastership.end()
+                self._mastership, self._acting = None, False
+                serving.interrupt("this node is not the master any more")
+                self._metrics.in_sync_replicas.set(0)
+                self._metrics.replica_lag_bytes.clear()
+                self._metrics.replica_lag_seconds.clear()
+                self.member.registration.leads(0)
+
+    async def _watch(self, mastership: Mastership) -> None:
+        """Show how the slaves do; resign once the log has rotted and another member has it all."""
+        serving, books = mastership.serving, mastership.keeper.books
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            self._metrics.in_sync_replicas.set(len(books.in_sync))
+            now_ms = self._runtime.clock.monotonic_ms()
+            for name in books.slaves:
+                self._metrics.replica_lag_bytes.labels(name).set(books.lag(name))
+                lag_ms = books.lag_ms(name, now_ms)
+                self._metrics.replica_lag_seconds.labels(name).set(lag_ms / 1000)
+            others = books.holders(serving.node.store.readable_position + 1) > 1
+            rotten = serving.damage.rotten
+            if rotten is not None and rotten >= serving.node.store.log.first_position and others:
+                log.error("resigns, as its log is damaged position=%d", rotten)
+                now_ms = self._runtime.clock.monotonic_ms()
+                self._stands_back_to_ms = now_ms + 3 * self._settings.master_lease_ms
+                self.member.election.resign()
+                return

@@ -1,0 +1,200 @@
+"""Everything that works on an open data directory, for as long as it is open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batonmq.common.errors import NotLeader
+from services.runtime.gates import Gates
+from services.runtime.process import Loop, Runtime
+from services.storage.appending import Appender
+from services.storage.checkpoints import Checkpointer
+from services.storage.cleaning import Bounds, Cleaner
+from services.storage.config import StorageSettings
+from services.storage.core.retention import Retention
+from services.storage.damage import Damage
+from services.storage.deliveries import Deliveries
+from services.storage.due import DueBatches
+from services.storage.flush import Flusher, InThread
+from services.storage.guarantee import Guarantee
+from services.storage.losses import Losses
+from services.storage.metrics import StorageMetrics
+from services.storage.node import Node
+from services.storage.pulls import ParkedPulls
+from services.storage.query_server import QueryServicer
+from services.storage.schedule_server import ScheduleServicer
+from services.storage.scrub import Scrubber
+from services.storage.server import Parts, StorageServicer
+from services.storage.topics import Topics
+
+EXPIRE_INTERVAL_S = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What stays while a data directory is closed and opened again.
+
+    Attributes:
+        deliveries: Its `run` runs beside.
+        in_thread: Calls what blocks away from the event loop.
+    """
+
+    settings: StorageSettings
+    runtime: Runtime
+    metrics: StorageMetrics
+    topics: Topics
+    gates: Gates
+    deliveries: Deliveries
+    in_thread: InThread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """See the module.
+
+    Attributes:
+        loops: Run as long as the directory is open,
+        due: and this one only where batches for later are delivered.
+    """
+
+    node: Node
+    flusher: Flusher
+    pulls: ParkedPulls
+    checkpointer: Checkpointer
+    cleaner: Cleaner
+    due: DueBatches
+    damage: Damage
+    servicer: StorageServicer
+    queries: QueryServicer
+    scheduling: ScheduleServicer
+    loops: Sequence[Loop]
+
+    async def drain(self) -> None:
+        """Make everything durable, and a checkpoint if nothing of it may still be taken back."""
+        await self.flusher.sync()
+        store = self.node.store
+        if store.readable_position == store.log.next_position:
+            await self.checkpointer.take()
+
+    def interrupt(self, why: str) -> None:
+        """This node is no master any more: what waits is told that nothing is known."""
+        self.flusher.give_up(why)
+        self.pulls.end(NotLeader(why, retry_after_ms=100))
+
+
+def serve(
+    node: Node,
+    around: Surroundings,
+    guarantee: Guarantee,
+    followed: Callable[[], int | None] = lambda: None,
+) -> Serving:
+    """All parts of a storage node on `node`.
+
+    Args:
+        guarantee: Of what this node writes.
+        followed: First position of the master's log, by which a slave cleans its own.
+    """
+    settings, runtime, metrics = around.settings, around.runtime, around.metrics
+    in_thread, topics = around.in_thread, around.topics
+    pulls = ParkedPulls(
+        around.deliveries.touch,
+        metrics.parked_pulls,
+        parked_max=settings.parked_pulls_max,
+        interval_ms=settings.touch_interval_ms,
+    )
+    flusher = Flusher(
+        node,
+        pulls.wake,
+        metrics.fsync_seconds,
+        interval_ms=settings.flush_interval_ms if settings.flush == "async" else 0,
+        in_thread=in_thread,
+    )
+    retention = Retention(settings.retention_policy(), settings.segment_bytes)
+    checkpointer = Checkpointer(node, flusher, in_thread)
+    damage = Damage(metrics.damaged_batches)
+    scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=in_thread)
+    store = node.store
+    cleaner = Cleaner(
+        store,
+        node.disk,
+        retention,
+        Bounds(
+            needed_from=(
+                store.schedule.waiting.oldest_position,
+                lambda: store.readable_position,
+            ),
+            checkpointed=checkpointer.position,
+            checkpoint=checkpointer.take,
+            reached=flusher.reached,
+            is_gone=topics.is_gone,
+            remove_later=node.checkpointing.remove_later,
+            followed=followed,
+        ),
+        metrics,
+        clock=runtime.clock,
+        interval_ms=settings.disk_interval_ms,
+        in_thread=in_thread,
+    )
+    appender = Appender(
+        broker=settings.broker_name,
+        store=store,
+        space=node.disk.space,
+        flusher=flusher,
+        retention=retention,
+        guarantee=guarantee,
+        metrics=metrics,
+        hub=runtime.hub,
+        clock=runtime.clock,
+    )
+    due = DueBatches(appender, topics, age_ms_max=settings.retention_ms)
+    servicer = StorageServicer(
+        Parts(
+            broker=settings.broker_name,
+            syncs_at_once=settings.flush == "fsync",
+            store=store,
+            appender=appender,
+            topics=topics,
+            gates=around.gates,
+            flusher=flusher,
+            pulls=pulls,
+            deliveries=around.deliveries,
+            retention=retention,
+            guarantee=guarantee,
+            losses=Losses(metrics.lost_messages),
+            damage=damage,
+            scrubbed=lambda: scrubber.position,
+            metrics=metrics,
+            hub=runtime.hub,
+            clock=runtime.clock,
+        )
+    )
+
+    async def expire_producers() -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_INTERVAL_S)
+            store.producers.expire(runtime.clock.unix_ms())
+
+    return Serving(
+        node=node,
+        flusher=flusher,
+        pulls=pulls,
+        checkpointer=checkpointer,
+        cleaner=cleaner,
+        due=due,
+        damage=damage,
+        servicer=servicer,
+        queries=QueryServicer(
+            settings.broker_name, store, topics, damage, lambda: guarantee.is_slave
+        ),
+        scheduling=ScheduleServicer(appender, topics, due.wake),
+        loops=(
+            flusher.run,
+            pulls.run,
+            checkpointer.run,
+            scrubber.run,
+            cleaner.run,
+            expire_producers,
+        ),
+    )

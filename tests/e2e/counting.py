@@ -1,0 +1,79 @@
+"""Numbers that are sent and handled while something happens to the cluster, and the balance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+
+from batonmq.consumer import Consumer
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.records import Message
+from batonmq.core.route import QueueId
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
+
+TOPIC = "numbers"
+QUEUES = 8
+
+
+class Run:
+    """What was sent and what was handled, as it happens."""
+
+    def __init__(self, nameserver: str) -> None:
+        self.nameserver = nameserver
+        self.receipts: dict[int, Receipt] = {}
+        self.handled: list[tuple[str, QueueId, int, int, bool]] = []
+        self.stop_sending = asyncio.Event()
+
+    def check(self) -> None:
+        """Every number with a receipt was handled once, in the order of its queue."""
+        times = Counter(number for _, _, _, number, _ in self.handled)
+        assert set(times) == set(self.receipts), "something acknowledged was lost"
+        assert [n for n, count in times.items() if count > 1] == [], "something came twice"
+        by_queue: dict[QueueId, list[int]] = defaultdict(list)
+        for _, queue, offset, number, _ in self.handled:
+            assert self.receipts[number].queue == queue
+            assert self.receipts[number].offset == offset
+            by_queue[queue].append(offset)
+        assert all(offsets == sorted(offsets) for offsets in by_queue.values()), "out of order"
+        assert len(by_queue) == QUEUES
+
+    async def send(self, total: int) -> None:
+        """Send numbers until `total` and until told to stop, each confirmed."""
+        async with Producer(self.nameserver) as producer:
+            number = 0
+            while number < total or not self.stop_sending.is_set():
+                pending = [
+                    await producer.submit(TOPIC, Message(str(n).encode()), ordering_key=str(n))
+                    for n in range(number, number + 50)
+                ]
+                for n, receipt in enumerate(pending, start=number):
+                    self.receipts[n] = await receipt
+                number += 50
+
+    async def consume(self, name: str, stop: asyncio.Event) -> None:
+        """Handle until told to stop, then leave gracefully."""
+        settings = ConsumerSettings(consume_from="first", commit_interval_ms=200)
+        async with (
+            Consumer(
+                self.nameserver, "counters", {TOPIC: "*"}, settings, client_id=name
+            ) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            stopping = tasks.create_task(_stop(stop, consumer))
+            async for message in consumer:
+                self.handled.append(
+                    (
+                        name,
+                        message.queue,
+                        message.offset,
+                        int(message.body),
+                        message.redelivered,
+                    )
+                )
+            stopping.cancel()
+
+
+async def _stop(stop: asyncio.Event, consumer: Consumer) -> None:
+    await stop.wait()
+    consumer.stop()

@@ -1,0 +1,215 @@
+"""Goal: each rule of the checker can fail, and a history without a fault passes.
+
+Method: a small history that is right: three messages in one queue, all handled; a member is killed
+with the second in hand, and another one goes on. Each test breaks it in one way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.checker import check
+from tests.faults.history import Crash, Handling, History, Outcome, Sample, Send
+
+SPAN_MAX = 10
+Q = ("broker-0", 0)
+OTHER = ("broker-1", 0)
+
+
+def ok(number: int, offset: int, lane: str = "key") -> Send:
+    return Send(number, lane, number * 10, number * 10 + 5, Outcome.OK, Q, offset)
+
+
+def handled(number: int, offset: int, start_us: int, member: str = "a") -> Handling:
+    return Handling(member, Q, offset, 1, False, number, start_us, start_us + 1)
+
+
+def committed(at_us: int, offset: int) -> Sample:
+    return Sample(at_us - 1, at_us, {Q: offset})
+
+
+AGAIN = Handling("b", Q, 1, 2, True, 1, 1_000, 1_001)
+RIGHT = History(
+    sends=[ok(0, 0), ok(1, 1), ok(2, 2)],
+    handlings=[handled(0, 0, 100), handled(1, 1, 110), AGAIN, handled(2, 2, 1_010, "b")],
+    crashes=[Crash("a", 120, None)],
+    samples=[committed(105, 1), committed(1_020, 3)],
+    end_us=2_000,
+)
+
+
+def rules(history: History) -> set[str]:
+    return {reason.rule for reason in check(history, SPAN_MAX)}
+
+
+def test_a_right_history_is_valid() -> None:
+    assert rules(RIGHT) == set()
+
+
+def test_an_empty_history_is_valid() -> None:
+    assert rules(History()) == set()
+
+
+def test_what_the_run_could_not_do_is_a_reason() -> None:
+    assert rules(replace(RIGHT, problems=["not healed"])) == {"run"}
+
+
+# ---- sends
+
+
+def test_a_message_with_a_receipt_that_nobody_handled_is_lost() -> None:
+    assert rules(replace(RIGHT, sends=[*RIGHT.sends, ok(3, 3)])) == {"lost"}
+
+
+def test_a_handler_that_did_not_end_has_not_handled() -> None:
+    cut = RIGHT.handlings[3]._replace(done_us=None)
+    history = replace(RIGHT, handlings=[*RIGHT.handlings[:3], cut], samples=[committed(105, 1)])
+    assert rules(history) == {"lost"}
+
+
+def test_a_failed_message_must_not_be_handled() -> None:
+    failed = Send(2, "key", 20, 25, Outcome.FAIL, reason="NotSent")
+    assert rules(replace(RIGHT, sends=[*RIGHT.sends[:2], failed])) == {"failed"}
+    history = replace(RIGHT, sends=[*RIGHT.sends, failed._replace(number=3)])
+    assert rules(history) == set(), "not handled"
+
+
+def test_a_message_in_doubt_may_be_handled_or_not() -> None:
+    doubtful = Send(2, "key", 20, 25, Outcome.INDETERMINATE, reason="Unreachable")
+    assert rules(replace(RIGHT, sends=[*RIGHT.sends[:2], doubtful])) == set()
+    assert rules(replace(RIGHT, sends=[*RIGHT.sends, doubtful._replace(number=3)])) == set()
+
+
+def test_a_message_in_doubt_must_not_be_stored_twice() -> None:
+    doubtful = Send(2, "key", 20, 25, Outcome.INDETERMINATE, reason="Unreachable")
+    copy = handled(2, 3, 1_030, "b")
+    history = replace(RIGHT, sends=[*RIGHT.sends[:2], doubtful], handlings=[*RIGHT.handlings, copy])
+    assert rules(history) == {"stored twice"}
+
+
+def test_a_message_that_nobody_sent_is_noticed() -> None:
+    assert rules(replace(RIGHT, sends=RIGHT.sends[:2])) == {"unknown"}
+
+
+def test_two_receipts_for_one_place_are_noticed() -> None:
+    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 1, "other")])
+    assert "receipts" in rules(history)
+
+
+def test_two_messages_at_one_place_are_noticed() -> None:
+    """The receipt of one was given, and then another one stood there: a lost tail."""
+    history = replace(RIGHT, sends=[ok(0, 0), ok(1, 2, "x"), ok(2, 1, "y")])
+    assert "inconsistent" in rules(history)
+
+
+def test_a_handler_elsewhere_than_the_receipt_says_is_noticed() -> None:
+    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 7)])
+    assert rules(history) == {"stored twice"}
+
+
+@pytest.mark.parametrize("second", [ok(2, 1), ok(2, 2)._replace(queue=OTHER)])
+def test_messages_of_a_key_out_of_order_or_in_two_queues_are_noticed(second: Send) -> None:
+    first = ok(1, 2) if second.offset == 1 else ok(1, 1)
+    assert rules(History(sends=[first, second])) == {"key order", "lost"}
+
+
+def test_messages_without_a_key_stand_anywhere() -> None:
+    history = History(sends=[ok(1, 2, lane=""), ok(2, 1, lane="")])
+    assert "key order" not in rules(history)
+
+
+# ---- handling again
+
+
+def test_a_message_must_not_be_handled_again_while_its_owner_lives() -> None:
+    assert rules(replace(RIGHT, crashes=[])) == {"handled twice"}
+    assert rules(replace(RIGHT, crashes=[Crash("b", 120, None)])) == {"handled twice"}
+
+
+def test_a_message_must_not_be_handled_again_before_its_owner_fell() -> None:
+    assert rules(replace(RIGHT, crashes=[Crash("a", 5_000, None)])) == {"handled twice"}
+
+
+def test_a_message_that_was_started_after_the_pause_was_not_in_hand_then() -> None:
+    early = Crash("a", 10, 20)
+    late = [one._replace(start_us=one.start_us + 10**6) for one in RIGHT.handlings]
+    late = [one._replace(done_us=one.start_us + 1) for one in late]
+    assert rules(replace(RIGHT, handlings=late, crashes=[early], samples=[])) == {"handled twice"}
+
+
+def test_a_message_that_is_handled_again_must_be_flagged() -> None:
+    plain = AGAIN._replace(redelivered=False)
+    history = replace(RIGHT, handlings=[*RIGHT.handlings[:2], plain, RIGHT.handlings[3]])
+    assert rules(history) == {"not flagged"}
+
+
+def test_a_committed_message_must_not_be_handled_again() -> None:
+    samples = [committed(118, 2), committed(1_020, 3)]
+    assert rules(replace(RIGHT, samples=samples)) == {"handled twice"}
+
+
+def test_more_must_not_be_handled_again_than_an_owner_may_have_in_hand() -> None:
+    many = range(SPAN_MAX + 1)
+    history = History(
+        sends=[ok(n, n) for n in many],
+        handlings=[
+            *(handled(n, n, 100 + n) for n in many),
+            *(AGAIN._replace(number=n, offset=n, start_us=1_000 + n) for n in many),
+        ],
+        crashes=[Crash("a", 500, None)],
+    )
+    assert rules(history) == {"more than in hand"}
+    assert {reason.rule for reason in check(history, SPAN_MAX + 1)} == set()
+
+
+def zombie(count: int) -> History:
+    """`a` stood still, `b` took over, and then `a` starts what it was about to."""
+    stale = [
+        handled(n, n, 2_000_000 + n)._replace(redelivered=False, token=1) for n in (1, 2)[:count]
+    ]
+    return replace(
+        RIGHT, handlings=[*RIGHT.handlings, *stale], crashes=[Crash("a", 120, 1_999_990)]
+    )
+
+
+def test_who_stood_still_may_have_been_about_to_start_one() -> None:
+    assert rules(zombie(1)) == set()
+
+
+def test_who_stood_still_must_not_start_more_than_one() -> None:
+    assert rules(zombie(2)) == {"zombie"}
+
+
+# ---- order and committed offsets
+
+
+def test_first_handlings_out_of_order_are_noticed() -> None:
+    swapped = [
+        handled(0, 0, 100)._replace(start_us=115, done_us=116),
+        *RIGHT.handlings[1:],
+    ]
+    assert rules(replace(RIGHT, handlings=swapped, samples=[])) == {"order"}
+
+
+def test_a_committed_offset_must_not_fall() -> None:
+    history = replace(RIGHT, samples=[*RIGHT.samples, committed(1_030, 2)])
+    assert rules(history) == {"rewound"}
+
+
+def test_a_committed_offset_that_fell_and_rose_again_is_noticed() -> None:
+    history = replace(RIGHT, samples=[*RIGHT.samples, committed(1_030, 2), committed(1_040, 3)])
+    assert rules(history) == {"rewound"}
+
+
+def test_a_committed_offset_must_not_pass_what_nobody_has_handled() -> None:
+    once = replace(RIGHT, handlings=[one for one in RIGHT.handlings if one is not AGAIN])
+    assert rules(replace(once, samples=[committed(105, 2)])) == {"passed over"}
+    assert rules(replace(once, samples=[committed(1_020, 4)])) == {"passed over"}
+
+
+def test_a_message_must_not_be_started_for_the_first_time_once_it_is_committed() -> None:
+    late = RIGHT.handlings[3]._replace(start_us=1_100, done_us=1_050)
+    history = replace(RIGHT, handlings=[*RIGHT.handlings[:3], late], samples=[committed(1_060, 3)])
+    assert rules(history) == {"passed over"}

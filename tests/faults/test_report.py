@@ -1,0 +1,99 @@
+"""Goal: the report tells what a history says, and the picture is drawn from it.
+
+Method: a history of half a second with a fault in the middle.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.faults.__main__ import write_report
+from tests.faults.history import Handling, History, Outcome, Send, Struck
+from tests.faults.report import Stall, describe, stall, unseen
+
+MS = 1_000
+A, B = ("broker-0", 0), ("broker-1", 0)
+
+
+def sent(number: int, begin_ms: int, end_ms: int, queue: tuple[str, int], offset: int) -> Send:
+    return Send(number, "", begin_ms * MS, end_ms * MS, Outcome.OK, queue, offset)
+
+
+def handled(send: Send, start_ms: int) -> Handling:
+    assert send.queue is not None
+    return Handling(
+        "a", send.queue, send.offset, 1, False, send.number, start_ms * MS, start_ms * MS + MS
+    )
+
+
+SENDS = [
+    sent(0, 10, 20, A, 0),
+    sent(1, 10, 20, B, 0),
+    sent(2, 210, 230, A, 1),
+    sent(3, 210, 350, B, 1),
+    Send(4, "", 220 * MS, 300 * MS, Outcome.INDETERMINATE, reason="Unreachable"),
+    Send(5, "", 220 * MS, 300 * MS, Outcome.FAIL, reason="NotSent"),
+]
+HISTORY = History(
+    sends=SENDS,
+    handlings=[handled(one, at_ms) for one, at_ms in zip(SENDS, (30, 130, 240, 410), strict=False)],
+    faults=[Struck(what="kill storage-0-a", begin_us=200 * MS, end_us=300 * MS)],
+    end_us=500 * MS,
+)
+
+
+def seconds(*times: float) -> list[int]:
+    return [round(1_000 * MS * one) for one in times]
+
+
+def test_a_stall_is_that_of_the_queue_that_was_held_up_longest() -> None:
+    done = {A: seconds(1, 2.1, 3.5, 4), B: seconds(1.9, 2.5, 5.5, 6)}
+    assert stall(done, *seconds(2, 5)) == Stall(longest_ms=3_000, over_after_ms=3_500)
+
+
+def test_a_stall_may_begin_with_the_fault_or_later() -> None:
+    assert stall({A: seconds(1.9, 4, 5)}, *seconds(2, 5)) == Stall(2_000, 2_000)
+    assert stall({A: seconds(2.5, 3.1, 4.6, 5)}, *seconds(2, 5)) == Stall(1_500, 2_600)
+
+
+def test_a_queue_that_goes_on_is_not_held_up() -> None:
+    assert stall({A: seconds(2.5, 3, 3.8, 4.5, 5)}, *seconds(2, 5)) == Stall(800, 0)
+
+
+def test_what_begins_after_the_next_fault_is_not_of_this_one() -> None:
+    assert stall({A: seconds(2.5, 3.2, 9)}, *seconds(2, 3)) == Stall(500, 0)
+    assert stall({A: seconds(2.5, 2.9, 9)}, *seconds(2, 3)) == Stall(500, 0)
+
+
+def test_what_lasts_beyond_the_next_fault_is_of_this_one() -> None:
+    assert stall({A: seconds(2.5, 9)}, *seconds(2, 4)) == Stall(6_500, 7_000)
+
+
+def test_a_queue_that_never_goes_on_is_said_to_be_so() -> None:
+    assert stall({A: seconds(2, 3, 4, 5), B: seconds(1)}, *seconds(2, 5)) == Stall(3_000, None)
+
+
+def test_unseen_messages_have_a_receipt_and_no_handler_that_ended() -> None:
+    assert unseen(HISTORY) == [(0, 0), (100, 1), (200, 0), (300, 0), (400, 1), (500, 0)]
+
+
+def test_outcomes_are_kept_apart() -> None:
+    report = describe(HISTORY, [], seed=7)
+    assert report["sends"] == {"ok": 4, "fail": 1, "indeterminate": 1}
+    assert report["indeterminate_stored"] == 0
+    assert report["lag_ms_max"] == 111
+    assert report["valid"] is True
+
+
+def test_a_report_says_why_a_history_is_not_valid_and_has_a_picture(tmp_path: Path) -> None:
+    assert write_report(HISTORY, 7, tmp_path)
+    lost = [*SENDS, sent(6, 400, 410, A, 2)]
+    history = History(sends=lost, handlings=HISTORY.handlings, end_us=500 * MS)
+    assert not write_report(history, 8, tmp_path)
+    report = json.loads((tmp_path / "8.json").read_text())
+    assert report["seed"] == 8
+    assert report["valid"] is False
+    assert report["reasons"]["lost"]["count"] == 1
+    assert report["unseen_at_end"] == 1
+    assert (tmp_path / "8.png").stat().st_size > 1_000

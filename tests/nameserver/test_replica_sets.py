@@ -1,0 +1,69 @@
+"""Brokers that are replica sets.
+
+Goal: a route names the broker once and leads to its master, also while another one is elected;
+queues go to brokers, not to their nodes.
+Method: entries written as storage nodes write them, and what the nameserver answers.
+"""
+
+from __future__ import annotations
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+
+from services.runtime.etcd import EtcdSession
+from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker
+from tests.support.waiting import until
+
+
+async def leads_to(nameserver: Replica, broker: str, address: str) -> None:
+    """Wait until the route of `flights` does, and names no broker twice."""
+
+    async def look() -> bool:
+        route = await nameserver.route("flights")
+        assert len({found.broker for found in route.brokers}) == len(route.brokers)
+        return pb.BrokerAddress(broker=broker, address=address) in route.brokers
+
+    await until(look)
+
+
+async def test_a_route_follows_the_master_of_a_broker(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    own = {"replica_set": "broker-a"}
+    await register_broker(etcd, "a-0", "127.0.0.1:10", epoch=4, **own)
+    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=0, leader=False, **own)
+    await leads_to(nameserver, "broker-a", "127.0.0.1:10")
+    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=5, **own)
+    await leads_to(nameserver, "broker-a", "127.0.0.1:11")
+    await register_broker(etcd, "a-0", "127.0.0.1:10", epoch=0, leader=False, **own)
+    await etcd.delete(etcd.key("nodes", "storage", "broker-a"))
+    await leads_to(nameserver, "broker-a", "127.0.0.1:11")
+
+
+async def test_a_broker_whose_master_is_gone_is_not_away(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    own = {"replica_set": "broker-a"}
+    await register_broker(etcd, "a-1", "127.0.0.1:11", epoch=0, leader=False, **own)
+    await etcd.delete(etcd.key("nodes", "storage", "broker-a"))
+    await leads_to(nameserver, "broker-a", "127.0.0.1:11")
+
+
+async def test_queues_go_to_brokers_and_not_to_their_nodes(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    for name in ("b-0", "b-1", "b-2"):
+        leader = name == "b-1"
+        await register_broker(etcd, name, leader=leader, replica_set="broker-b")
+
+    async def listed() -> bool:
+        answer = await nameserver.stub.DescribeCluster(
+            pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
+        )
+        return sum(node.replica_set == "broker-b" for node in answer.nodes) == 3
+
+    await until(listed)
+    created = await nameserver.create("trains", 8)
+    assert {part.broker: part.queue_count for part in created.topic.spread} == {
+        "broker-a": 4,
+        "broker-b": 4,
+    }

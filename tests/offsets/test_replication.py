@@ -1,0 +1,298 @@
+"""A replica set of offsets, its master dead, cut off, slow or back again.
+
+Goal: what was answered is never lost and never goes back, whoever is master (P4); nobody answers
+who may not be the master any more; who lacks something is never elected; copies are alike.
+Method: three real nodes in one process (tests/offsets/replicas.py) with short leases. What a test
+waits for is a state, never a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import replication_service_pb2 as pb2
+
+from batonmq.common.errors import BatonError, Unreachable
+from batonmq.common.rpc import from_rpc_error
+from services.offsets import following
+from services.offsets.codec import encode_key
+from services.offsets.core.calls import QueueKey
+from services.offsets.disk import Entry
+from tests.offsets.replicas import (
+    Replica,
+    ReplicaSet,
+    commit,
+    committed,
+    hold,
+    refusal,
+    replica_set,
+)
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]:
+    name = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
+        yield scene
+
+
+async def three(scene: ReplicaSet) -> Replica:
+    """All three are in sync; the master."""
+    await scene.start("a", "b", "c")
+    master = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    return master
+
+
+def others(scene: ReplicaSet, master: Replica) -> list[str]:
+    return sorted(scene.nodes.keys() - {master.name})
+
+
+async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) -> None:
+    await scene.start("a", "b")
+    registered = [node.session for node in scene.nodes.values()]
+
+    async def both_listed() -> bool:
+        found, _ = await registered[0].get_prefix("nodes/offsets/")
+        return len(found) == 2
+
+    await until(both_listed)
+    assert (await scene.standing()).epoch == 0
+    await scene.start("c")
+    master = await scene.master()
+    assert (await scene.standing()).master == master.name
+
+
+async def test_slaves_hold_the_same_bytes_as_their_master(scene: ReplicaSet) -> None:
+    master = await three(scene)
+    await hold(master, *range(20))
+    for queue_id in range(20):
+        await commit(master, 5 + queue_id, (50, 60), queue_id=queue_id)
+    await scene.alike("a", "b", "c")
+    assert len(master.stored()) > 40
+
+
+async def test_what_was_answered_is_there_after_the_master_died_and_a_slave_was_elected(
+    scene: ReplicaSet,
+) -> None:
+    first = await three(scene)
+    await hold(first, 0)
+    await commit(first, 42, (60, 70))
+    before = await scene.standing()
+    await first.crash()
+    second = await scene.master()
+    assert second is not first
+    assert (await scene.standing()).epoch == before.epoch + 1
+    answer = await second.stub.QueryGroup(pb.QueryGroupRequest(group="readers"), timeout=20)
+    (progress,) = answer.queues
+    assert (progress.committed_offset, progress.acked_count, progress.token) == (42, 10, 1)
+    await commit(second, 80)
+    await scene.start(first.name)
+    await scene.in_sync("a", "b", "c")
+    await scene.alike("a", "b", "c")
+
+
+async def test_an_old_master_gives_up_what_it_answered_to_nobody(scene: ReplicaSet) -> None:
+    first = await three(scene)
+    await hold(first, 0)
+    await commit(first, 10)
+    await scene.alike("a", "b", "c")
+    first.gate.shut |= {"a", "b", "c"}
+    first.session.cut = True  # nor can it let its slaves out of the set
+    before = first.stored()
+    with pytest.raises(Unreachable):
+        await commit(first, 90, timeout_s=0.5)
+    await until(lambda: first.stored() != before)
+    await first.crash()
+    second = await scene.master()
+    assert await committed(second) == 10
+    await commit(second, 20)
+    await scene.start(first.name)
+    await scene.alike("a", "b", "c")
+    assert await committed(second) == 20
+
+
+async def test_a_master_that_lost_etcd_answers_nobody_although_it_is_asked(
+    scene: ReplicaSet,
+) -> None:
+    first = await three(scene)
+    await hold(first, 0)
+    await commit(first, 10)
+    first.session.cut = True
+    answered = 0
+
+    async def refuses() -> bool:
+        nonlocal answered
+        try:
+            await committed(first)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error).reason == "NO_QUORUM"
+        answered += 1
+        return False
+
+    await until(refuses)
+    assert answered, "it answered while its lease was good"
+    others_alive = {name: node for name, node in scene.nodes.items() if node is not first}
+    assert not any([await node.serves() for node in others_alive.values()]), (
+        "it stopped before anybody else could begin"
+    )
+    second = await scene.master()
+    await commit(second, 20)
+    assert isinstance(await refusal(first, 30), BatonError)
+
+
+async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refused(
+    scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await three(scene)
+    await hold(first, 0, 1)
+    for name in others(scene, first):
+        await scene.nodes[name].stop()
+    await scene.in_sync(first.name)
+    over, write = asyncio.Event(), first.disk.write
+
+    async def slow(entries: Sequence[Entry]) -> None:
+        await over.wait()
+        await write(entries)
+
+    monkeypatch.setattr(first.disk, "write", slow)
+    first.session.silent = True
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(refusal(first, 20))
+
+        async def lease_over() -> bool:
+            try:
+                await committed(first, queue_id=1)
+            except grpc.aio.AioRpcError as error:
+                assert from_rpc_error(error).reason in ("NOT_LEADER", "NO_QUORUM")
+                return True
+            return False
+
+        await until(lease_over)
+        over.set()
+    assert isinstance(waiting.result(), Unreachable), "it is on the disk, and will count"
+    await first.crash()
+    await scene.start(first.name)
+    assert await committed(await scene.master()) == 20
+
+
+async def test_a_slow_slave_falls_out_of_the_set_before_anything_is_answered_without_it(
+    scene: ReplicaSet,
+) -> None:
+    master = await three(scene)
+    await hold(master, 0)
+    slow, quick = others(scene, master)
+    master.gate.shut.add(slow)
+    await commit(master, 10)
+    assert (await scene.standing()).in_sync == {master.name, quick}
+    assert scene.nodes[quick].stored() == master.stored()
+    master.gate.shut.clear()
+    await scene.in_sync("a", "b", "c")
+    await scene.alike("a", "b", "c")
+
+
+async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
+    master = await three(scene)
+    await hold(master, 0)
+    master.gate.shut |= {"a", "b", "c"}
+    await commit(master, 10)
+    assert (await scene.standing()).in_sync == {master.name}
+    await master.crash()
+    session = scene.nodes[others(scene, master)[0]].session
+
+    async def vacant() -> bool:
+        return await session.get("elections/offsets/offsets") is None
+
+    await until(vacant)
+    await scene.start(master.name)
+    again = await scene.master()
+    assert again.name == master.name
+    assert await committed(again) == 10
+
+
+async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
+    scene: ReplicaSet, tmp_path: Path
+) -> None:
+    master = await three(scene)
+    await hold(master, 0)
+    await commit(master, 10)
+    await scene.alike("a", "b", "c")
+    lost, kept = others(scene, master)
+    for node in list(scene.nodes.values()):
+        node.session.cut = True  # nobody can let the others out
+    for node in list(scene.nodes.values()):
+        await node.stop()
+    assert (await scene.standing()).in_sync == {"a", "b", "c"}
+    shutil.rmtree(tmp_path / lost)
+    await scene.start(lost, kept)
+    again = await scene.master()
+    assert again.name == kept
+    assert await committed(again) == 10
+    await scene.in_sync(lost, kept)
+    await scene.alike(lost, kept)
+
+
+async def test_the_master_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
+    master = await three(scene)
+    await hold(master, 0)
+    slow, quick = others(scene, master)
+    master.gate.shut.add(slow)
+    await commit(master, 10)
+    answer = await master.replication.DescribeReplicas(pb2.DescribeReplicasRequest(), timeout=20)
+    by_name = {replica.node_id: replica for replica in answer.replicas}
+    assert by_name.keys() == {"a", "b", "c"}
+    assert (answer.replica_set, answer.min_in_sync) == ("offsets", 1)
+    assert answer.confirmed == by_name[master.name].position
+    assert by_name[master.name].master
+    assert (by_name[quick].in_sync, by_name[quick].lag) == (True, 0)
+    assert not by_name[slow].in_sync
+    assert by_name[slow].lag > 0
+    assert by_name[slow].lag_ms >= 1_000
+
+
+async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet) -> None:
+    scene.settings["min_in_sync"] = 2
+    master = await three(scene)
+    await hold(master, 0)
+    await commit(master, 10)
+    for name in others(scene, master):
+        await scene.nodes[name].stop()
+    await scene.in_sync(master.name)
+    error = await refusal(master, 20)
+    assert (error.reason, error.retry.name) == ("NOT_ENOUGH_REPLICAS", "SAME_CALL")
+    assert error.facts == {"in_sync": "1", "limit": "2"}
+    assert await committed(master) == 10
+    await scene.start(others(scene, master)[0])
+    await until(lambda: _taken(master, 20))
+
+
+async def _taken(master: Replica, offset: int) -> bool:
+    try:
+        await commit(master, offset)
+    except BatonError as error:
+        assert error.reason == "NOT_ENOUGH_REPLICAS"
+        return False
+    return True
+
+
+async def test_a_slave_that_holds_something_else_finds_out_and_begins_anew(
+    scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "SYNC_ALL_FIRST_MS", 0)
+    monkeypatch.setattr(following, "SYNC_ALL_MS", 200)
+    master = await three(scene)
+    await hold(master, 0, 1)
+    await commit(master, 10)
+    await scene.alike("a", "b", "c")
+    slave = scene.nodes[others(scene, master)[0]]
+    key = encode_key(QueueKey("readers", "news", "broker-a", 0))
+    slave.disk.write_now([(key, b"rotten"), (b"weed", b"nobody wrote that")])
+    await scene.alike("a", "b", "c")

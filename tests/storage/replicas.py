@@ -1,0 +1,310 @@
+"""A storage replica set in one process: real folders, a real etcd, real gRPC between the nodes.
+
+A node can be cut off from etcd, its slaves can be kept waiting, and it can end without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import query_service_pb2_grpc as query_grpc
+from baton.storage.v1 import replication_service_pb2 as replication_pb
+from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
+from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+
+from batonmq.channels import OPTIONS, connect
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.core.records import decode_records, read_header
+from services.runtime.etcd import EtcdSession
+from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.process import Runtime
+from services.runtime.replicas import Standing, decode
+from services.storage.app import build
+from services.storage.config import StorageSettings
+from tests.offsets.replicas import LEASE_MS, NOT_MASTER, TIMEOUT_S, Gate, Session
+from tests.storage.batches import TOPIC, TOPIC_ID
+from tests.storage.running import WATERMARKS
+from tests.support.waiting import until
+
+BROKER = "broker-a"
+SEGMENT_BYTES = 64 * 1024
+
+
+def queue(queue_id: int) -> queue_pb2.Queue:
+    """A queue of the set's one topic."""
+    return queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+
+
+@dataclass
+class Replica:
+    """A node that runs."""
+
+    name: str
+    folder: Path
+    session: Session
+    stub: pb_grpc.StorageServiceAsyncStub
+    queries: query_grpc.QueryServiceAsyncStub
+    scheduling: schedule_grpc.ScheduleServiceAsyncStub
+    replication: replication_grpc.ReplicationServiceAsyncStub
+    gate: Gate
+    stopping: asyncio.Event
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serves(self) -> bool:
+        """Whether it is the master, and answers."""
+        try:
+            request = pb.QueryOffsetsRequest(queues=[queue(7)])
+            await self.stub.QueryOffsets(request, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            assert from_rpc_error(error).reason in NOT_MASTER, error
+            return False
+        return True
+
+    async def crash(self) -> None:
+        """End without another word to etcd: the leases run out by themselves."""
+        self.session.cut = True
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End in good order."""
+        self.stopping.set()
+        await self.ended.wait()
+
+    async def append(
+        self,
+        *batches: bytes,
+        durability: pb.Durability.ValueType = pb.DURABILITY_UNSPECIFIED,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[pb.AppendReceipt]:
+        """Receipts.
+
+        Raises:
+            BatonError: the first item error, or why there is no answer.
+        """
+        request = pb.AppendRequest(batches=batches, durability=durability)
+        try:
+            answer = await self.stub.Append(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        for outcome in answer.outcomes:
+            if outcome.HasField("error"):
+                raise error_from_pb(outcome.error)
+        return [outcome.receipt for outcome in answer.outcomes]
+
+    async def refusal(self, *batches: bytes, **options: Any) -> BatonError:
+        """Why it does not take these."""
+        try:
+            await self.append(*batches, **options)
+        except BatonError as error:
+            return error
+        raise AssertionError("they were taken")
+
+    async def read(
+        self, queue_id: int = 0, offset: int = 0, timeout_s: float = TIMEOUT_S
+    ) -> query_pb.ReadResponse:
+        """What it shows of a queue."""
+        request = query_pb.ReadRequest(queue=queue(queue_id), offset=offset)
+        try:
+            return await self.queries.Read(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def bodies(self, queue_id: int = 0) -> list[bytes]:
+        """Everything it shows of a queue."""
+        found: list[bytes] = []
+        offset = 0
+        while True:
+            answer = await self.read(queue_id, offset)
+            if answer.next_offset == offset:
+                return found
+            for batch in answer.batches:
+                header = read_header(batch)
+                found += [
+                    record.body for record in decode_records(batch, header, range(header.count))
+                ]
+            offset = answer.next_offset
+
+    async def describe(self) -> pb.DescribeResponse:
+        """What it says of itself, master or not."""
+        return await self.stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
+
+    async def replicas(self) -> replication_pb.DescribeReplicasResponse:
+        """What it says of the set, as the master."""
+        request = replication_pb.DescribeReplicasRequest()
+        return await self.replication.DescribeReplicas(request, timeout=TIMEOUT_S)
+
+    def log(self) -> dict[str, bytes]:
+        """The files of its log in which something is written."""
+        folder = self.folder / "log"
+        paths = folder.iterdir() if folder.exists() else ()
+        found = {path.name: path.read_bytes() for path in paths}
+        return {name: content for name, content in found.items() if any(content)}
+
+
+class Scene:
+    """Some nodes of one set, by name."""
+
+    def __init__(self, endpoint: str, cluster: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
+        self.endpoint, self.cluster, self.folder, self._tasks = endpoint, cluster, folder, tasks
+        self.nodes: dict[str, Replica] = {}
+        self.members: tuple[str, ...] = ("a", "b", "c")
+        self.settings: dict[str, Any] = {}
+
+    async def start(self, *names: str, **settings: Any) -> list[Replica]:
+        """Start nodes of the set."""
+        for name in names:
+            started: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+            chosen: dict[str, Any] = {
+                "segment_bytes": SEGMENT_BYTES,
+                "replica_lag_ms_max": 1_000,
+                "replicas": ",".join(self.members),
+            }
+            chosen |= WATERMARKS | self.settings | settings
+            own = StorageSettings(
+                node_id=name,
+                broker=BROKER,
+                data_dir=self.folder / name,
+                cluster=self.cluster,
+                etcd=self.endpoint,
+                master_lease_ms=LEASE_MS,
+                node_lease_ms=LEASE_MS,
+                **chosen,
+            )
+            self._tasks.create_task(_run(own, started))
+            self.nodes[name] = await started
+        return [self.nodes[name] for name in names]
+
+    async def put_topic(self) -> None:
+        """Write the topic as the nameserver does."""
+        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
+            spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
+            topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+            await session.put(session.key("topics", TOPIC), topic.SerializeToString())
+
+    async def master(self) -> Replica:
+        """The one that serves, once there is one."""
+        found: list[Replica] = []
+
+        async def look() -> bool:
+            for node in list(self.nodes.values()):
+                if not node.ended.is_set() and await node.serves():
+                    found.append(node)
+                    return True
+            return False
+
+        await until(look)
+        return found[0]
+
+    async def standing(self) -> Standing:
+        """The set as etcd has it."""
+        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
+            return decode(await session.get(f"replicas/storage/{BROKER}"))
+
+    async def vacant(self) -> None:
+        """Wait until the last master's lease has run out, and nobody has been elected."""
+
+        async def look() -> bool:
+            return not await self.led()
+
+        await until(look)
+
+    async def led(self) -> bool:
+        """Whether somebody is elected, by etcd."""
+        async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
+            return await session.get(session.key("elections", "storage", BROKER)) is not None
+
+    async def in_sync(self, *names: str) -> None:
+        """Wait until exactly these are in sync."""
+
+        async def look() -> bool:
+            return (await self.standing()).in_sync == set(names)
+
+        await until(look)
+
+    async def alike(self, *names: str) -> None:
+        """Wait until these hold the same bytes."""
+        first, *others = [self.nodes[name] for name in names or self.nodes]
+        await until(lambda: all(first.log() == other.log() for other in others))
+
+    async def stop(self) -> None:
+        """End all."""
+        for node in self.nodes.values():
+            await node.stop()
+
+
+@asynccontextmanager
+async def replica_set(endpoint: str, cluster: str, folder: Path) -> AsyncIterator[Scene]:
+    """A scene with a topic, and no node yet."""
+    async with asyncio.TaskGroup() as tasks:
+        scene = Scene(endpoint, cluster, folder, tasks)
+        await scene.put_topic()
+        try:
+            yield scene
+        finally:
+            await scene.stop()
+
+
+async def _run(settings: StorageSettings, started: asyncio.Future[Replica]) -> None:
+    gate, stopping, ended = Gate(), asyncio.Event(), asyncio.Event()
+    try:
+        async with Session(settings.etcd, settings.cluster, Clock()) as session:
+            runtime = Runtime("storage", settings, session)
+            async with build(settings, runtime) as app:
+                edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held)
+                server = grpc.aio.server(interceptors=[edge, gate], options=OPTIONS)
+                for add in app.servicers.values():
+                    add(server)
+                address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+                runtime.bound(address, "")
+                await server.start()
+                async with connect(address) as channel, asyncio.TaskGroup() as tasks:
+                    loops: list[Callable[[], Any]] = [
+                        *app.loops,
+                        runtime.nodes.run,
+                        runtime.keep_registered,
+                    ]
+                    running = [tasks.create_task(loop()) for loop in loops]
+                    started.set_result(
+                        Replica(
+                            settings.node_id,
+                            settings.data_dir,
+                            session,
+                            pb_grpc.StorageServiceStub(channel),
+                            query_grpc.QueryServiceStub(channel),
+                            schedule_grpc.ScheduleServiceStub(channel),
+                            replication_grpc.ReplicationServiceStub(channel),
+                            gate,
+                            stopping,
+                            ended,
+                        )
+                    )
+                    await stopping.wait()
+                    if not session.cut:  # as the runtime does
+                        app.leave()
+                        edge.drain()
+                        await runtime.unregister()
+                        await server.stop(settings.shutdown_grace_ms / 1000)
+                        await app.drain()
+                    await server.stop(None)
+                    await runtime.unregister()
+                    for task in running:
+                        task.cancel()
+    except Exception as error:
+        if not started.done():
+            started.set_exception(error)
+        raise
+    finally:
+        ended.set()

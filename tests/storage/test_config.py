@@ -1,0 +1,48 @@
+"""Goal: settings of a storage node that can't be meant are refused; a node alone is its own broker.
+
+Method: settings made by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.storage.config import StorageSettings
+
+
+def settings(**fields: Any) -> StorageSettings:
+    return StorageSettings(**({"node_id": "a-0"} | fields))
+
+
+def test_a_node_alone_is_the_broker_of_its_name() -> None:
+    alone = settings()
+    assert (alone.broker_name, alone.members) == ("a-0", frozenset({"a-0"}))
+
+
+def test_nodes_of_a_set_share_a_broker() -> None:
+    one = settings(broker="broker-a", replicas="a-0,a-1", min_in_sync=2)
+    assert (one.broker_name, one.members) == ("broker-a", frozenset({"a-0", "a-1"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"replicas": "a-1,a-2"}, "but not a-0"),
+        ({"replicas": "a-0,a-1", "min_in_sync": 3}, "there are 2 replicas"),
+        ({"min_in_sync": 2}, "there are 1 replicas"),
+        ({"replicas": "a-0,,a-1"}, "pattern"),
+        ({"replicas": "a-0,b,c,d,e,f"}, "pattern"),
+        ({"broker": "No Name"}, "pattern"),
+    ],
+)
+def test_what_cant_be_meant_is_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        settings(**fields)
+
+
+def test_readers_leave_the_master_by_default_beyond_what_fits_into_memory() -> None:
+    assert settings(memory_window_bytes=7).memory_window == 7
+    assert settings().memory_window > 1 << 24

@@ -1,0 +1,136 @@
+"""Which epoch wrote which part of a log, and what that tells about two logs.
+
+Goal: the common point of two logs is never past the first byte in which they differ, and not
+before it as far as histories can tell; the file says if it is damaged.
+Method: Hypothesis writes logs by masters that come and go, each on the copy it has; a log is a
+string of the epochs that wrote its bytes, so that the truth can be looked up.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batonmq.common.errors import DataLoss
+from services.runtime.position import NOWHERE, Position
+from services.storage.core.epochs import (
+    CRC,
+    History,
+    common_point,
+    decode,
+    encode,
+    read_history,
+)
+
+NODES = 3
+
+
+class Log:
+    """A log of which every byte is the number of the epoch that wrote it."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.history = History()
+
+    @property
+    def end(self) -> int:
+        return len(self.written)
+
+    def lead(self, epoch: int, count: int) -> None:
+        self.history = self.history.began(epoch, self.end)
+        self.written += [epoch] * count
+
+    def follow(self, master: Log, count: int) -> None:
+        """What a slave does: cut, take the history over as far as it reaches, then copy."""
+        point = common_point(master.history, master.end, self.history, self.end)
+        if point < self.end:
+            del self.written[point:]
+            self.history = self.history.until(point)
+        for _ in range(count):
+            self.history = master.history.until(self.end)
+            self.written += master.written[self.end : self.end + 1]
+        self.history = master.history.until(self.end)
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[Log]:
+    """Nodes after some masterships; nobody asks who may be elected."""
+    nodes = [Log() for _ in range(NODES)]
+    for epoch in range(1, draw(st.integers(1, 6)) + 1):
+        master = nodes[draw(st.integers(0, NODES - 1))]
+        master.lead(epoch, draw(st.integers(0, 4)))
+        for slave in nodes:
+            if slave is not master and draw(st.booleans()):
+                slave.follow(master, draw(st.integers(0, 9)))
+    return nodes
+
+
+def truth(one: Log, other: Log) -> int:
+    pairs = zip(one.written, other.written, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+@given(logs())
+def test_the_common_point_is_where_two_logs_part(nodes: list[Log]) -> None:
+    for one in nodes:
+        for other in nodes:
+            point = common_point(one.history, one.end, other.history, other.end)
+            assert point == truth(one, other)
+
+
+@given(logs())
+def test_a_history_says_who_wrote_each_byte(nodes: list[Log]) -> None:
+    for log in nodes:
+        found = [log.history.epoch_at(position) for position in range(log.end)]
+        assert found == log.written
+
+
+@given(logs())
+def test_a_history_comes_back_from_its_file(nodes: list[Log]) -> None:
+    for log in nodes:
+        assert decode(encode(log.history)) == log.history
+        assert read_history(log.history.starts) == log.history
+
+
+@given(st.lists(st.tuples(st.integers(-5, 50), st.integers(-5, 50)), max_size=4))
+def test_only_what_rises_is_a_history(starts: list[tuple[int, int]]) -> None:
+    epochs, positions = [epoch for epoch, _ in starts], [position for _, position in starts]
+    rises = all(sorted(set(column)) == column for column in (epochs, positions))
+    if rises and all(epoch > 0 and position >= 0 for epoch, position in starts):
+        assert read_history(starts).starts == tuple(starts)
+    else:
+        with pytest.raises(DataLoss):
+            read_history(starts)
+
+
+def test_an_epoch_that_wrote_nothing_is_forgotten() -> None:
+    history = History().began(1, 0).began(4, 100).began(7, 100)
+    assert history.starts == ((1, 0), (7, 100))
+
+
+def test_who_has_all_before_an_epoch_has_the_epoch() -> None:
+    history = History(((1, 0), (7, 100)))
+    assert history.until(99).position(99) == Position(1, 99)
+    assert history.until(100).position(100) == Position(7, 100)
+
+
+def test_who_has_lost_something_has_no_position() -> None:
+    assert decode(encode(History(((1, 0),), damaged=True))).position(100) == NOWHERE
+
+
+def test_every_flipped_bit_of_the_file_is_found() -> None:
+    raw = encode(History(((1, 0), (7, 100))))
+    for bit in range(8 * len(raw)):
+        spoilt = bytearray(raw)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DataLoss):
+            decode(bytes(spoilt))
+    with pytest.raises(DataLoss):
+        decode(raw[: -CRC.size])
+
+
+def test_no_file_is_an_empty_history() -> None:
+    assert decode(b"") == History()

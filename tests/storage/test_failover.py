@@ -1,0 +1,69 @@
+"""A producer that goes on sending while the master of its broker dies.
+
+Goal: every receipt is true whoever is master afterwards, every message is stored once and in order,
+and the producer finds the next master by itself.
+Method: the real producer, a real nameserver, and a storage replica set (tests/storage/replicas.py)
+whose master is ended without a word in the middle of it, twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+
+from batonmq.core.route import QueueId
+from batonmq.producer import Producer
+from batonmq.producing.receipts import Receipt
+from batonmq.producing.settings import Durability, ProducerSettings
+from tests.nameserver.replica import replica
+from tests.storage.batches import TOPIC
+from tests.storage.replicas import BROKER, replica_set
+from tests.support.waiting import until
+
+
+async def test_a_producer_sees_nothing_of_a_failover_but_a_pause(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    cluster = f"test-{secrets.token_hex(8)}"
+    receipts: list[Receipt] = []
+    stopping = asyncio.Event()
+    settings = ProducerSettings(durability=Durability.REPLICATED)
+    async with (
+        replica_set(etcd_endpoint, cluster, tmp_path) as scene,
+        replica(etcd_endpoint, cluster) as nameserver,
+    ):
+        await scene.start("a", "b", "c")
+        await scene.in_sync("a", "b", "c")
+        async with Producer(nameserver.address, settings) as producer, asyncio.TaskGroup() as tasks:
+
+            async def send() -> None:
+                while not stopping.is_set():
+                    body = b"%d" % len(receipts)
+                    receipts.append(
+                        await producer.send(TOPIC, body, queue=QueueId(TOPIC, BROKER, 0))
+                    )
+
+            tasks.create_task(send())
+            for _ in range(2):
+                master, before = await scene.master(), len(receipts)
+                await _more(receipts, before + 20)
+                await master.crash()
+                before = len(receipts)
+                await _more(receipts, before + 20)
+                await scene.start(master.name)
+                await scene.in_sync("a", "b", "c")
+            stopping.set()
+        last = await scene.master()
+        stored = await last.bodies()
+        await scene.alike()
+    assert stored == [b"%d" % number for number in range(len(receipts))]
+    assert [receipt.offset for receipt in receipts] == list(range(len(receipts)))
+    assert {receipt.durability for receipt in receipts} <= {
+        Durability.REPLICATED,
+        Durability.FSYNCED,
+    }
+
+
+async def _more(receipts: list[Receipt], count: int) -> None:
+    await until(lambda: len(receipts) >= count)

@@ -1,0 +1,126 @@
+"""A replica set under random faults.
+
+Goal: whatever dies, is cut off, kept waiting, stopped or damaged, and in whatever order: a message
+with a receipt is there, once, at the offset of the receipt and in its order; in the end all copies
+are alike.
+Method: writers that repeat each message until it has a receipt, at any node that takes it, while a
+seeded monkey does its worst to three real nodes in one process (tests/storage/replicas.py). A node
+is damaged only while another one has everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from batonmq.common.errors import BatonError
+from tests.storage.batches import batch
+from tests.storage.replicas import Replica, Scene, replica_set
+
+pytestmark = pytest.mark.e2e
+
+WRITERS, FAULTS = 3, 5
+MINE = {"SEQUENCE_GAP", "DUPLICATE_SEQUENCE", "PRODUCER_FENCED", "DATA_LOSS", "INTERNAL"}
+"""Refusals that no fault may bring about."""
+
+
+class Story:
+    """What happens to one set."""
+
+    def __init__(self, scene: Scene, random: Random) -> None:
+        self.scene, self.random = scene, random
+        self.acked = [0] * WRITERS
+        self.over = asyncio.Event()
+
+    async def write(self, queue_id: int) -> None:
+        """One message after the other, each until it has a receipt."""
+        while not self.over.is_set():
+            number = self.acked[queue_id]
+            body = b"%d" % number
+            padding = bytes(self.random.randrange(2_000))
+            one = batch(
+                body + b" " + padding,
+                queue_id=queue_id,
+                producer=(1 + queue_id, 1),
+                sequence=number,
+            )
+            if await self._stored(one, number):
+                self.acked[queue_id] += 1
+
+    async def _stored(self, one: bytes, number: int) -> bool:
+        while not self.over.is_set():
+            for node in self.alive():
+                if node.stopping.is_set():  # since
+                    continue
+                try:
+                    (receipt,) = await node.append(one, timeout_s=1)
+                except BatonError as error:
+                    assert error.reason not in MINE, error
+                else:
+                    assert receipt.first_offset == number
+                    return True
+            await asyncio.sleep(0.02)
+        return False
+
+    async def harm(self) -> None:
+        """Some faults, one after the other."""
+        for _ in range(FAULTS):
+            await asyncio.sleep(self.random.uniform(0.2, 1.5))
+            node = self.random.choice(self.alive())
+            fault = self.random.choice(("crash", "stop", "rot", "hold", "cut"))
+            if fault == "hold":
+                await self._hold(set(self.random.sample("abc", 2)))
+            elif fault == "cut":
+                node.session.cut = True
+                await asyncio.sleep(self.random.uniform(0.2, 3))
+                node.session.cut = False
+            else:
+                await (node.stop() if fault == "stop" else node.crash())
+                if fault == "rot" and (await self.scene.standing()).in_sync - {node.name}:
+                    self._rot(node)
+                await asyncio.sleep(self.random.uniform(0, 2))
+                await self.scene.start(node.name)
+        self.over.set()
+
+    def alive(self) -> list[Replica]:
+        return [node for node in self.scene.nodes.values() if not node.stopping.is_set()]
+
+    async def _hold(self, slaves: set[str]) -> None:
+        for node in self.alive():
+            node.gate.shut |= slaves
+        await asyncio.sleep(self.random.uniform(0.2, 2))
+        for node in self.alive():
+            node.gate.shut.clear()
+
+    def _rot(self, node: Replica) -> None:
+        path = self.random.choice(sorted((node.folder / "log").iterdir()))
+        content = bytearray(path.read_bytes())
+        content[self.random.randrange(len(content))] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_what_has_a_receipt_is_there_once_and_in_order(
+    etcd_endpoint: str, tmp_path: Path, seed: int
+) -> None:
+    async with replica_set(etcd_endpoint, secrets.token_hex(8), tmp_path) as scene:
+        random = Random(seed)
+        scene.settings |= {"min_in_sync": random.choice((1, 2)), "segment_bytes": 32 * 1024}
+        await scene.start("a", "b", "c")
+        story = Story(scene, random)
+        async with asyncio.TaskGroup() as tasks:
+            for queue_id in range(WRITERS):
+                tasks.create_task(story.write(queue_id))
+            tasks.create_task(story.harm())
+        await scene.in_sync("a", "b", "c")
+        await scene.alike()
+        master = await scene.master()
+        for queue_id, count in enumerate(story.acked):
+            found = [body.split()[0] for body in await master.bodies(queue_id)]
+            assert count > 0
+            assert found[:count] == [b"%d" % number for number in range(count)]
+            assert len(found) <= count + 1, "the last one may be there without a receipt"

@@ -1,0 +1,561 @@
+"""A replica set of storage, its master dead, cut off, slow or back again.
+
+Goal: no message that was answered for is lost, whoever is master; receipts say no more than is
+true; copies are alike byte for byte; who lacks something is never elected, and repairs itself.
+Method: three real nodes in one process (tests/storage/replicas.py) with short leases. What a test
+waits for is a state, never a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from baton.storage.v1 import replication_service_pb2 as replication_pb
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import from_rpc_error
+from services.runtime.election import Candidacy
+from services.runtime.replicas import ReplicaSet
+from services.storage import scrub
+from services.storage.copies import Copy
+from services.storage.core.epochs import decode
+from services.storage.following import Following
+from services.storage.role import Role
+from tests.storage.batches import batch
+from tests.storage.replicas import BROKER, Replica, Scene, replica_set
+from tests.support.waiting import until
+
+PRODUCER = (77, 1)
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
+    name = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
+        yield scene
+
+
+async def three(scene: Scene) -> Replica:
+    """All three are in sync; the master."""
+    await scene.start("a", "b", "c")
+    master = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    return master
+
+
+def others(scene: Scene, master: Replica) -> list[str]:
+    return sorted(scene.nodes.keys() - {master.name})
+
+
+def numbered(first: int, count: int, queue_id: int = 0) -> list[bytes]:
+    """Batches of one message each, with their numbers as bodies."""
+    return [
+        batch(b"%d" % number, queue_id=queue_id, producer=PRODUCER, sequence=number)
+        for number in range(first, first + count)
+    ]
+
+
+async def test_an_empty_set_gets_in_sync_before_anything_is_written(scene: Scene) -> None:
+    master = await three(scene)
+    assert await master.bodies() == []
+
+
+async def test_slaves_hold_the_same_bytes_as_their_master(scene: Scene) -> None:
+    master = await three(scene)
+    for queue_id in range(8):
+        await master.append(*(batch(bytes(3_000), queue_id=queue_id) for _ in range(10)))
+    await scene.alike()
+    assert len(master.log()) > 3, "the log has several segments"
+
+
+async def test_a_receipt_says_replicated_only_if_it_is_true(scene: Scene) -> None:
+    master = await three(scene)
+    (receipt,) = await master.append(batch(b"a"))
+    assert receipt.durability == pb.DURABILITY_REPLICATED
+    (receipt,) = await master.append(batch(b"b"), durability=pb.DURABILITY_REPLICATED)
+    assert receipt.durability == pb.DURABILITY_REPLICATED
+    (receipt,) = await master.append(batch(b"c"), durability=pb.DURABILITY_MEMORY)
+    assert receipt.durability == pb.DURABILITY_MEMORY
+    for name in others(scene, master):
+        await scene.nodes[name].stop()
+    await scene.in_sync(master.name)
+    (receipt,) = await master.append(batch(b"d"))
+    assert receipt.durability == pb.DURABILITY_FSYNCED
+    error = await master.refusal(batch(b"e"), durability=pb.DURABILITY_REPLICATED)
+    assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
+    assert await master.bodies() == [b"a", b"b", b"c", b"d"], "what is refused is not written"
+
+
+async def test_with_too_few_in_sync_nothing_is_written(scene: Scene) -> None:
+    scene.settings["min_in_sync"] = 2
+    master = await three(scene)
+    await master.append(*numbered(0, 1))
+    for name in others(scene, master):
+        await scene.nodes[name].stop()
+    await scene.in_sync(master.name)
+    error = await master.refusal(*numbered(1, 1))
+    assert error.reason == "NOT_ENOUGH_REPLICAS"
+    assert await master.bodies() == [b"0"]
+    (again,) = await scene.start(others(scene, master)[0])
+    await scene.in_sync(master.name, again.name)
+    (receipt,) = await master.append(*numbered(1, 1))
+    assert receipt.durability == pb.DURABILITY_REPLICATED
+
+
+async def test_nothing_answered_is_lost_when_the_master_dies(scene: Scene) -> None:
+    first = await three(scene)
+    receipts = await first.append(*numbered(0, 50))
+    before = await scene.standing()
+    await first.crash()
+    second = await scene.master()
+    assert second is not first
+    assert (await scene.standing()).epoch == before.epoch + 1
+    assert await second.bodies() == [b"%d" % number for number in range(50)]
+    (repeated,) = await second.append(*numbered(49, 1))
+    assert (repeated.duplicate, repeated.first_offset) == (True, 49)
+    assert repeated.position == receipts[49].position
+    (next_one,) = await second.append(*numbered(50, 1))
+    assert (next_one.duplicate, next_one.first_offset) == (False, 50)
+    await scene.start(first.name)
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+
+
+async def test_an_old_master_cuts_off_what_it_answered_to_nobody(scene: Scene) -> None:
+    first = await three(scene)
+    await first.append(*numbered(0, 5))
+    await scene.alike()
+    first.gate.shut |= {"a", "b", "c"}
+    first.session.cut = True  # nor can it let its slaves out of the set
+    before = (await first.describe()).next_position
+    error = await first.refusal(batch(b"nobody knows of it"), timeout_s=0.5)
+    assert error.reason == "UNREACHABLE"
+    assert (await first.describe()).next_position > before
+    await first.crash()
+    second = await scene.master()
+    assert await second.bodies() == [b"%d" % number for number in range(5)]
+    await second.append(*numbered(5, 20))
+    await scene.start(first.name)
+    await scene.alike()
+    assert await second.bodies() == [b"%d" % number for number in range(25)]
+
+
+async def test_what_is_not_in_the_whole_set_is_not_shown(scene: Scene) -> None:
+    master = await three(scene)
+    await master.append(*numbered(0, 1))
+    late = scene.nodes[others(scene, master)[0]]
+    master.gate.shut.add(late.name)
+    error = await master.refusal(*numbered(1, 1), timeout_s=0.3)
+    assert error.reason == "UNREACHABLE"
+    described = await master.describe()
+    assert described.synced_position == described.next_position
+    assert await master.bodies() == [b"0"]
+    master.gate.shut.clear()
+
+    async def shown() -> bool:
+        return await master.bodies() == [b"0", b"1"]
+
+    await until(shown)
+
+
+async def test_a_slow_slave_leaves_the_set_and_comes_back(scene: Scene) -> None:
+    master = await three(scene)
+    slow, fast = others(scene, master)
+    master.gate.shut.add(slow)
+    await master.append(*numbered(0, 100))
+    await scene.in_sync(master.name, fast)
+    lags = {one.node_id: one for one in (await master.replicas()).replicas}
+    assert lags[slow].lag > 0
+    assert not lags[slow].in_sync
+    assert lags[fast].lag == 0
+    master.gate.shut.clear()
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+
+
+async def test_a_slave_catches_up_while_the_master_is_written_to(scene: Scene) -> None:
+    scene.settings["replica_lag_ms_max"] = 500
+    master = await three(scene)
+    late = scene.nodes[others(scene, master)[0]]
+    await late.stop()
+    await scene.in_sync(*(name for name in scene.nodes if name != late.name))
+    for number in range(100):
+        await master.append(batch(bytes(20_000), queue_id=number % 7))
+    (late,) = await scene.start(late.name)
+    while (await scene.standing()).in_sync != {"a", "b", "c"}:
+        await master.append(batch(bytes(100)))
+    await scene.alike()
+
+
+async def test_a_node_with_nothing_begins_where_the_masters_log_does(scene: Scene) -> None:
+    """Retention has removed the rest. Offsets go on where they were, also of an empty queue."""
+    scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
+    master = await three(scene)
+    late = scene.nodes[others(scene, master)[0]]
+    await late.stop()
+    await scene.in_sync(*(name for name in scene.nodes if name != late.name))
+    await master.append(*numbered(0, 7, queue_id=3))
+    for _ in range(40):
+        await master.append(batch(bytes(20_000)), batch(bytes(20_000), queue_id=1))
+
+    async def removed() -> bool:
+        return (await master.describe()).first_position > 0
+
+    await until(removed)
+    (late,) = await scene.start(late.name)
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+    for name in others(scene, late):
+        await scene.nodes[name].crash()
+    await until(late.serves)
+    assert (await late.read(3, 7)).queue_next_offset == 7
+    (receipt,) = await late.append(batch(b"next", queue_id=3))
+    assert receipt.first_offset == 7
+
+
+async def test_a_slave_that_was_stopped_goes_on_from_its_checkpoint(scene: Scene) -> None:
+    master = await three(scene)
+    await master.append(*numbered(0, 300))
+    slave = scene.nodes[others(scene, master)[0]]
+    await scene.alike()
+    await slave.stop()
+    await master.append(*numbered(300, 10))
+    await scene.start(slave.name)
+    await scene.in_sync("a", "b", "c")
+    await master.crash()
+    second = await scene.master()
+    assert await second.bodies() == [b"%d" % number for number in range(310)]
+
+
+@pytest.mark.parametrize("part", ["log", "epochs"])
+async def test_a_damaged_copy_repairs_itself_from_the_others(scene: Scene, part: str) -> None:
+    master = await three(scene)
+    receipts = await master.append(*numbered(0, 50))
+    slave = scene.nodes[others(scene, master)[0]]
+    await scene.alike()
+    await slave.stop()
+    path = slave.folder / "epochs" if part == "epochs" else min((slave.folder / "log").iterdir())
+    content = bytearray(path.read_bytes())
+    content[receipts[20].position + 100 if part == "log" else 12] ^= 1
+    path.write_bytes(content)
+    (slave,) = await scene.start(slave.name)
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+    await master.append(*numbered(50, 1))
+    await master.crash()
+    second = await scene.master()
+    assert await second.bodies() == [b"%d" % number for number in range(51)]
+
+
+async def test_a_master_that_ends_in_good_order_lets_nobody_out_of_the_set(scene: Scene) -> None:
+    """While it ends no slave can ask it: if it waited for them meanwhile, it would be alone."""
+    master = await three(scene)
+    slaves = others(scene, master)
+    before = (await master.describe()).next_position
+    master.gate.shut |= set(slaves)
+    async with asyncio.TaskGroup() as tasks:
+        refused = tasks.create_task(master.refusal(*numbered(0, 1)))
+
+        async def written() -> bool:
+            return (await master.describe()).next_position > before
+
+        await until(written)
+        await master.stop()
+    assert refused.result().reason == "NOT_SERVING"
+    assert (await scene.master()).name in slaves
+    await scene.in_sync(*slaves)
+
+
+async def test_who_has_lost_something_is_not_elected(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though etcd says that it is in sync: it dies with the others, and comes back first."""
+    master = await three(scene)
+    receipts = await master.append(*numbered(0, 50))
+    await scene.alike()
+    damaged, good = (scene.nodes[name] for name in others(scene, master))
+    for node in (master, damaged, good):
+        node.session.cut = True
+    for node in (master, damaged, good):
+        await node.crash()
+    before = await scene.standing()
+    assert before.in_sync == {"a", "b", "c"}
+    rot(damaged, receipts[20].position)
+    refused: list[str] = []
+    stand = ReplicaSet.stand
+
+    async def counted(self: ReplicaSet) -> Candidacy | None:
+        candidacy = await stand(self)
+        if candidacy is None:
+            refused.append(damaged.name)
+        return candidacy
+
+    monkeypatch.setattr(ReplicaSet, "stand", counted)
+    (damaged,) = await scene.start(damaged.name)
+    await until(lambda: len(refused) >= 3)
+    await scene.vacant()
+    asked = len(refused)
+    await until(lambda: len(refused) >= asked + 3)
+    assert await scene.standing() == before
+    await scene.start(good.name)
+    assert (await scene.master()).name == good.name
+    assert (await scene.standing()).epoch == before.epoch + 1
+    await scene.in_sync(damaged.name, good.name)
+    await scene.alike(damaged.name, good.name)
+    assert await scene.nodes[good.name].bodies() == [b"%d" % number for number in range(50)]
+
+
+async def test_who_loses_something_while_it_is_elected_gives_way(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scrub may find damage between its look at itself and the election."""
+    roles: list[Role] = []
+    begin, stand = Role.begin, ReplicaSet.stand
+    armed = asyncio.Event()
+    hit: list[ReplicaSet] = []
+
+    def noted(self: Role, copy: Copy, following: Following) -> None:
+        begin(self, copy, following)
+        roles.append(self)
+
+    async def damaged_meanwhile(self: ReplicaSet) -> Candidacy | None:
+        candidacy = await stand(self)
+        if candidacy is None or not armed.is_set():
+            return candidacy
+        if await scene.led():
+            return candidacy  # the try is in vain
+        if not hit:
+            hit.append(self)
+            (copy,) = [role.copy for role in roles if role.member.set is self]
+            async with copy.writing:
+                await copy.cut(receipts[20].position, damaged=True)
+        elif hit[0] is not self and (await self.read()).epoch == before.epoch:
+            return None  # the other one wins
+        return candidacy
+
+    monkeypatch.setattr(Role, "begin", noted)
+    monkeypatch.setattr(ReplicaSet, "stand", damaged_meanwhile)
+    master = await three(scene)
+    receipts = await master.append(*numbered(0, 50))
+    await scene.alike()
+    before = await scene.standing()
+    armed.set()
+    await master.crash()
+    second = await scene.master()
+    assert await second.bodies() == [b"%d" % number for number in range(50)]
+    assert (await scene.standing()).epoch == before.epoch + 2
+    await scene.in_sync(*others(scene, master))
+    await scene.alike(*others(scene, master))
+
+
+async def test_a_slave_claims_no_epoch_before_which_it_lacks_something(scene: Scene) -> None:
+    """Or it could be elected as one that has all of it."""
+    first = await three(scene)
+    late = scene.nodes[others(scene, first)[0]]
+    await late.stop()
+    await scene.in_sync(*(name for name in scene.nodes if name != late.name))
+    for _ in range(100):
+        await first.append(batch(bytes(20_000)))
+    await first.crash()
+    second = await scene.master()
+    begin = decode((second.folder / "epochs").read_bytes()).starts[-1][1]
+    (late,) = await scene.start(late.name)
+    behind = 0
+    while (end := (await late.describe()).next_position) < begin:
+        history = decode((late.folder / "epochs").read_bytes())
+        assert history.starts[-1][1] <= (await late.describe()).next_position
+        behind += end > 0
+    assert behind, "it was seen on its way"
+    await scene.in_sync(second.name, late.name)
+
+
+async def test_a_slave_refuses_what_only_the_master_may_do(scene: Scene) -> None:
+    master = await three(scene)
+    slave = scene.nodes[others(scene, master)[0]]
+    error = await slave.refusal(batch(b"a"))
+    assert error.reason == "NOT_LEADER"
+    assert not await slave.serves()
+    item = schedule_pb.ScheduleItem(batch=batch(b"a"), deliver_unix_ms=Clock().unix_ms() + 1_000)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await slave.scheduling.Schedule(schedule_pb.ScheduleRequest(items=[item]), timeout=20)
+    assert from_rpc_error(refused.value).reason == "NOT_LEADER"
+
+
+async def test_only_the_acting_master_delivers_what_is_due_and_once(scene: Scene) -> None:
+    master = await three(scene)
+    soon, later = Clock().unix_ms() + 500, Clock().unix_ms() + 4_000
+    items = [
+        schedule_pb.ScheduleItem(batch=batch(body), deliver_unix_ms=at)
+        for body, at in ((b"soon", soon), (b"later", later))
+    ]
+    request = schedule_pb.ScheduleRequest(items=items)
+    answer = await master.scheduling.Schedule(request, timeout=20)
+    assert all(outcome.HasField("receipt") for outcome in answer.outcomes)
+
+    async def delivered() -> bool:
+        return await master.bodies() == [b"soon"]
+
+    await until(delivered)
+    await master.crash()
+    second = await scene.master()
+
+    async def all_delivered() -> bool:
+        return await second.bodies() == [b"soon", b"later"]
+
+    await until(all_delivered)
+    await scene.start(master.name)
+    await scene.alike()
+    assert await second.bodies() == [b"soon", b"later"]
+
+
+async def test_a_slave_whose_log_rots_repairs_itself_while_it_runs(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
+    master = await three(scene)
+    receipts = await master.append(*numbered(0, 50))
+    await scene.alike()
+    rot(scene.nodes[others(scene, master)[0]], receipts[20].position)
+    await scene.alike()
+    await scene.in_sync("a", "b", "c")
+    assert (await scene.standing()).master == master.name
+
+
+async def test_a_master_whose_log_rots_gives_way_and_repairs_itself(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
+    master = await three(scene)
+    receipts = await master.append(*numbered(0, 50))
+    await scene.alike()
+    rot(master, receipts[20].position)
+
+    async def gave_way() -> bool:
+        return (await scene.standing()).master != master.name
+
+    await until(gave_way)
+    second = await scene.master()
+    assert await second.bodies() == [b"%d" % number for number in range(50)]
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+
+
+async def test_a_rotten_master_without_others_goes_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has to keep what is still good; what is damaged is refused."""
+    monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
+    master = await three(scene)
+    receipts = await master.append(*numbered(0, 50))
+    for name in others(scene, master):
+        await scene.nodes[name].stop()
+    await scene.in_sync(master.name)
+    rot(master, receipts[20].position)
+
+    async def found() -> bool:
+        return (await master.describe()).damaged_batch_count > 0
+
+    await until(found)
+    assert await master.serves()
+    with pytest.raises(BatonError) as refused:
+        await master.bodies()
+    assert refused.value.reason == "DATA_LOSS"
+
+
+def rot(node: Replica, position: int) -> None:
+    """Flip a bit of the batch at `position`, which is in the first segment."""
+    with min((node.folder / "log").iterdir()).open("r+b") as file:
+        file.seek(position + 100)
+        (byte,) = file.read(1)
+        file.seek(position + 100)
+        file.write(bytes([byte ^ 1]))
+
+
+async def test_if_every_copy_is_damaged_one_begins_that_accepts_the_loss(scene: Scene) -> None:
+    master = await three(scene)
+    receipts = await master.append(*numbered(0, 50))
+    await scene.alike()
+    nodes = list(scene.nodes.values())
+    for node in nodes:
+        node.session.cut = True
+    for node in nodes:
+        await node.crash()
+        rot(node, receipts[20].position)
+    epoch = (await scene.standing()).epoch
+    (first,) = await scene.start("a", accept_loss=True)
+    assert (await scene.master()).name == first.name
+    assert (await scene.standing()).epoch == epoch + 1
+    assert await first.bodies() == [b"%d" % number for number in range(20)]
+    await scene.start("b", "c")
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+
+
+async def test_a_node_that_was_alone_becomes_the_first_of_several(scene: Scene) -> None:
+    (alone,) = await scene.start("b", replicas="")
+    await alone.append(*numbered(0, 30))
+    await alone.stop()
+    master = await three(scene)
+    assert master.name == "b"
+    await scene.alike()
+    assert await master.bodies() == [b"%d" % number for number in range(30)]
+    (receipt,) = await master.append(*numbered(29, 1))
+    assert receipt.duplicate
+
+
+async def test_etcd_that_is_away_ends_a_mastership_before_its_lease(scene: Scene) -> None:
+    """So that nobody answers beside the next one; what is there is still read."""
+    master = await three(scene)
+    await master.append(*numbered(0, 3))
+    for node in scene.nodes.values():
+        node.session.cut = True
+
+    async def ended() -> bool:
+        return not await master.serves()
+
+    await until(ended)
+    error = await master.refusal(*numbered(3, 1))
+    assert error.reason == "NO_QUORUM"
+    assert await master.bodies() == [b"0", b"1", b"2"]
+    for node in scene.nodes.values():
+        node.session.cut = False
+    again = await scene.master()
+    (receipt,) = await again.append(*numbered(3, 1))
+    assert receipt.first_offset == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"node_id": ""}, "INVALID_ARGUMENT"),
+        ({"broker": "broker-b"}, "WRONG_BROKER"),
+        ({"position": -1}, "LIMIT_EXCEEDED"),
+        ({"hold_ms": 10_001}, "LIMIT_EXCEEDED"),
+        ({"bytes_max": 1}, "LIMIT_EXCEEDED"),
+        ({"history": [(2, 0), (1, 10)]}, "INVALID_ARGUMENT"),
+        ({"history": [(99, 0)]}, "OLD_EPOCH"),
+    ],
+)
+async def test_what_no_slave_can_mean_is_refused(
+    scene: Scene, fields: dict[str, Any], reason: str
+) -> None:
+    scene.members = ("a", "b")
+    await scene.start("a", "b")
+    master = await scene.master()
+    history = [
+        replication_pb.EpochStart(epoch=epoch, position=at)
+        for epoch, at in fields.pop("history", ())
+    ]
+    known = {"node_id": "b", "broker": BROKER, "history": history}
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await master.replication.Fetch(replication_pb.FetchRequest(**(known | fields)), timeout=20)
+    assert from_rpc_error(refused.value).reason == reason

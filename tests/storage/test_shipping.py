@@ -1,0 +1,133 @@
+"""Log on its way from one node to another.
+
+Goal: what is sent is whole batches of one segment, whatever the limit; what arrives is checked
+like a log at a start, and a copy that takes it is the same log with the same queues.
+Method: two stores in memory; Hypothesis writes one and ships it to the other in pieces, and spoils
+them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batonmq.common.errors import DataLoss
+from batonmq.testing.disks import MemoryDisk
+from services.storage.core.commitlog import FILLER, FILLER_MAGIC
+from services.storage.core.epochs import History
+from services.storage.core.recovery import Recovery
+from services.storage.core.shipping import check_received, read_whole, whole_bytes
+from services.storage.core.store import Store
+from tests.storage.batches import batch, bodies, open_store, stored, sync
+
+SEGMENT_BYTES = 4_096
+HISTORY = History(((1, 0),))
+
+
+class Pair:
+    """A master and a slave."""
+
+    def __init__(self) -> None:
+        self.disks = MemoryDisk(), MemoryDisk()
+        self.master = open_store(self.disks[0], segment_bytes=SEGMENT_BYTES).store
+        slave = open_store(self.disks[1], segment_bytes=1_024).store
+        self.recovery = Recovery(self.disks[1], slave, synced_position=0)
+
+    @property
+    def slave(self) -> Store:
+        return self.recovery.store
+
+    def next_piece(self, bytes_max: int, history: History = HISTORY) -> bytes:
+        return read_whole(self.master.log, history, self.slave.log.next_position, bytes_max)
+
+    def take(self, data: bytes) -> None:
+        position = self.slave.log.next_position
+        segment = self.master.log.segment_of(position)[1:]
+        batches = check_received(self.recovery, position, data, segment)
+        self.slave.log.copy(data, segment)
+        for header, one in batches:
+            self.recovery.take(header, one)
+        sync(self.slave)
+
+    def log(self, which: int) -> dict[str, bytes]:
+        files = self.disks[which].files
+        return {path: bytes(files[path].content) for path in files if path.startswith("log/")}
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1_500)), min_size=1, max_size=20),
+    st.integers(1, 6_000),
+)
+def test_a_shipped_log_is_the_same_log(batches: list[tuple[int, int]], bytes_max: int) -> None:
+    pair = Pair()
+    for queue_id, size in batches:
+        stored(pair.master, batch(bytes(size), queue_id=queue_id))
+    while data := pair.next_piece(bytes_max):
+        pair.take(data)
+    assert pair.slave.log.next_position == pair.master.log.next_position
+    assert pair.log(0) == pair.log(1)
+    for queue_id in range(4):
+        assert bodies(pair.slave, queue_id) == bodies(pair.master, queue_id)
+
+
+def test_a_piece_ends_where_an_epoch_ends() -> None:
+    pair = Pair()
+    first, second = stored(pair.master, batch(b"a"), batch(b"b"))
+    history = History(((1, 0), (2, second.position)))
+    assert len(pair.next_piece(10_000, history)) == first.next_position
+    assert len(pair.next_piece(10_000)) == second.next_position
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_what_is_spoilt_on_its_way_is_refused_and_changes_nothing(data: st.DataObject) -> None:
+    pair = Pair()
+    stored(pair.master, batch(b"one", b"two"), batch(b"three", queue_id=1))
+    piece = bytearray(pair.next_piece(10_000))
+    bit = data.draw(st.integers(0, 8 * len(piece) - 1))
+    piece[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(DataLoss):
+        pair.take(bytes(piece))
+    assert pair.slave.log.next_position == 0
+    pair.take(pair.next_piece(10_000))
+    assert bodies(pair.slave) == [b"one", b"two"]
+
+
+def test_a_piece_that_was_cut_short_is_refused() -> None:
+    pair = Pair()
+    stored(pair.master, batch(b"one"), batch(b"two"))
+    piece = pair.next_piece(10_000)
+    for length in range(1, len(piece)):
+        if length != len(batch(b"one")):
+            with pytest.raises(DataLoss):
+                pair.take(piece[:length])
+
+
+def test_a_batch_that_does_not_follow_its_queue_is_refused() -> None:
+    pair = Pair()
+    (receipt, _) = stored(pair.master, batch(b"one"), batch(b"two"))
+    pair.take(pair.next_piece(10_000)[: receipt.next_position])
+    pair.slave.queues[7, 0].next_offset = 5
+    with pytest.raises(DataLoss):
+        pair.take(pair.next_piece(10_000))
+
+
+def test_where_nothing_good_stands_nothing_is_sent() -> None:
+    pair = Pair()
+    (receipt, _) = stored(pair.master, batch(b"one"), batch(b"two"))
+    pair.disks[0].files["log/00000000000000000000"].content[receipt.next_position] ^= 1
+    with pytest.raises(DataLoss):
+        pair.next_piece(10_000)
+
+
+@pytest.mark.parametrize("room", range(24))
+def test_the_end_of_a_segment_is_whole_however_much_room_it_has(room: int) -> None:
+    filler = FILLER.pack(FILLER_MAGIC, room) if room >= FILLER.size else b""
+    raw = filler.ljust(room, b"\0")
+    assert whole_bytes(raw, 100, 100 + room) == (room, 0)
+    for length in range(1, room):
+        whole, wanted = whole_bytes(raw[:length], 100, 100 + room)
+        assert whole == 0
+        assert wanted > length

@@ -1,0 +1,225 @@
+"""Reading from slaves.
+
+Goal: a slave gives what the whole in-sync set has, under the same checks as the master; it is asked
+while there is no master, and by those who are far behind, and otherwise sends readers back.
+Method: three real nodes in one process (tests/storage/replicas.py), an offsets service that notes
+what is recorded, and at the end a real consumer that loses its master.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc.aio
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import from_rpc_error
+from batonmq.core.records import decode_records, read_header
+from batonmq.core.route import QueueId
+from batonmq.directory import Directory
+from batonmq.puller import Puller
+from services.runtime.etcd import EtcdSession
+from tests.nameserver.replica import replica
+from tests.storage.batches import TOPIC, batch
+from tests.storage.offsets_twin import OffsetsTwin
+from tests.storage.replicas import BROKER, Replica, Scene, replica_set
+from tests.storage.running import GROUP, pull_request
+from tests.support.serving import serving_at
+from tests.support.waiting import until
+
+TIMEOUT_S = 20
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
+    name = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
+        yield scene
+
+
+@pytest.fixture
+async def offsets(scene: Scene) -> AsyncIterator[OffsetsTwin]:
+    twin = OffsetsTwin()  # type: ignore[abstract]
+    async with (
+        serving_at(
+            lambda server: offsets_grpc.add_OffsetsServiceServicer_to_server(twin, server)
+        ) as address,
+        EtcdSession(scene.endpoint, scene.cluster, Clock()) as session,
+    ):
+        node = nameserver_pb.Node(node_id="o", address=address, leader=True, epoch=1)
+        await session.put(session.key("nodes", "offsets", "o"), node.SerializeToString())
+        yield twin
+
+
+async def three(scene: Scene) -> tuple[Replica, Replica]:
+    """All three are in sync; the master, and one of its slaves."""
+    await scene.start("a", "b", "c")
+    master = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    return master, scene.nodes[min(scene.nodes.keys() - {master.name})]
+
+
+async def pull(node: Replica, **fields: Any) -> pb.PullResponse:
+    try:
+        return await node.stub.Pull(pull_request(**fields), timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def bodies(answer: pb.PullResponse) -> list[bytes]:
+    found = []
+    for raw in answer.batches:
+        header = read_header(raw)
+        found += [record.body for record in decode_records(raw, header, range(header.count))]
+    return found
+
+
+async def shows(node: Replica, count: int) -> None:
+    """Wait until a node shows so many messages of queue 0."""
+
+    async def look() -> bool:
+        return len(await node.bodies()) == count
+
+    await until(look)
+
+
+async def test_a_slave_records_a_delivery_before_it_answers(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    master, slave = await three(scene)
+    await master.append(batch(b"a"), batch(b"b"))
+    await shows(slave, 2)
+    answer = await pull(slave)
+    assert bodies(answer) == [b"a", b"b"]
+    assert offsets.recorded == [(GROUP, 0, 0, 2)]
+    offsets.tokens[GROUP, 0] = 5
+    with pytest.raises(BatonError) as refused:
+        await pull(slave)
+    assert refused.value.reason == "FENCED"
+
+
+async def test_a_slave_takes_no_acks(scene: Scene, offsets: OffsetsTwin) -> None:
+    master, slave = await three(scene)
+    await master.append(batch(b"a"), batch(b"b"))
+    await shows(slave, 2)
+    acks = offsets_pb.Acks(committed_offset=1)
+    assert not (await pull(slave, offset=1, progress=acks)).progress_taken
+    assert (await pull(master, offset=1, progress=acks)).progress_taken
+    assert [item.HasField("progress") for item in offsets.items] == [False, True]
+
+
+async def test_a_slave_with_a_master_sends_readers_back_at_once(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    master, slave = await three(scene)
+    await master.append(batch(b"a"))
+    await shows(slave, 1)
+    assert (await pull(slave)).next_node_id == ""
+    answer = await pull(slave, offset=1, hold_ms=30_000)
+    assert not answer.batches
+    assert answer.next_node_id == ""
+
+
+async def test_a_slave_without_a_master_holds_and_keeps_its_readers(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    scene.settings["replica_lag_ms_max"] = 500
+    master, slave = await three(scene)
+    await master.append(batch(b"a"))
+    await shows(slave, 1)
+    for node in scene.nodes.values():
+        node.session.cut = True  # so that nobody is elected
+    await master.crash()
+
+    async def keeps() -> bool:
+        return (await pull(slave)).next_node_id == slave.name
+
+    await until(keeps)
+    begin_ms = Clock().monotonic_ms()
+    assert not (await pull(slave, offset=1, hold_ms=300)).batches
+    assert Clock().monotonic_ms() - begin_ms >= 250
+
+
+async def test_a_slave_that_lags_refuses_what_it_does_not_have(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    master, slave = await three(scene)
+    with pytest.raises(BatonError) as refused:
+        await pull(slave, offset=7)
+    assert refused.value.reason == "NOT_LEADER"
+    with pytest.raises(BatonError) as refused:
+        await slave.read(offset=7)
+    assert refused.value.reason == "NOT_LEADER"
+    with pytest.raises(BatonError) as refused:
+        await pull(master, offset=7)
+    assert refused.value.reason == "OFFSET_AHEAD_OF_LOG"
+
+
+async def test_who_is_far_behind_is_sent_to_a_slave_and_comes_back(
+    scene: Scene, offsets: OffsetsTwin
+) -> None:
+    scene.settings["memory_window_bytes"] = 50_000
+    master, slave = await three(scene)
+    for _ in range(20):
+        await master.append(batch(bytes(5_000)))
+    await shows(slave, 20)
+    assert (await pull(master, messages_max=1)).next_node_id == slave.name
+    assert (await pull(slave, messages_max=1)).next_node_id == slave.name
+    assert (await pull(slave, offset=15, messages_max=1)).next_node_id == ""
+    assert (await pull(master, offset=15, messages_max=1)).next_node_id == ""
+
+
+async def test_readers_ask_each_node_in_turn_until_one_answers(
+    scene: Scene, etcd_endpoint: str
+) -> None:
+    master, _ = await three(scene)
+    async with replica(etcd_endpoint, scene.cluster) as nameserver:
+        directory = Directory(nameserver.address, Random(1))
+        await directory.refresh()
+        asked = [""]
+        for _ in range(4):
+            asked.append(directory.next_reader(BROKER, asked[-1]))
+        assert asked == ["", "a", "b", "c", ""]
+        assert directory.next_reader(BROKER, "gone") == ""
+        assert directory.next_reader("other", "") == ""
+        await directory.close()
+    assert master.name in asked
+
+
+async def test_a_reader_goes_on_while_there_is_no_master(scene: Scene, etcd_endpoint: str) -> None:
+    """What was written is read to its end from a slave; nothing twice, nothing left out."""
+    scene.settings["replica_lag_ms_max"] = 500
+    master, slave = await three(scene)
+    await master.append(*(batch(b"%d" % number) for number in range(100)))
+    await shows(slave, 100)
+    queue = QueueId(TOPIC, BROKER, 0)
+    found: list[bytes] = []
+    async with EtcdSession(scene.endpoint, scene.cluster, Clock()) as session:
+        gate = nameserver_pb.Gate(ownership=nameserver_pb.OWNERSHIP_OFF)
+        await session.put(session.key("gates", GROUP), gate.SerializeToString())
+    async with (
+        replica(etcd_endpoint, scene.cluster) as nameserver,
+        Puller(nameserver.address, group=GROUP) as puller,
+    ):
+        await puller.assign([queue])
+        await puller.seek(queue, 0)
+        while len(found) < 10:
+            for messages in (await puller.poll(count_max=10)).values():
+                found += [message.body for message in messages]
+        for node in scene.nodes.values():
+            node.session.cut = True
+        await master.crash()
+        while len(found) < 100:
+            for messages in (await puller.poll(count_max=10)).values():
+                found += [message.body for message in messages]
+    assert found == [b"%d" % number for number in range(100)]
