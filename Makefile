@@ -57,7 +57,7 @@ test: $(SETUP)  ## every test that CI runs, on two cores
 	pytest -q -n 2 --dist worksteal
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
-	pytest -q -m "not sim and not e2e and not faults"
+	pytest -q -m "not sim and not e2e"
 
 sim: $(SETUP)   ## seeded cluster simulations only
 	pytest -q -m sim
@@ -66,7 +66,6 @@ e2e: $(SETUP)   ## real processes only
 	pytest -q -m e2e
 
 faults: $(SETUP) ## kills and pauses drawn from BATON_FAULT_SEED for BATON_FAULT_MINUTES, into build/faults
-	pytest -q -m faults tests/faults
 	python -m tests.faults
 
 check: lint test ## what CI runs

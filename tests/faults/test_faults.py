@@ -22,7 +22,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.faults
+@pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_a_short_run_is_valid(tmp_path: Path) -> None:
     said: list[str] = []
