@@ -5,6 +5,8 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Tests start hundreds of processes: none of them should compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
@@ -53,8 +55,9 @@ proto-check: $(SETUP) ## gen/ is what protos/ says
 breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
 
+# Half of the tests wait for something most of their time: three workers keep two cores busy.
 test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 2 --dist worksteal
+	pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	pytest -q -m "not sim and not e2e"
@@ -65,7 +68,7 @@ sim: $(SETUP)   ## seeded cluster simulations only
 e2e: $(SETUP)   ## real processes only
 	pytest -q -m e2e
 
-faults: $(SETUP) ## kills and pauses drawn from BATON_FAULT_SEED for BATON_FAULT_MINUTES, into build/faults
+faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON_FAULT_MINUTES, into build/faults
 	python -m tests.faults
 
 check: lint test ## what CI runs

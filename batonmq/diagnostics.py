@@ -28,7 +28,7 @@ from batonmq.resets import Resets
 
 LOG_BYTES = 256 * 1024
 """So much of the end of each log."""
-_PACKAGES = ("batonmq", "grpcio", "protobuf", "numpy", "pydantic-settings", "aetcd", "lmdb")
+_PACKAGES = ("batonmq", "grpcio", "protobuf", "numpy", "pydantic", "aetcd", "lmdb")
 _AT_ONCE = 8
 _TIMEOUT_S = 3.0
 _WHOLE_TIMEOUT_S = 60.0

@@ -158,10 +158,18 @@ class Directory:
     async def query(self, broker: str) -> query_grpc.QueryServiceAsyncStub:
         """A stub for looking messages up at the storage master of `broker`.
 
+        While nobody leads, at another node: it has what all in sync have.
+
         Raises:
-            Unreachable: it is not registered, or no nameserver answers.
+            Unreachable: none is registered, or no nameserver answers.
         """
-        address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        try:
+            address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+        except Unreachable:
+            slaves = self._of_broker(broker)
+            if not slaves:
+                raise
+            address = self._random.choice(slaves).address
         return query_grpc.QueryServiceStub(self._channel(address))
 
     async def offsets(self) -> offsets_grpc.OffsetsServiceAsyncStub:
@@ -255,13 +263,13 @@ class Directory:
         return found
 
     def _of_broker(self, broker: str) -> list[pb.Node]:
-        """The nodes of a broker, unless it is a node alone."""
+        """The nodes of a broker, unless it is one that leads alone."""
         nodes = [
             node
             for node in self._nodes
             if node.service == pb.SERVICE_KIND_STORAGE and node.replica_set == broker
         ]
-        return nodes if len(nodes) > 1 else []
+        return nodes if len(nodes) > 1 or not all(node.leader for node in nodes) else []
 
     def _find(self, service: pb.ServiceKind.ValueType, replica_set: str) -> str | None:
         """Of all that claim to lead, the one with the highest epoch does."""

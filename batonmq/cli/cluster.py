@@ -5,36 +5,60 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from batonmq.admin import Admin
 from batonmq.channels import connect
-from batonmq.cli.output import Columns, Item, duration, wall_time
+from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
+from batonmq.cli.output import Columns, Item, counted, duration, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError
 from batonmq.common.health import SERVING, ask_health
 from batonmq.diagnostics import describe_broker
-from batonmq.replication import Replica, replicas_of
+from batonmq.replication import ElectionPlan, Replica, elect, replicas
 from batonmq.reports import Node
 
 app = typer.Typer(help="Look at the processes of the cluster.", no_args_is_help=True)
 
 SERVICES = ("lockmgr", "nameserver", "offsets", "storage")
 _HEALTH_TIMEOUT_S = 2.0
+
+
+def _amount(item: Item) -> str | None:
+    """A lag: in changes at offsets, in bytes of the log at storage."""
+    if item["lag"] is None:
+        return None
+    return f"{item['lag']}B" if item["service"] == "storage" else str(item["lag"])
+
+
 _COLUMNS: Columns = {
     "SERVICE": "service",
     "NODE": "node_id",
     "ADDRESS": "address",
     "ROLE": "role",
     "EPOCH": "epoch",
+    "IN-SYNC": lambda item: None if item["in_sync"] is None else _yes(item["in_sync"]),
+    "LAG": _amount,
+    "LAG-TIME": lambda item: None if item["lag_ms"] is None else duration(item["lag_ms"]),
     "HEALTH": "health",
     "UPTIME": lambda item: None if item["uptime_ms"] is None else duration(item["uptime_ms"]),
     "METRICS": "metrics_address",
 }
-_MORE_COLUMNS: Columns = {"STARTED": lambda item: wall_time(item["start_unix_ms"])}
+_MORE_COLUMNS: Columns = {
+    "SET": "replica_set",
+    "POSITION": "position",
+    "STARTED": lambda item: wall_time(item["start_unix_ms"]),
+}
+_ELECTION_COLUMNS: Columns = {
+    "NODE": "node_id",
+    "EPOCH": "epoch",
+    "POSITION": "position",
+    "WOULD-LEAD": lambda item: _yes(item["would_lead"]),
+}
 _BROKER_COLUMNS: Columns = {
     "BROKER": "broker",
     "DISK": "disk_state",
@@ -80,7 +104,9 @@ def status(
 ) -> None:
     """Show every process that is registered, and whether it answers at this moment.
 
-    The exit status is 1 if one does not serve or a service has no leader.
+    Of offsets and storage also who is in sync, and how far each copy is behind its master: LAG is
+    in changes at offsets, in bytes of the log at storage.
+    The exit status is 1 if one does not serve, a service has no leader, or a copy can't follow.
     """
     session = open_session(context, nameserver, form)
     session.run(_status(session))
@@ -89,9 +115,14 @@ def status(
 async def _status(session: Session) -> None:
     async with Admin(session.nameserver) as admin:
         found = await admin.cluster()
+        copies, problems = await replicas(admin, found.nodes)
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(_look(node, Clock().unix_ms())) for node in found.nodes]
-    nodes = [task.result() for task in asked]
+    nodes = [
+        task.result() | _copy_of(node, copies)
+        for node, task in zip(found.nodes, asked, strict=True)
+    ]
+    problems += _stuck(copies)
     led = {(node.service, node.replica_set) for node in found.nodes if node.leader}
     services = {service for service, _ in led}
     missing = [service for service in SERVICES if service not in services]
@@ -113,6 +144,7 @@ async def _status(session: Session) -> None:
             for node in nodes
             if node["health"] != SERVING
         ]
+        + problems
     )
 
 
@@ -187,19 +219,10 @@ async def _replication(session: Session) -> None:
     async with Admin(session.nameserver) as admin:
         nodes = (await admin.cluster()).nodes
         brokers, problems = await _described(admin, _masters(nodes))
-        copies: dict[str, Replica] = {}
-        sets = {(n.service, n.replica_set) for n in nodes if n.service in ("offsets", "storage")}
-        for service, name in sorted(sets):
-            try:
-                found = await replicas_of(admin, service, name)
-            except BatonError as error:
-                problems.append(f"{service} {name}: {error}")
-            else:
-                copies |= {copy.node_id: copy for copy in found}
-    up = {node.node_id for node in nodes}
-    problems += [
-        f"{copy.service} {name} is down" for name, copy in sorted(copies.items()) if name not in up
-    ]
+        copies, unheard = await replicas(admin, nodes)
+    up = {(node.service, node.node_id) for node in nodes}
+    problems += [*unheard, *_stuck(copies)]
+    problems += [f"{service} {name} is down" for service, name in sorted(copies.keys() - up)]
     session.output.items([_item(node, brokers, copies) for node in nodes], _REPLICA_COLUMNS)
     session.output.problems(problems)
 
@@ -213,21 +236,113 @@ def _masters(nodes: Iterable[Node]) -> list[Node]:
     return sorted(newest.values(), key=lambda node: node.replica_set)
 
 
-def _item(node: Node, brokers: Mapping[str, Any], copies: Mapping[str, Replica]) -> Item:
+class WithCopies(StrEnum):
+    """Services that elect one of their copies."""
+
+    STORAGE = "storage"
+    OFFSETS = "offsets"
+
+
+@app.command("elect")
+def elect_node(
+    context: typer.Context,
+    node_id: Annotated[str, typer.Argument(metavar="NODE", help="Who is to be elected.")],
+    *,
+    service: Annotated[WithCopies, typer.Option(help="Whose copy.")],
+    replica_set: Annotated[
+        str, typer.Option("--set", metavar="NAME", help="The replica set; of storage the broker.")
+    ],
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Do it; else it is only told what is given up.")
+    ] = False,
+    by: ByOption = "",
+    yes: YesOption = False,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Let a node be elected that is not in sync, once all that are in sync are lost for good.
+
+    What only they had is given up, also if they come back. Refused while one of them is up, or
+    somebody leads. Who did it stands in etcd, with the replica set.
+    """
+    session = open_session(context, nameserver, form)
+    if accept_loss:
+        check_can_ask(yes=yes)
+    whom = service.value, replica_set, node_id
+    done = accept_loss and yes
+    plan = session.run(_elect(session, whom, by if done else ""))
+    items = [asdict(one) | {"would_lead": one.node_id == node_id} for one in plan.up]
+    session.output.detail(asdict(plan) | {"done": done}, items, _ELECTION_COLUMNS)
+    session.output.note(_told(plan))
+    if not accept_loss:
+        session.output.note("nothing was changed; do it with --accept-loss")
+        return
+    if not done:
+        confirm(session, f"Give that up, and let {node_id} be elected?")
+        session.run(_elect(session, whom, by))
+    session.output.note(f"{node_id} may be elected, by {by}")
+
+
+async def _elect(session: Session, whom: tuple[str, str, str], by: str) -> ElectionPlan:
+    async with Admin(session.nameserver) as admin:
+        return await elect(admin, *whom, by=by)
+
+
+def _told(plan: ElectionPlan) -> str:
+    """What may be lost, as far as anybody knows."""
+    (chosen,) = [one for one in plan.up if one.node_id == plan.node_id]
+    lines = [
+        f"{', '.join(plan.lost)} had all that {plan.replica_set} has answered for, up to epoch "
+        f"{plan.served_epoch}; what {plan.node_id} lacks of it is lost"
+    ]
+    if chosen.epoch < plan.served_epoch:
+        missing = plan.served_epoch - chosen.epoch
+        lines.append(f"it has nothing of the last {counted(missing, 'epoch')}")
+    further = [
+        one.node_id
+        for one in plan.up
+        if (one.epoch, one.position) > (chosen.epoch, chosen.position)
+    ]
+    if further:
+        lines.append(f"{', '.join(further)} had come further when it registered")
+    return "\n".join(lines)
+
+
+def _copy_of(node: Node, copies: Mapping[tuple[str, str], Replica]) -> dict[str, Any]:
+    """What is known of a node's copy; of one that has none, nothing."""
+    copy = copies.get((node.service, node.node_id))
+    if copy is None:
+        return {"in_sync": None, "position": None, "lag": None, "lag_ms": None, "problem": ""}
+    return {
+        "epoch": copy.epoch,
+        "in_sync": copy.in_sync,
+        "position": copy.position,
+        "lag": copy.lag,
+        "lag_ms": copy.lag_ms,
+        "problem": copy.problem,
+    }
+
+
+def _stuck(copies: Mapping[tuple[str, str], Replica]) -> list[str]:
+    return [
+        f"{service} {name} can't follow its master: {copy.problem}"
+        for (service, name), copy in sorted(copies.items())
+        if copy.problem
+    ]
+
+
+def _item(
+    node: Node, brokers: Mapping[str, Any], copies: Mapping[tuple[str, str], Replica]
+) -> Item:
     item: dict[str, Any] = {
         "service": node.service,
         "replica_set": node.replica_set,
         "node_id": node.node_id,
         "role": "leader" if node.leader else "standby",
         "epoch": node.epoch,
-        "in_sync": None,
-        "position": None,
-        "lag": None,
-        "lag_ms": None,
-    }
-    if (copy := copies.get(node.node_id)) is not None:
-        shown = {"in_sync": copy.in_sync, "position": copy.position, "lag": copy.lag}
-        return item | shown | {"lag_ms": copy.lag_ms}
+    } | _copy_of(node, copies)
+    if item["in_sync"] is not None:
+        return item
     if node.service == "storage" and node.replica_set in brokers:
         log = brokers[node.replica_set]
         synced = log["synced_position"]

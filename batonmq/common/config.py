@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batonmq.common.logs import LogFormat
 
@@ -54,27 +53,15 @@ class Given:
     path: str
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Base of every service's settings. A field's name ends in its unit."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     log_level: str = Field("INFO", pattern=r"^(?i:debug|info|warning|error|critical)$")
     """Lowest level that is logged."""
     log_format: LogFormat = "auto"
     """`json`, `text`, or `auto`: text on a terminal, JSON elsewhere."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what `load` gives: pydantic by itself would take a bare PORT or HOST for ours."""
-        return (init_settings,)
 
 
 S = TypeVar("S", bound=Settings)

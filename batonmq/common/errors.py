@@ -516,6 +516,14 @@ class OperationExists(BatonError):
     remedy = "Choose another operation id."
 
 
+class StillInSync(BatonError):
+    """Somebody can be elected without a loss."""
+
+    reason = "STILL_IN_SYNC"
+    kind = "FAILED_PRECONDITION"
+    remedy = "Wait until it is elected; stop it for good if it can't be."
+
+
 class NotLeader(BatonError):
     """This node does not lead."""
 

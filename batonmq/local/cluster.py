@@ -191,6 +191,7 @@ class LocalCluster:
         etcds = etcd_members(
             [layout.etcd_dir(number) for number in numbers],
             [layout.log_path(_etcd(number)) for number in numbers],
+            self.options.places,
         )
         self._etcd = ",".join(etcd.endpoint for etcd in etcds)
         for etcd in etcds:

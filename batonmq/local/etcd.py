@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from batonmq.local.child import Child, Program
-from batonmq.local.ports import HOST, keep_ports
+from batonmq.local.place import LOOPBACK, Place
+from batonmq.local.ports import keep_ports
 
 READY_S = 30.0
 STOP_GRACE_S = 10.0
@@ -66,15 +67,22 @@ _HASTY = ("--heartbeat-interval=50", "--election-timeout=250")
 _PATIENT = ("--heartbeat-interval=100", "--election-timeout=1000")
 
 
-def etcd_members(data_dirs: Sequence[Path], log_paths: Sequence[Path]) -> list[EtcdProcess]:
-    """The members of one etcd, called `etcd`, `etcd-1` and so on."""
+def etcd_members(
+    data_dirs: Sequence[Path], log_paths: Sequence[Path], places: Mapping[str, Place]
+) -> list[EtcdProcess]:
+    """The members of one etcd, called `etcd`, `etcd-1` and so on.
+
+    Args:
+        places: By name, of those that are not on loopback.
+    """
     names = [f"etcd-{number}" if number else "etcd" for number in range(len(data_dirs))]
+    at = {name: places.get(name, LOOPBACK) for name in names}
     peers = {
-        name: f"http://{HOST}:{_ports(folder.absolute())['peer']}"
+        name: f"http://{at[name].host}:{_ports(folder.absolute())['peer']}"
         for name, folder in zip(names, data_dirs, strict=True)
     }
     return [
-        EtcdProcess(folder, log_path=log_path, name=name, members=peers)
+        EtcdProcess(folder, log_path=log_path, name=name, members=peers, place=at[name])
         for name, folder, log_path in zip(names, data_dirs, log_paths, strict=True)
     ]
 
@@ -100,17 +108,19 @@ class EtcdProcess:
         log_path: Path | None = None,
         name: str = "etcd",
         members: Mapping[str, str] | None = None,
+        place: Place = LOOPBACK,
     ) -> None:
         data_dir = data_dir.absolute()
         ports = _ports(data_dir)
-        self.endpoint = f"{HOST}:{ports['client']}"
+        self.endpoint = f"{place.host}:{ports['client']}"
         """host:port for clients."""
-        client, peer = f"http://{self.endpoint}", f"http://{HOST}:{ports['peer']}"
+        client, peer = f"http://{self.endpoint}", f"http://{place.host}:{ports['peer']}"
         known = members or {name: peer}
         self.child = Child(
             Program(
                 name=name,
                 command=[
+                    *place.launcher,
                     str(find_etcd()),
                     f"--name={name}",
                     f"--data-dir={data_dir / 'data'}",

@@ -19,7 +19,8 @@ from pathlib import Path
 from batonmq.channels import connect
 from batonmq.common.health import SERVING, ask_health
 from batonmq.local.child import Program
-from batonmq.local.ports import HOST, keep_ports
+from batonmq.local.place import LOOPBACK, Place
+from batonmq.local.ports import keep_ports
 
 _WITH_DATA = ("storage", "offsets")
 _WATERMARKS = {
@@ -64,6 +65,8 @@ class ClusterOptions:
         settings: Further settings by service, for all its processes, such as
             `{"storage": {"segment_bytes": 65536}}`.
         auto_restart: Start a process again that ended unasked.
+        places: By name of a process, etcd included: where it runs; on loopback if it is not named.
+        programs: Package of the services' programs, such as `services.storage`.
     """
 
     cluster: str = "baton"
@@ -78,6 +81,8 @@ class ClusterOptions:
     log_level: str = "INFO"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     auto_restart: bool = True
+    places: Mapping[str, Place] = field(default_factory=dict)
+    programs: str = "services"
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -150,11 +155,11 @@ class Layout:
 
     def address(self, name: str) -> str:
         """host:port of a process's gRPC server."""
-        return f"{HOST}:{self._ports[name]}"
+        return f"{self._place(name).host}:{self._ports[name]}"
 
     def metrics_address(self, name: str) -> str:
         """host:port of a process's Prometheus endpoint."""
-        return f"{HOST}:{self._ports[f'{name}-metrics']}"
+        return f"{self._place(name).host}:{self._ports[f'{name}-metrics']}"
 
     def log_path(self, name: str) -> Path:
         """Where its output goes."""
@@ -170,7 +175,7 @@ class Layout:
         settings: dict[str, object] = {
             "cluster": self._options.cluster,
             "node_id": member.node_id,
-            "host": HOST,
+            "host": self._place(name).host,
             "port": self._ports[name],
             "metrics_port": self._ports[f"{name}-metrics"],
             "etcd": etcd,
@@ -183,13 +188,19 @@ class Layout:
         settings |= {**member.settings, **self._options.settings.get(service, {})}
         return Program(
             name=name,
-            # -P: a folder called `services` where the command was given is not ours.
-            command=[sys.executable, "-P", "-m", f"services.{service}"],
+            command=[
+                *self._place(name).launcher,
+                # -P: a folder called `services` where the command was given is not ours.
+                *(sys.executable, "-P", "-m", f"{self._options.programs}.{service}"),
+            ],
             drop=("BATON_",),
             env={f"BATON_{service}_{key}".upper(): str(value) for key, value in settings.items()},
             log_path=self.log_path(name),
             is_ready=lambda: _serves(self.address(name)),
         )
+
+    def _place(self, name: str) -> Place:
+        return self._options.places.get(name, LOOPBACK)
 
 
 async def _serves(address: str) -> bool:

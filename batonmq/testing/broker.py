@@ -372,9 +372,9 @@ class _Watched(World):
         self.nodes: dict[str, Node] = {}
         self.errors: list[BaseException] = []
 
-    def storage_opened(self, broker: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: Node) -> None:
         """See World."""
-        self.nodes[broker] = node
+        self.nodes[node_id] = node
 
     def failed(self, process: str, error: BaseException) -> None:
         """See World."""

@@ -74,6 +74,18 @@ class MemoryDisk(Disk):
     def __init__(self, room: int = 1 << 40) -> None:
         self.files: dict[str, MemoryFile] = {}
         self.room = room
+        self._failure: OSError | None = None
+
+    def fail(self, failure: OSError | None) -> None:
+        """From now on writing and syncing raise `failure`; None: the disk works again.
+
+        What is not synced yet never will be, though it can be read: the kernel believes it is.
+        """
+        self._failure = failure
+        for file in self.files.values():
+            file.failure = failure
+            if failure is not None:
+                file.unsynced.clear()
 
     def names(self, folder: str) -> list[str]:
         """See Disk."""
@@ -85,6 +97,7 @@ class MemoryDisk(Disk):
     def create(self, path: str, size: int) -> File:
         """See Disk."""
         assert path not in self.files
+        self._check()
         if size > self.room:
             raise DiskFull("no space")
         self.room -= size
@@ -93,14 +106,16 @@ class MemoryDisk(Disk):
 
     def open(self, path: str, *, create: bool = False) -> File:
         """See Disk."""
-        if create:
-            self.files.setdefault(path, MemoryFile())
+        if create and path not in self.files:
+            self._check()
+            self.files[path] = MemoryFile()
         if path not in self.files:
             raise FileNotFoundError(errno.ENOENT, "no such file", path)
         return self.files[path]
 
     def remove(self, path: str) -> None:
         """See Disk."""
+        self._check()
         for name in [n for n in self.files if n == path or n.startswith(f"{path}/")]:
             del self.files[name]
 
@@ -114,6 +129,7 @@ class MemoryDisk(Disk):
 
     def replace(self, path: str, content: bytes) -> None:
         """See Disk."""
+        self._check()
         file = self.files[path] = MemoryFile()
         file.write(0, [content])
         file.sync()
@@ -143,6 +159,10 @@ class MemoryDisk(Disk):
             return bytes(content)
 
         return self._after(torn)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _after(self, content: Callable[[MemoryFile], bytes]) -> MemoryDisk:
         disk = MemoryDisk(self.room)

@@ -53,7 +53,7 @@ class World(Watcher):
     Attributes:
         virtual: Whether time is.
         offsets_disks: By node id; a node's is made when it first starts.
-        storage_disks: By broker, likewise.
+        storage_disks: By node id, likewise.
     """
 
     def __init__(self, seed: str) -> None:
@@ -104,8 +104,8 @@ class World(Watcher):
     def offsets_opened(self, offsets: Offsets) -> None:
         """A life of offsets, or a mastership, begins to serve what is on its disk."""
 
-    def storage_opened(self, broker: str, node: Node) -> None:
-        """A life of storage has."""
+    def storage_opened(self, node_id: str, node: Node) -> None:
+        """A life of storage has; or a replica has opened its copy, again if it was cut."""
 
     def thawed(self) -> None:
         """A process goes on that was frozen."""
@@ -272,6 +272,8 @@ class ServiceProcess(Process):
     async def _register(runtime: Runtime, app: App) -> None:
         while not runtime.registered:
             try:
-                await runtime.register(epoch=app.epoch, leader=app.leader)
+                await runtime.register(
+                    epoch=app.epoch, leader=app.leader, room=app.room, replica_set=app.replica_set
+                )
             except NoQuorum:
                 await asyncio.sleep(0.5)

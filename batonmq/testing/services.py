@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,25 @@ def offsets(world: World, settings: OffsetsSettings) -> Service:
 
 
 def storage(world: World, settings: StorageSettings) -> Service:
-    """A broker, on the disk that `world` has for it by then."""
+    """A broker, or a node of its replica set, on the disk that `world` has for it by then."""
 
     @asynccontextmanager
     async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
-        node = recovered(
-            world.storage_disks.setdefault(settings.node_id, MemoryDisk()),
+        disk = world.storage_disks.setdefault(settings.node_id, MemoryDisk())
+        in_no_thread = away(runtime.random, world.write_s)
+        opened = partial(world.storage_opened, settings.node_id)
+        if len(settings.members) > 1:
+            async with storage_app.replicated(settings, runtime, disk, in_no_thread, opened) as app:
+                yield app
+            return
+        recovering = recovered(
+            disk,
             segment_bytes=settings.segment_bytes,
             monotonic_ms=runtime.clock.monotonic_ms,
         )
-        with node as opened:
-            world.storage_opened(settings.node_id, opened)
-            in_no_thread = away(runtime.random, world.write_s)
-            async with storage_app.served(settings, runtime, opened, in_no_thread) as app:
+        with recovering as node:
+            opened(node)
+            async with storage_app.served(settings, runtime, node, in_no_thread) as app:
                 yield app
 
     return Service(settings.node_id, "storage", settings, build)

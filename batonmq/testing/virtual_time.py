@@ -120,11 +120,6 @@ class Host:
         self._held.append(gate)
 
 
-def current_host() -> Host | None:
-    """The process that runs at this moment."""
-    return _HOST.get()
-
-
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end in virtual time, in place of `asyncio.run`.
 

@@ -14,6 +14,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq.core import sql_parser
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
+from services.nameserver.electing import Electing
 from services.nameserver.group_calls import GroupCalls
 from services.nameserver.group_store import GroupStore
 from services.nameserver.inspector import Inspector
@@ -80,7 +81,12 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         interval_ms=settings.inspect_interval_ms,
     )
     servicer = NameserverServicer(
-        settings, catalog, topics, groups, StuckCalls(groups, topics, inspector)
+        settings,
+        catalog,
+        topics,
+        groups,
+        StuckCalls(groups, topics, inspector),
+        Electing(runtime.etcd),
     )
     name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name
     shrinking = Shrinking(

@@ -12,6 +12,7 @@ from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
+from services.nameserver.electing import Electing
 from services.nameserver.group_calls import GroupCalls
 from services.nameserver.stuck_calls import StuckCalls
 from services.nameserver.topic_calls import TopicCalls
@@ -34,8 +35,9 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         topics: TopicCalls,
         groups: GroupCalls,
         stuck: StuckCalls,
+        electing: Electing,
     ) -> None:
-        self._settings, self._catalog = settings, catalog
+        self._settings, self._catalog, self._electing = settings, catalog, electing
         self._topics, self._groups, self._stuck = topics, groups, stuck
 
     async def CreateTopic(
@@ -91,6 +93,12 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         return pb.DescribeClusterResponse(
             nodes=nodes, generation=generation, cluster=self._settings.cluster
         )
+
+    async def ElectReplica(
+        self, request: pb.ElectReplicaRequest, context: Context
+    ) -> pb.ElectReplicaResponse:
+        """See the proto."""
+        return await self._electing.elect(request)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context

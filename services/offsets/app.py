@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 
 from services.offsets.config import OffsetsSettings
-from services.offsets.disk import Disk
+from services.offsets.disk import Disk, set_aside_damage
 from services.offsets.following import Following, ReplicationPeer
 from services.offsets.mastership import Mastership
 from services.offsets.metrics import OffsetsMetrics
@@ -23,6 +24,8 @@ from services.runtime.gates import PREFIX as GATES
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime
+from services.runtime.replicas import check_alone
+from services.runtime.stuck import Stuck
 
 SERVICE = "baton.offsets.v1.OffsetsService"
 REPLICATION = "baton.offsets.v1.ReplicationService"
@@ -31,6 +34,10 @@ REPLICATION = "baton.offsets.v1.ReplicationService"
 @asynccontextmanager
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The app of the process."""
+    if len(settings.members) <= 1:
+        await check_alone(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
+    else:
+        await asyncio.to_thread(set_aside_damage, settings.data_dir)
     with Disk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:
         async with served(settings, runtime, disk) as app:
             yield app
@@ -62,7 +69,7 @@ async def served(
         runtime.nodes, "offsets", replication_grpc.ReplicationServiceStub, runtime.connect
     )
     changes = read_changes(disk, kept_bytes_max=settings.replica_kept_bytes_max)
-    following = Following(disk, changes, peer, settings, runtime)
+    following = Following(disk, changes, peer, settings, runtime, Stuck(around.metrics.stuck))
     try:
         yield _replicated(settings, runtime, following, around, opened)
     finally:

@@ -9,12 +9,14 @@ import asyncio
 import fcntl
 import logging
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from shutil import disk_usage
 from types import TracebackType
 
 import lmdb
@@ -57,7 +59,7 @@ class Disk:
         *,
         map_bytes: int = MAP_BYTES_MIN,
         free_bytes_min: int = FREE_BYTES_MIN,
-        free_bytes: Callable[[Path], int] = lambda folder: disk_usage(folder).free,
+        free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._held = os.open(folder / "process.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -218,6 +220,32 @@ class Disk:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def set_aside_damage(folder: Path) -> None:
+    """Leave nothing in place of progress that is damaged: a replica gets it from the others.
+
+    What was there is kept as `progress.damaged`. Blocks, as long as it takes to read it all.
+    """
+    stored, aside = folder / "progress", folder / "progress.damaged"
+    if not stored.exists():
+        return
+    # Not in this process, which the damage might end: see there.
+    command = [sys.executable, "-P", "-m", "services.offsets.verify", str(stored)]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+    stored.rename(aside)
+    _sync_folder(folder)
+    log.error(
+        "stored progress is damaged, begins anew from the replica set folder=%s kept=%s "
+        "exit_status=%d detail=%r",
+        folder,
+        aside.name,
+        done.returncode,
+        done.stderr[-500:].strip(),
+    )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -25,6 +25,7 @@ from services.offsets.persistence import Stored, log_of, read_changes
 from services.runtime.peers import Peer
 from services.runtime.position import Position
 from services.runtime.process import Runtime
+from services.runtime.stuck import Stuck
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ class Following:
         peer: ReplicationPeer,
         settings: OffsetsSettings,
         runtime: Runtime,
+        stuck: Stuck,
     ) -> None:
-        self.disk, self.changes, self._peer = disk, changes, peer
+        self.disk, self.changes, self._peer, self._stuck = disk, changes, peer, stuck
         self._runtime, self.writing = runtime, asyncio.Lock()
         self._node_id, self._hold_ms = settings.node_id, settings.replica_policy.hold_ms
         self._kept_bytes_max = settings.replica_kept_bytes_max
@@ -74,8 +76,10 @@ class Following:
         while True:
             try:
                 await self._step()
+                self._stuck.passed()
                 failures = 0
             except BatonError as error:
+                self._stuck.met(error)
                 level = logging.WARNING if failures == 10 else logging.DEBUG
                 log.log(level, "not following position=%s error=%s", self.changes.position, error)
                 delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
@@ -90,6 +94,7 @@ class Following:
             node_id=self._node_id,
             position=pb.Position(epoch=before.epoch, version=before.version),
             hold_ms=self._hold_ms,
+            problem=self._stuck.problem,
         )
         try:
             await self._ask_digest(stub, before)

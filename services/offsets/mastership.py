@@ -50,11 +50,12 @@ class Mastership:
         """Write the first change of the epoch; with it the in-sync set has all that was before."""
         while True:
             try:
-                await self._write(first_change(self._changes, self.epoch))
+                version = await self._write(first_change(self._changes, self.epoch))
                 break
             except DiskFull as error:
                 log.warning("the new master waits for room error=%s", error)
                 await asyncio.sleep(ROOM_RETRY_S)
+        await self.keeper.begun(version)
         await self.keeper.serve()
 
     async def write(self, entries: Sequence[Entry]) -> None:
@@ -63,16 +64,17 @@ class Mastership:
         Raises:
             As `Stored.write`; then nothing was written.
         """
-        await self._write(next_change(self._changes, self.epoch, entries))
+        version = await self._write(next_change(self._changes, self.epoch, entries))
+        await self.keeper.confirmed(version)
 
-    async def _write(self, change: Change) -> None:
+    async def _write(self, change: Change) -> int:
         await self._disk.write(change.entries)
         self._changes.keep(change)
         version = change.position.version
         self.keeper.books.wrote(version)
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
-        await self.keeper.confirmed(version)
+        return version
 
     async def fetch(self, name: str, position: Position, hold_ms: int) -> list[Change] | None:
         """What follows `position`, which slave `name` has; None if it has to begin anew."""

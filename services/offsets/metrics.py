@@ -89,6 +89,11 @@ class OffsetsMetrics:
             ("replica",),
             registry=registry,
         )
+        self.stuck = Gauge(
+            "baton_offsets_replica_stuck",
+            "1 while this node can't follow its master for a reason that does not pass by itself.",
+            registry=registry,
+        )
 
     def lead(self, keeper: Keeper) -> None:
         """Show a mastership until `follow`."""

@@ -22,6 +22,7 @@ from services.offsets.persistence import Stored, log_of
 from services.offsets.role import Role
 from services.offsets.serving import Offsets
 from services.runtime.position import Position
+from services.runtime.stuck import PROBLEM_CHARS_MAX
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
@@ -44,8 +45,9 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
                 f"hold_ms is {request.hold_ms}; the limit is {HOLD_MS_MAX}",
                 facts={"field": "hold_ms", "limit": HOLD_MS_MAX, "actual": request.hold_ms},
             )
+        mastership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await mastership.fetch(request.node_id, at, request.hold_ms)
-        self._role.check()
+        self._role.check_still(mastership)
         return pb.FetchResponse(
             epoch=mastership.epoch,
             changes=map(_change_pb, found or ()),

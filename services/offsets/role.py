@@ -77,6 +77,15 @@ class Role:
             raise self.member.not_leader()
         return self._mastership
 
+    def check_still(self, mastership: Mastership) -> None:
+        """Refuse to answer for a mastership that is over, whoever is the master now.
+
+        Raises:
+            NoQuorum, NotLeader: it is.
+        """
+        if self.mastership is not mastership:
+            raise self.member.not_leader()
+
     @property
     def offsets(self) -> Offsets:
         """What clients ask.

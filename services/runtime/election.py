@@ -135,7 +135,7 @@ class Election:
         found, revision = await self._session.get_prefix(self.key)
         if all(stored.key != self.key for stored in found):
             return
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, NoQuorum):  # whether etcd answers, refreshing tells
             async with (
                 asyncio.timeout(self._ttl_ms / 3000),
                 contextlib.aclosing(self._session.watch(self.key, revision + 1)) as answers,
@@ -155,15 +155,12 @@ class Election:
                 leading.cancel()
 
     async def _hold(self, lease: Lease) -> None:
-        """Refresh the lease until it is lost or can't be known to live.
-
-        A member of etcd that stands still answers nothing; the next try asks another one.
-        """
+        """Refresh the lease until it is lost or can't be known to live."""
         while self.valid():
             await asyncio.sleep(self._ttl_ms / (5_000 if self.reachable else 15_000))
             sent_ms = self._session.clock.monotonic_ms()
             try:
-                async with asyncio.timeout(self._ttl_ms / 6_000):
+                async with asyncio.timeout(self._ttl_ms / 3_000):
                     if self._resigns or not await lease.refresh():
                         return
             except (NoQuorum, TimeoutError):

@@ -13,16 +13,24 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Self
 
-import aetcd
 import grpc
 import grpc.aio
 from aetcd import rpc, utils
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import NoQuorum
+from services.runtime.etcd_members import TRY_S, Member, Members
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Largest answer: a whole prefix is read at once; 100,000 lock entries are about 20 MiB."""
+_OPTIONS = (
+    ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),  # left alone a minute, whatever the line above says
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +87,10 @@ class Put:
 
 
 class EtcdSession:
-    """A connection to etcd for one cluster.
+    """Connections to the members of etcd, for one cluster.
 
     Args:
-        endpoint: host:port; of several members IP addresses, separated by commas, which are asked
-            in turn.
+        endpoint: host:port; of several members separated by commas.
         cluster: Cluster name, part of every key.
         timeout_ms: Bound of every call.
         random: Jitter of those who wait for etcd.
@@ -98,31 +105,24 @@ class EtcdSession:
         timeout_ms: int = 3_000,
         random: Random | None = None,
     ) -> None:
-        # gRPC's name for several addresses begins so; the client puts host and port together again.
-        host, _, port = f"{'ipv4:' * (',' in endpoint)}{endpoint}".rpartition(":")
         self.clock = clock
         self.random = random or Random()
         self.prefix = f"/baton/{cluster}/"
-        self._client = aetcd.Client(
-            host=host,
-            port=int(port),
-            options={
-                "grpc.max_receive_message_length": ANSWER_BYTES_MAX,
-                "grpc.lb_policy_name": "round_robin",
-                "grpc.initial_reconnect_backoff_ms": 100,
-                "grpc.max_reconnect_backoff_ms": 1_000,
-                "grpc.keepalive_time_ms": 10_000,
-                "grpc.keepalive_timeout_ms": 3_000,
-            },
-        )
-        self._timeout_s = timeout_ms / 1000
+        self._endpoint, self._timeout_s = endpoint, timeout_ms / 1000
 
     async def __aenter__(self) -> Self:
-        await self._client.connect()
+        self._members = Members(self._endpoint.split(","), self.random, _OPTIONS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
+        await self._members.close()
+
+    async def run(self) -> None:
+        """Notice members that stand still; to be run as one task.
+
+        Without it what must not be asked twice, and watches, wait for them until their bound.
+        """
+        await self._members.run()
 
     @staticmethod
     def key(*parts: str) -> str:
@@ -137,8 +137,10 @@ class EtcdSession:
             NoQuorum: etcd does not answer.
         """
         async with self._translated():
-            answer = await self._client.kvstub.Range(
-                rpc.RangeRequest(key=self._absolute(key)), timeout=self._timeout_s
+            answer = await self._members.ask(
+                lambda member: member.kv.Range(rpc.RangeRequest(key=self._absolute(key))),
+                self._timeout_s,
+                TRY_S,
             )
         return self.stored(answer.kvs[0]) if answer.kvs else None
 
@@ -150,9 +152,12 @@ class EtcdSession:
         """
         start = self._absolute(prefix)
         async with self._translated():
-            answer = await self._client.kvstub.Range(
-                rpc.RangeRequest(key=start, range_end=utils.prefix_range_end(start)),
-                timeout=self._timeout_s,
+            # However long it takes: there may be much of it.
+            answer = await self._members.ask(
+                lambda member: member.kv.Range(
+                    rpc.RangeRequest(key=start, range_end=utils.prefix_range_end(start))
+                ),
+                self._timeout_s,
             )
         return [self.stored(kv) for kv in answer.kvs], answer.header.revision
 
@@ -173,8 +178,11 @@ class EtcdSession:
             NoQuorum: not known.
         """
         async with self._translated():
-            answer = await self._client.kvstub.DeleteRange(
-                rpc.DeleteRangeRequest(key=self._absolute(key)), timeout=self._timeout_s
+            answer = await self._members.ask_once(
+                lambda member: member.kv.DeleteRange(
+                    rpc.DeleteRangeRequest(key=self._absolute(key))
+                ),
+                self._timeout_s,
             )
         return bool(answer.deleted)
 
@@ -211,19 +219,23 @@ class EtcdSession:
             compare=[c for condition in compare for c in self._compares(condition)], success=writes
         )
         async with self._translated():
-            answer = await self._client.kvstub.Txn(request, timeout=self._timeout_s)
+            answer = await self._members.ask_once(
+                lambda member: member.kv.Txn(request), self._timeout_s
+            )
         return answer.header.revision if answer.succeeded else None
 
     async def lease(self, ttl_ms: int) -> Lease:
         """A new lease. etcd counts in whole seconds and rounds small values up.
 
+        One that was granted, and nobody heard of, ends by itself.
+
         Raises:
             NoQuorum: not known.
         """
         async with self._translated():
-            answer = await self._client.leasestub.LeaseGrant(
-                rpc.LeaseGrantRequest(TTL=max(1, -(-ttl_ms // 1000)), ID=0),
-                timeout=self._timeout_s,
+            request = rpc.LeaseGrantRequest(TTL=max(1, -(-ttl_ms // 1000)), ID=0)
+            answer = await self._members.ask(
+                lambda member: member.leases.LeaseGrant(request), self._timeout_s, TRY_S
             )
         return Lease(self, answer.ID)
 
@@ -233,12 +245,16 @@ class EtcdSession:
 
     async def keep_alive(self, lease_id: int) -> bool:
         """See `Lease.refresh`."""
+
+        async def refresh(member: Member) -> Any:
+            call = member.leases.LeaseKeepAlive(iter([rpc.LeaseKeepAliveRequest(ID=lease_id)]))
+            try:
+                return await call.read()
+            finally:
+                call.cancel()
+
         async with self._translated():
-            call = self._client.leasestub.LeaseKeepAlive(
-                iter([rpc.LeaseKeepAliveRequest(ID=lease_id)]), timeout=self._timeout_s
-            )
-            answer = await call.read()
-            call.cancel()
+            answer = await self._members.ask(refresh, self._timeout_s, TRY_S)
         if answer is grpc.aio.EOF:
             raise NoQuorum("etcd ended a keep-alive without an answer")
         return bool(answer.TTL > 0)
@@ -250,8 +266,9 @@ class EtcdSession:
             NoQuorum: etcd does not answer.
         """
         async with self._translated():
-            answer = await self._client.leasestub.LeaseTimeToLive(
-                rpc.LeaseTimeToLiveRequest(ID=lease_id), timeout=self._timeout_s
+            request = rpc.LeaseTimeToLiveRequest(ID=lease_id)
+            answer = await self._members.ask(
+                lambda member: member.leases.LeaseTimeToLive(request), self._timeout_s, TRY_S
             )
         return answer.TTL, answer.grantedTTL
 
@@ -259,8 +276,9 @@ class EtcdSession:
         """See `Lease.revoke`."""
         try:
             async with self._translated():
-                await self._client.leasestub.LeaseRevoke(
-                    rpc.LeaseRevokeRequest(ID=lease_id), timeout=self._timeout_s
+                request = rpc.LeaseRevokeRequest(ID=lease_id)
+                await self._members.ask(
+                    lambda member: member.leases.LeaseRevoke(request), self._timeout_s, TRY_S
                 )
         except _LeaseNotFound:
             return
@@ -271,7 +289,7 @@ class EtcdSession:
         Ends when etcd cancels the watch (as after a compaction beyond `revision`).
 
         Raises:
-            NoQuorum: the connection broke; watch again.
+            NoQuorum: the connection broke, or the member stands still; watch again.
         """
         start = self._absolute(prefix)
         create = rpc.WatchCreateRequest(
@@ -280,17 +298,21 @@ class EtcdSession:
             start_revision=revision,
             progress_notify=True,
         )
-        async with self._translated():
-            call = rpc.WatchStub(self._client.channel).Watch()
-            try:
+        member = self._members.first
+        call = member.watches.Watch()
+        try:
+            async with self._translated(), member.waited_for(self._timeout_s):
                 await call.write(rpc.WatchRequest(create_request=create))
-                while (answer := await call.read()) is not grpc.aio.EOF:
-                    if answer.canceled or answer.compact_revision:
-                        return
-                    yield answer
-            finally:
-                call.cancel()
-        raise NoQuorum("etcd ended a watch")
+            while True:
+                async with self._translated(), member.waited_for():
+                    answer = await call.read()
+                if answer is grpc.aio.EOF:
+                    raise NoQuorum("etcd ended a watch")
+                if answer.canceled or answer.compact_revision:
+                    return
+                yield answer
+        finally:
+            call.cancel()
 
     def stored(self, kv: Any) -> Stored:
         """A key-value of etcd as `Stored`."""
@@ -321,6 +343,8 @@ class EtcdSession:
             if error.code() is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
                 raise _LeaseNotFound(f"etcd: {details}") from error
             raise NoQuorum(f"etcd: {error.code().name}: {details}") from error
+        except TimeoutError as error:
+            raise NoQuorum("etcd does not answer") from error
 
 
 class _LeaseNotFound(NoQuorum):

@@ -71,7 +71,8 @@ class Keeper:
         level_ms = clock.monotonic_ms() - policy.lag_ms_max * 2 // 3
         self.books = InSync(won.standing.master, won.standing.in_sync, position, level_ms)
         self.on_news: list[Callable[[], None]] = []
-        self._safe = 0
+        self._problems: dict[str, str] = {}
+        self._safe = self._first = 0
         self._news = asyncio.Event()
         self._changing, self._serves = asyncio.Lock(), False
         self._doubtful = False  # whether a change may have been made that is not in the books
@@ -102,10 +103,18 @@ class Keeper:
 
     @property
     def safe(self) -> int:
-        """The in-sync set, with enough members, has everything up to here. Never falls."""
-        if len(self.books.in_sync) >= self.policy.min_in_sync:
-            self._safe = self.books.confirmed
+        """The in-sync set, with enough members, has everything up to here. Never falls.
+
+        What the mastership has begun with counts with fewer, too: it is there to be read.
+        """
+        enough = len(self.books.in_sync) >= self.policy.min_in_sync
+        limit = self.books.confirmed if enough else min(self.books.confirmed, self._first)
+        self._safe = max(self._safe, limit)
         return self._safe
+
+    def told(self, name: str, problem: str) -> None:
+        """Why slave `name` can't follow, by its own account; empty if it can."""
+        self._problems[name] = problem
 
     def looked_at(self) -> None:
         """The books have changed."""
@@ -126,6 +135,7 @@ class Keeper:
                 position=books.position - books.lag(name),
                 lag=books.lag(name),
                 lag_ms=books.lag_ms(name, now_ms) if books.lag(name) else 0,
+                problem=self._problems.get(name, ""),
             )
             for name in books.slaves
         ]
@@ -134,6 +144,15 @@ class Keeper:
             replicas_pb2.Replica(node_id=name, lag=books.position, lag_ms=-1) for name in silent
         ]
         return sorted([master, *slaves], key=lambda replica: replica.node_id)
+
+    async def begun(self, position: int) -> None:
+        """Return when the in-sync set, however small, has what this master begins with.
+
+        Args:
+            position: Everything up to here.
+        """
+        self._first = position
+        await self.confirmed(position)
 
     async def confirmed(self, position: int) -> None:
         """Return when the in-sync set, with enough members, has everything up to `position`."""

@@ -206,13 +206,19 @@ S = TypeVar("S", bound=ServiceSettings)
 Build = Callable[[S, Runtime], AbstractAsyncContextManager[App]]
 
 
-def run(service: str, kind: type[S], build: Build[S]) -> NoReturn:
+def run(
+    service: str,
+    kind: type[S],
+    build: Build[S],
+    clock: Callable[[S], Clock] = lambda _: Clock(),
+) -> NoReturn:
     """Run a service until SIGTERM or SIGINT. Exit status 2 for a bad configuration.
 
     Args:
         service: Folder name of the service, such as "storage".
         kind: Its settings.
         build: Recovers the state and gives the app; on leaving, closes what it opened.
+        clock: Makes the clock of the process.
     """
     prefix = f"BATON_{service.upper()}"
     if "--explain-config" in sys.argv[1:]:
@@ -232,11 +238,21 @@ def run(service: str, kind: type[S], build: Build[S]) -> NoReturn:
         _refuse(f"usage: python -m services.{service} {options}; settings: {prefix}_*")
     logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
     try:
-        asyncio.run(_main(service, settings, build))
-    except Exception:
+        asyncio.run(_main(service, settings, build, clock(settings)))
+    except Exception as error:
+        if refused := _config_error(error):
+            _refuse(f"{service}: {refused}")
         log.critical("process ends", exc_info=True)
         sys.exit(1)
     sys.exit(0)
+
+
+def _config_error(error: Exception) -> Exception | None:
+    """The first one in `error`, which may be a group: settings that don't go with the cluster."""
+    found = error.subgroup(ConfigError) if isinstance(error, ExceptionGroup) else error
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    return found if isinstance(found, ConfigError) else None
 
 
 def _refuse(message: str) -> NoReturn:
@@ -244,12 +260,12 @@ def _refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-async def _main(service: str, settings: S, build: Build[S]) -> None:
+async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> None:
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     async with (
-        EtcdSession(settings.etcd, settings.cluster, Clock()) as etcd,
+        EtcdSession(settings.etcd, settings.cluster, clock) as etcd,
         _nodes_followed(Runtime(service, settings, etcd)) as runtime,
         build(settings, runtime) as app,
     ):
@@ -260,9 +276,10 @@ async def _main(service: str, settings: S, build: Build[S]) -> None:
 @asynccontextmanager
 async def _nodes_followed(runtime: Runtime) -> AsyncIterator[Runtime]:
     async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(runtime.nodes.run())
+        running = [tasks.create_task(loop()) for loop in (runtime.etcd.run, runtime.nodes.run)]
         yield runtime
-        following.cancel()
+        for task in running:
+            task.cancel()
 
 
 async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:

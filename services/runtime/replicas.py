@@ -8,18 +8,23 @@ do either (protocol section 12).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import replicas_pb2
 
-from batonmq.common.errors import NotLeader
+from batonmq.common.config import ConfigError, Problem
+from batonmq.common.errors import NoQuorum, NotLeader
 from services.runtime.election import Candidacy, Election
 from services.runtime.etcd import Compare, EtcdSession, Put, Stored
 from services.runtime.position import Position
 
 log = logging.getLogger(__name__)
+
+ACCEPTED_MAX = 16
+"""Losses that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class Standing:
     master: str
     in_sync: frozenset[str]
     served_epoch: int = 0
+    accepted: tuple[replicas_pb2.AcceptedLoss, ...] = ()
     mod_revision: int = 0
 
     def encode(self) -> bytes:
@@ -39,7 +45,17 @@ class Standing:
             master=self.master,
             in_sync=sorted(self.in_sync),
             served_epoch=self.served_epoch,
+            accepted_losses=self.accepted,
         ).SerializeToString()
+
+    def elected(self, loss: replicas_pb2.AcceptedLoss) -> Standing:
+        """The set once an operator has accepted `loss`: its node alone may be elected.
+
+        Nothing is known any more of what has to be there, so it need not have been served by.
+        """
+        accepted = (*self.accepted, loss)[-ACCEPTED_MAX:]
+        in_sync = frozenset({loss.node_id})
+        return replace(self, in_sync=in_sync, served_epoch=0, accepted=accepted)
 
 
 _NONE = Standing(0, "", frozenset())
@@ -55,8 +71,39 @@ def decode(stored: Stored | None) -> Standing:
         found.master,
         frozenset(found.in_sync),
         found.served_epoch,
+        tuple(found.accepted_losses),
         stored.mod_revision,
     )
+
+
+async def check_alone(session: EtcdSession, service: str, name: str, node_id: str) -> None:
+    """Let a node run without others only if no other one of the set could be elected.
+
+    What it wrote would be given up once it joins them again, or the other way round. Waits for
+    etcd as long as it takes.
+
+    Raises:
+        ConfigError: others could be.
+    """
+    while True:
+        try:
+            standing = decode(await session.get(session.key("replicas", service, name)))
+            break
+        except NoQuorum as error:
+            log.warning("whether this node may run alone is not known yet error=%s", error)
+            await asyncio.sleep(0.5)
+    others = sorted(standing.in_sync - {node_id})
+    if others:
+        setting = f"BATON_{service.upper()}_REPLICAS"
+        raise ConfigError(
+            Problem(
+                setting,
+                f"{node_id} belongs to the replica set {name}, in which {', '.join(others)} may "
+                f"be elected, so it must not run without {setting}; name the set there, or, if "
+                f"the others are lost for good: baton cluster elect --service {service} --set "
+                f"{name} {node_id} --accept-loss",
+            )
+        )
 
 
 class ReplicaSet:
@@ -110,7 +157,7 @@ class ReplicaSet:
         if self._node_id not in in_sync or own.epoch < before.served_epoch:
             return None
         epoch = max(before.epoch, own.epoch) + 1
-        self._candidate = Standing(epoch, self._node_id, in_sync, before.served_epoch)
+        self._candidate = replace(before, epoch=epoch, master=self._node_id, in_sync=in_sync)
         return Candidacy(
             compare=(Compare(self.key, mod_revision=before.mod_revision),),
             put=(Put(self.key, self._candidate.encode()),),

@@ -22,8 +22,8 @@ class ServiceSettings(Settings):
     """host:port at which others reach the gRPC server; empty means host:port as bound."""
     metrics_port: int = Field(0, ge=0, le=65_535)
     """Port of the Prometheus endpoint; 0 takes a free one."""
-    etcd: str = Field("127.0.0.1:2379", pattern=r"^[^,]+:\d+(,[0-9.]+:\d+)*$")
-    """host:port of etcd; of several members IP addresses with ports, separated by commas."""
+    etcd: str = Field("127.0.0.1:2379", pattern=r"^[^,]+:\d+(,[^,]+:\d+)*$")
+    """host:port of etcd; of several members separated by commas."""
     node_lease_ms: int = Field(5_000, ge=2_000)
     """A process that is silent for so long is no longer listed, in milliseconds."""
     shutdown_grace_ms: int = Field(10_000, ge=0)

@@ -20,6 +20,8 @@ from services.runtime.gates import Gates
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer
 from services.runtime.process import App, Runtime
+from services.runtime.replicas import check_alone
+from services.runtime.stuck import Stuck
 from services.storage.config import StorageSettings
 from services.storage.copies import Copy
 from services.storage.core.files import Disk
@@ -54,6 +56,7 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
             async with replicated(settings, runtime, RealDisk(settings.data_dir)) as app:
                 yield app
             return
+        await check_alone(runtime.etcd, "storage", settings.broker_name, settings.node_id)
         directory = opened(
             settings.data_dir,
             segment_bytes=settings.segment_bytes,
@@ -110,13 +113,18 @@ async def served(
 
 @asynccontextmanager
 async def replicated(
-    settings: StorageSettings, runtime: Runtime, disk: Disk, in_thread: InThread = asyncio.to_thread
+    settings: StorageSettings,
+    runtime: Runtime,
+    disk: Disk,
+    in_thread: InThread = asyncio.to_thread,
+    on_open: Callable[[Node], None] = lambda _: None,
 ) -> AsyncIterator[App]:
     """The app of a node that is master at times, and slave at others.
 
     Args:
         disk: Nobody else uses it.
         in_thread: Calls what blocks away from the event loop.
+        on_open: Told of the directory each time it is open, before anything works on it.
     """
     peer = Peer(
         runtime.nodes,
@@ -130,6 +138,7 @@ async def replicated(
 
         def on(node: Node) -> Serving:
             _log_report(node.report)
+            on_open(node)
             serving = serve(node, around, role, role.followed)
             mirrors.wake(serving)
             return serving
@@ -143,7 +152,7 @@ async def replicated(
             replicated=True,
         )
         copy = Copy(disk, opening, on, in_thread)
-        following = Following(copy, peer, settings, runtime, in_thread)
+        following = Following(copy, peer, settings, runtime, Stuck(around.metrics.stuck))
         role.begin(copy, following)
         try:
             await copy.open()

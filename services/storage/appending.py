@@ -62,6 +62,8 @@ class Appender:
             outcomes = self.store.append(batches, topics, self.clock.unix_ms(), refusal)
         except Exception as error:
             self.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            if isinstance(error, OSError):
+                self.flusher.check()  # tells it as whoever waits is told
             raise
         self.flusher.wrote()
         return [self._with_numbers(one) for one in outcomes]

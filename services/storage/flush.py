@@ -1,7 +1,7 @@
 """Group commit: one sync in a worker thread covers everything written before it began.
 
-While it runs the loop goes on taking appends; they ride in the next one. A sync that fails is
-the end of the process: the kernel may have dropped the pages, so a second try proves nothing.
+While it runs the loop goes on taking appends; they ride in the next one. A sync that fails is not
+tried again: the kernel may have dropped the pages, so a second try proves nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Flusher:
         if self._closed:
             raise NotServing(self._closed, retry_after_ms=100)
         if self._failure is not None:
-            raise NotServing(f"the log can't be written: {self._failure}", retry_after_ms=5_000)
+            raise NotServing(f"the log can't be written: {self._failure}", retry_after_ms=500)
 
     def wrote(self) -> None:
         """Note that the log has grown."""
@@ -114,15 +114,15 @@ class Flusher:
         self.give_up(why)
 
     def fail(self, error: Exception) -> None:
-        """Stop for good: what is on disk is not known. `run` raises the error: the process ends."""
+        """Stop for good: what is on disk is not known. `run` raises the error."""
         if self._failure is None:
-            log.critical("log can't be written or synced, the process ends error=%s", error)
+            log.error("log can't be written or synced error=%s", error)
             self._failure = error
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
             if not future.done():
                 future.set_exception(
-                    NotServing(f"the log can't be written: {error}", retry_after_ms=5_000)
+                    NotServing(f"the log can't be written: {error}", retry_after_ms=500)
                 )
         self._wrote.set()
         self._urgent.set()

@@ -21,12 +21,13 @@ from batonmq.common.errors import BatonError, DataLoss, DiskFull, OldEpoch
 from batonmq.common.rpc import from_rpc_error
 from services.runtime.peers import Peer
 from services.runtime.process import Runtime
+from services.runtime.stuck import Stuck
 from services.storage.config import StorageSettings
 from services.storage.copies import Copy
-from services.storage.core.commitlog import Range
+from services.storage.core import checkpoint
+from services.storage.core.commitlog import NO_SPACE, Range
 from services.storage.core.epochs import History, read_history
 from services.storage.core.shipping import check_received
-from services.storage.flush import InThread
 from services.storage.node import Beginning
 from services.storage.serving import Serving
 
@@ -50,9 +51,9 @@ class Following:
         peer: ReplicationPeer,
         settings: StorageSettings,
         runtime: Runtime,
-        in_thread: InThread,
+        stuck: Stuck,
     ) -> None:
-        self._copy, self._peer, self._runtime, self._in_thread = copy, peer, runtime, in_thread
+        self._copy, self._peer, self._runtime, self._stuck = copy, peer, runtime, stuck
         self._node_id, self._broker = settings.node_id, settings.broker_name
         self._hold_ms = settings.replica_policy.hold_ms
         self.first_position = 0
@@ -64,17 +65,17 @@ class Following:
         return self._heard_ms is not None and now_ms - self._heard_ms < 2 * self._hold_ms
 
     async def run(self) -> None:
-        """Follow for ever; waits while this node writes by itself. To be run as one task.
-
-        Raises:
-            OSError: the disk has failed.
-        """
+        """Follow for ever; waits while this node writes by itself. To be run as one task."""
         failures = 0
         while True:
             try:
                 await self._step()
+                self._stuck.passed()
                 failures = 0
+            except OSError as error:
+                self._copy.fail(error)
             except BatonError as error:
+                self._stuck.met(error)
                 level = logging.WARNING if failures in (10, 1_000) else logging.DEBUG
                 log.log(level, "not following position=%s error=%s", self._copy.position, error)
                 delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
@@ -83,6 +84,7 @@ class Following:
 
     async def _step(self) -> None:
         async with self._copy.writing:
+            await self._copy.mend()
             serving = self._copy.serving
             history, end = serving.node.history, serving.node.store.log.next_position
         request = pb.FetchRequest(
@@ -91,6 +93,7 @@ class Following:
             position=end,
             history=[pb.EpochStart(epoch=epoch, position=at) for epoch, at in history.starts],
             hold_ms=self._hold_ms,
+            problem=self._stuck.problem,
         )
         try:
             answer = await self._peer.stub().Fetch(
@@ -123,6 +126,8 @@ class Following:
             await self._copy.cut(rotten, damaged=True)
         elif answer.HasField("floors"):
             await self._copy.begin_anew(Beginning(answer.floors, segment, theirs.until(position)))
+            if (known := checkpoint.decode(answer.producers)) is not None:
+                self._copy.serving.node.store.producers.load(known.producers)
         elif position < log_.first_position:
             await self._copy.begin_anew(Beginning())
         elif position < log_.next_position:
@@ -152,8 +157,14 @@ class Following:
             await self._keep(serving, replace(node.history, damaged=False))
 
     async def _keep(self, serving: Serving, history: History) -> None:
-        if history != serving.node.history:
-            await self._in_thread(serving.node.keep, history)
+        if history == serving.node.history:
+            return
+        try:
+            await self._copy.in_thread(serving.node.keep, history)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise DiskFull("no space on disk for the epochs of the log") from error
 
     async def _write(self, serving: Serving, data: bytes, segment: Range) -> None:
         """Write what the master has sent, and let everything that is derived from it follow.

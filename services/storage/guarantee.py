@@ -32,7 +32,8 @@ class Guarantee(Protocol):
         """Why nothing new may be written now that at least so many members are to have.
 
         Raises:
-            NotLeader: nothing at all may be said, as this node may not be the master.
+            NotLeader, NotServing: nothing at all may be said, as this node may not be the master,
+                or is about to be.
         """
         ...
 

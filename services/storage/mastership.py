@@ -14,9 +14,9 @@ from typing import Any
 
 from batonmq.common.aio import wait_until
 from batonmq.common.clock import Clock
-from batonmq.common.errors import DataLoss
+from batonmq.common.errors import DataLoss, NotLeader
 from services.runtime.keeper import Keeper
-from services.storage.core import floors
+from services.storage.core import checkpoint, floors
 from services.storage.core.commitlog import Range
 from services.storage.core.epochs import History, common_point
 from services.storage.core.shipping import read_whole
@@ -24,6 +24,9 @@ from services.storage.flush import InThread
 from services.storage.serving import Serving
 
 log = logging.getLogger(__name__)
+
+PRODUCER_QUEUES_MAX = 50_000
+"""Of so many pairs of producer and queue a slave that begins anew gets the sequences: 10 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,15 @@ class Shipment:
     Attributes:
         position: Where `data` begins.
         segment: Holds `position`, or will.
-        floors: Set if the slave has to begin anew.
+        floors: Set if the slave has to begin anew,
+        producers: and what it then has to know of producers, as a checkpoint.
     """
 
     position: int
     data: bytes
     segment: Range
     floors: bytes | None = None
+    producers: bytes = b""
 
 
 class Mastership:
@@ -56,6 +61,7 @@ class Mastership:
         self.keeper, self.serving, self._clock = keeper, serving, clock
         self._node, self._log = serving.node, serving.node.store.log
         self._grown = asyncio.Event()
+        self._over = False
 
     @property
     def epoch(self) -> int:
@@ -68,21 +74,26 @@ class Mastership:
         return self._node.history
 
     async def begin(self, in_thread: InThread) -> None:
-        """Begin the epoch; on return the in-sync set has it, and all that was before.
+        """Begin the epoch, on this node's disk.
 
         Raises:
-            NotLeader: this is not the master any more.
+            OSError: it is not known whether it has begun.
         """
         begin: Callable[[Any], None] = lambda _: self._node.begin_epoch(self.epoch)  # noqa: E731
         await in_thread(begin, None)
+
+    async def settled(self) -> None:
+        """Return once the in-sync set has the epoch, and all that was before, and etcd knows."""
         self.keeper.on_news.append(self._tell)
         self.serving.flusher.on_sync.append(self._synced)
         self._synced(self._log.next_position)
-        await self.keeper.confirmed(self._log.next_position + 1)
+        await self.keeper.begun(self._log.next_position + 1)
         await self.keeper.serve()
 
     def end(self) -> None:
-        """The mastership is over: nothing is confirmed by it any more."""
+        """The mastership is over: nothing is confirmed by it any more, nor handed out."""
+        self._over = True
+        self._grown.set()
         flusher = self.serving.flusher
         if self._synced in flusher.on_sync:
             flusher.on_sync.remove(self._synced)
@@ -92,6 +103,7 @@ class Mastership:
         """What slave `name` is to do next, whose log with that history ends at `end`.
 
         Raises:
+            NotLeader: the mastership has ended meanwhile.
             DataLoss: the log is damaged there.
         """
         mine, log_ = self.history, self._log
@@ -108,6 +120,8 @@ class Mastership:
         grown = self._grown
         if has_epoch and end >= log_.synced_position:
             await wait_until(grown, wish.hold_ms)
+            if self._over:  # and somebody else may be at work on the log
+                raise NotLeader("this node is not the master any more", retry_after_ms=200)
         try:
             data = read_whole(log_, self.history, end, wish.bytes_max)
         except DataLoss as error:
@@ -118,7 +132,14 @@ class Mastership:
     def _beginning(self) -> Shipment:
         store = self._node.store
         position = store.log.first_position
-        return Shipment(position, b"", self._segment(position), floors.encode(store.floors()))
+        known = store.producers.below(position, PRODUCER_QUEUES_MAX)
+        return Shipment(
+            position,
+            b"",
+            self._segment(position),
+            floors.encode(store.floors()),
+            checkpoint.of_producers(position, known),
+        )
 
     def _segment(self, position: int) -> Range:
         if position >= self._log.end_position:

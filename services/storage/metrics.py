@@ -125,6 +125,11 @@ class StorageMetrics:
             ("replica",),
             registry=registry,
         )
+        self.stuck = Gauge(
+            "baton_storage_replica_stuck",
+            "1 while this node can't follow its master for a reason that does not pass by itself.",
+            registry=registry,
+        )
         self.damaged_batches = Counter(
             "baton_storage_damaged_batches",
             "Batches that failed their checksum or can't be read, and damaged indexes, each once.",

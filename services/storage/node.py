@@ -84,8 +84,12 @@ class Node:
         self._synced.write(0, [encode_synced(unsynced.position)])
 
     def begin_epoch(self, epoch: int) -> None:
-        """Note, durably, that everything from the end of the log on is written by `epoch`."""
-        self.keep(self.history.began(epoch, self.store.log.next_position))
+        """Note, durably, that everything from the end of the log on is written by `epoch`.
+
+        What was elected has everything that counts, so nothing is missing any more.
+        """
+        history = self.history.began(epoch, self.store.log.next_position)
+        self.keep(replace(history, damaged=False))
         self.store.epoch = epoch
 
     def keep(self, history: History) -> None:
@@ -256,6 +260,7 @@ def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> History:
     """Recover what of a copy is good; its history.
 
     That something is missing is made durable before it is cut off: such a node must not be master.
+    Nor must one whose folder is empty, on its way through epochs that others have served.
     """
     disk = attempt.disk
     try:
@@ -277,7 +282,7 @@ def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> History:
     if accept_loss and history.starts:  # what was lost counts no more: it may be master
         kept = kept if kept.epoch == history.epoch else kept.began(history.epoch, end)
         return replace(kept, damaged=False)
-    return kept
+    return kept if kept.starts else replace(kept, damaged=True)
 
 
 def _wipe(disk: Disk) -> None:

@@ -16,6 +16,7 @@ from batonmq.common.errors import (
     OldEpoch,
     WrongBroker,
 )
+from services.runtime.stuck import PROBLEM_CHARS_MAX
 from services.storage.core.epochs import History, read_history
 from services.storage.mastership import Wish
 from services.storage.role import Role
@@ -43,8 +44,9 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
                 f"this master has epoch {mastership.epoch}, the slave has seen {history.epoch}",
                 facts={"epoch": mastership.epoch, "current": history.epoch},
             )
+        mastership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await mastership.fetch(request.node_id, request.position, history, wish)
-        self._role.check()
+        self._role.check_still(mastership)
         store = mastership.serving.node.store
         return pb.FetchResponse(
             epoch=mastership.epoch,
@@ -57,6 +59,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             segment_position=found.segment[0],
             segment_bytes=found.segment[1] - found.segment[0],
             first_position=store.log.first_position,
+            producers=found.producers,
         )
 
     async def DescribeReplicas(

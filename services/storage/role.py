@@ -26,6 +26,7 @@ from services.storage.serving import Serving
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
+_BEGINS = "the new master waits for its slaves"
 
 
 class Role(Guarantee):
@@ -66,6 +67,7 @@ class Role(Guarantee):
     def begin(self, copy: Copy, following: Following) -> None:
         """The copy, and what keeps it like the master's while that is another node."""
         self.copy, self._following = copy, following
+        copy.on_failure.append(lambda: self._step_back("its disk has failed"))
 
     def check(self) -> None:
         """Refuse to answer once the lease may be over.
@@ -87,6 +89,15 @@ class Role(Guarantee):
             raise self.member.not_leader()
         return self._mastership
 
+    def check_still(self, mastership: Mastership) -> None:
+        """Refuse to answer for a mastership that is over, whoever is the master now.
+
+        Raises:
+            NoQuorum, NotLeader: it is.
+        """
+        if self.mastership is not mastership:
+            raise self.member.not_leader()
+
     @property
     def acting(self) -> Serving:
         """What clients ask.
@@ -97,7 +108,7 @@ class Role(Guarantee):
         """
         serving = self.mastership.serving
         if not self._acting:
-            raise NotServing("the new master waits for its slaves", retry_after_ms=100)
+            raise NotServing(_BEGINS, retry_after_ms=100)
         return serving
 
     @property
@@ -116,8 +127,10 @@ class Role(Guarantee):
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
         """See Guarantee."""
-        assert self.acting
-        keeper = self.mastership.keeper
+        mastership = self.mastership
+        if not self._acting:
+            raise NotServing(_BEGINS, retry_after_ms=100)
+        keeper = mastership.keeper
         try:
             keeper.check_room()
         except NotEnoughReplicas as error:
@@ -154,27 +167,39 @@ class Role(Guarantee):
         await self.member.election.run(self._lead)
 
     def _stands_back(self) -> bool:
-        """Whether this node has resigned, and lets the others go first for a while."""
-        return self._runtime.clock.monotonic_ms() < self._stands_back_to_ms
+        """Whether this node can't lead, or has resigned, and lets others go first for a while."""
+        return self.copy.failed or self._runtime.clock.monotonic_ms() < self._stands_back_to_ms
+
+    def _step_back(self, why: str) -> None:
+        """Be master no more, and not at once again: whoever else has everything goes first."""
+        if self._mastership is not None:
+            log.error("resigns: %s", why)
+        now_ms = self._runtime.clock.monotonic_ms()
+        self._stands_back_to_ms = now_ms + 3 * self._settings.master_lease_ms
+        self.member.election.resign()
 
     async def _lead(self, revision: int) -> None:
         async with self.copy.writing:
-            serving = self.copy.serving
-            await serving.flusher.sync()
-            position = serving.node.store.log.next_position + 1
-            keeper = self.member.keeper(revision, position, self._settings.replica_policy)
-            if self.member.lacks(keeper):
+            try:
+                mastership = await self._begun(revision)
+            except (OSError, BatonError) as error:
+                self._step_back(f"an epoch can't be begun: {error}")
                 return
-            mastership = self._mastership = Mastership(keeper, serving, self._runtime.clock)
+            if mastership is None:
+                return
+            keeper, serving = mastership.keeper, mastership.serving
+            self._mastership = mastership
             self.member.registration.leads(keeper.epoch)
             log.info("master epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(keeper.tend())
-                    await mastership.begin(self._in_thread)
+                    await mastership.settled()
                     self._acting = True
                     tasks.create_task(self._watch(mastership))
                     await serving.due.run()
+            except* OSError as errors:
+                self.copy.fail(errors.exceptions[0])
             finally:
                 mastership.end()
                 self._mastership, self._acting = None, False
@@ -183,6 +208,22 @@ class Role(Guarantee):
                 self._metrics.replica_lag_bytes.clear()
                 self._metrics.replica_lag_seconds.clear()
                 self.member.registration.leads(0)
+
+    async def _begun(self, revision: int) -> Mastership | None:
+        """A mastership whose epoch stands on the disk; None if this node must not begin one.
+
+        Raises:
+            OSError, BatonError: the disk has failed, or has no room.
+        """
+        serving = self.copy.serving
+        await serving.flusher.sync()
+        position = serving.node.store.log.next_position + 1
+        keeper = self.member.keeper(revision, position, self._settings.replica_policy)
+        if self.member.lacks(keeper):
+            return None
+        mastership = Mastership(keeper, serving, self._runtime.clock)
+        await mastership.begin(self._in_thread)
+        return mastership
 
     async def _watch(self, mastership: Mastership) -> None:
         """Show how the slaves do; resign once the log has rotted and another member has it all."""
@@ -198,8 +239,5 @@ class Role(Guarantee):
             others = books.holders(serving.node.store.readable_position + 1) > 1
             rotten = serving.damage.rotten
             if rotten is not None and rotten >= serving.node.store.log.first_position and others:
-                log.error("resigns, as its log is damaged position=%d", rotten)
-                now_ms = self._runtime.clock.monotonic_ms()
-                self._stands_back_to_ms = now_ms + 3 * self._settings.master_lease_ms
-                self.member.election.resign()
+                self._step_back(f"its log is damaged at position {rotten}")
                 return

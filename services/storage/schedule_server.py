@@ -44,6 +44,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
     def __init__(self, appender: Appender, topics: Topics, changed: Callable[[], None]) -> None:
         self._appender, self._topics, self._changed = appender, topics, changed
         self._store = appender.store
+        self._withdrawing: dict[Key, int] = {}
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Context) -> pb.ScheduleResponse:
         """See the proto."""
@@ -64,13 +65,26 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
     ) -> pb.CancelScheduledResponse:
         """See the proto."""
         key = decode_id(request.schedule_id, self._appender.broker)
+        await self._appender.flusher.reached(self._withdraw(key, request.schedule_id))
+        return pb.CancelScheduledResponse()
+
+    def _withdraw(self, key: Key, schedule_id: str) -> int:
+        """Take an entry back, unless somebody just does; what is below the answer has to be safe.
+
+        Raises:
+            NotScheduled, DiskFull, NotServing: it is not taken back.
+        """
+        safe = self._store.readable_position
+        self._withdrawing = {k: end for k, end in self._withdrawing.items() if end > safe}
+        if key in self._withdrawing:
+            return self._withdrawing[key]
         if key not in self._store.schedule.waiting:
-            raise NotScheduled(f"nothing is scheduled under {request.schedule_id}")
+            raise NotScheduled(f"nothing is scheduled under {schedule_id}")
         (outcome,) = self._appender.append([checked(encode_withdrawn([key]))], SYSTEM_TOPICS)
         if isinstance(outcome, BatonError):
             raise outcome
-        await self._appender.flusher.reached(outcome.next_position)
-        return pb.CancelScheduledResponse()
+        self._withdrawing[key] = outcome.next_position
+        return outcome.next_position
 
     def _schedule(
         self, items: list[_Item | BatonError], topics: _Topics

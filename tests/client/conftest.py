@@ -1,4 +1,4 @@
-"""A real cluster that the tests of a module share; each uses topics and groups of its own."""
+"""A real cluster that the tests of this folder share; each uses topics and groups of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.cluster import local_cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def nameserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """host:port of its nameserver. It lives in a thread, because a cluster belongs to one task."""
     started: Future[tuple[str, Callable[[], object]]] = Future()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,14 @@ def wrong_commands(page: Page) -> list[str]:
     return wrong
 
 
+@cache
+def _baton() -> Any:
+    """The command of the click that typer brings along; to put it together takes a while."""
+    return typer.main.get_command(app)
+
+
 def _problem(words: list[str]) -> str:
-    command: Any = typer.main.get_command(app)  # of the click that typer brings along
+    command = _baton()
     options = _options(command)
     for word in words:
         if word.startswith("--"):

@@ -51,19 +51,40 @@ class Owning:
 
 @dataclass(slots=True)
 class Worker:
-    """One process."""
+    """One process, and what it has written so far.
+
+    Tests look again and again until something is there: each time only what is new is read.
+    """
 
     client_id: str
     journal: Path
     process: Process
+    _read_bytes: int = 0
+    _lines: list[list[str]] = field(default_factory=list)
+    _done: set[int] = field(default_factory=set)
+    _ownerships: list[Owning] = field(default_factory=list)
 
     @property
     def lines(self) -> list[list[str]]:
         """What it has written; a line that is being written is left out."""
-        if not self.journal.exists():
-            return []
-        whole, _, _ = self.journal.read_text().rpartition("\n")
-        return [line.split() for line in whole.splitlines()]
+        if self.journal.exists():
+            with self.journal.open("rb") as journal:
+                journal.seek(self._read_bytes)
+                whole, newline, _ = journal.read().rpartition(b"\n")
+            self._read_bytes += len(whole) + len(newline)
+            new = [line.split() for line in whole.decode().splitlines()]
+            self._lines += new
+            self._done.update(int(words[5]) for words in new if words[0] == "done")
+            self._ownerships += [
+                Owning(self.client_id, words[1], int(words[2]), int(words[3]), int(words[4]))
+                for words in new
+                if words[0] == "own"
+            ]
+        return self._lines
+
+    def done(self) -> set[int]:
+        """Numbers whose handler has ended."""
+        return self._done if self.lines else set()
 
     def handlings(self) -> list[Handling]:
         """Its handlers, as they were started."""
@@ -84,11 +105,7 @@ class Worker:
 
     def ownerships(self) -> list[Owning]:
         """What it has owned."""
-        return [
-            Owning(self.client_id, words[1], int(words[2]), int(words[3]), int(words[4]))
-            for words in self.lines
-            if words[0] == "own"
-        ]
+        return self._ownerships if self.lines else []
 
     @property
     def owned(self) -> set[int]:
@@ -173,7 +190,7 @@ class Crew:
 
     def done(self) -> set[int]:
         """Numbers whose handler has ended."""
-        return {h.number for h in self.handlings() if h.done_us is not None}
+        return set().union(*(worker.done() for worker in self.workers))
 
 
 @asynccontextmanager

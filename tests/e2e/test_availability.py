@@ -2,9 +2,9 @@
 
 Method: a real cluster of three etcds, two brokers of two nodes, three offsets, two lock managers
 and two nameservers; one producer and two consumers that never stop. One after the other a leader is
-killed, or stands still until somebody else leads and then goes on with what it had. Each time the
-work has to go on while the victim is away. In the end every message with a receipt was handled
-exactly once, in order.
+killed, or stands still until somebody else leads and then goes on with what it had; so does each
+etcd. Each time the work has to go on while the victim is away. In the end every message with a
+receipt was handled exactly once, in order.
 """
 
 from __future__ import annotations
@@ -15,60 +15,15 @@ from pathlib import Path
 import pytest
 
 from batonmq.admin import Admin
-from batonmq.common.errors import BatonError
-from batonmq.local.cluster import LocalCluster
-from batonmq.replication import replicas_of
+from batonmq.replication import Replica, replicas
 from tests.e2e.counting import QUEUES, TOPIC, Run
+from tests.e2e.leading import in_sync, leader
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEP = 1_000
-
-
-async def leader(
-    admin: Admin, cluster: LocalCluster, service: str, but: str = "", broker: str = ""
-) -> str:
-    """Name of the process that leads, once it is one and another than `but`.
-
-    Args:
-        broker: Of storage.
-    """
-    found: list[str] = []
-
-    async def look() -> bool:
-        nodes = (await admin.cluster()).nodes
-        leading = [
-            node
-            for node in nodes
-            if node.service == service and node.leader and broker in ("", node.replica_set)
-        ]
-        newest = max(leading, key=lambda node: node.epoch, default=None)
-        found[:] = [
-            name
-            for name in cluster.options.names_of(service)
-            if newest is not None and cluster.addresses[name] == newest.address
-        ]
-        return bool(found) and found[0] != but
-
-    await until(look, timeout_s=60)
-    return found[0]
-
-
-async def in_sync(admin: Admin, service: str, broker: str) -> None:
-    """Wait until every replica may be elected."""
-
-    async def look() -> bool:
-        if service == "lockmgr":
-            return True
-        try:
-            found = await replicas_of(admin, service, broker)
-        except BatonError:
-            return False
-        return bool(found) and all(one.in_sync for one in found)
-
-    await until(look, timeout_s=60)
 
 
 async def goes_on(run: Run) -> None:
@@ -78,6 +33,21 @@ async def goes_on(run: Run) -> None:
         lambda: len(run.receipts) >= sent + STEP and len(run.handled) >= handled + STEP,
         timeout_s=60,
     )
+
+
+async def shows_every_copy(admin: Admin) -> None:
+    """Wait until every copy is told of, with epoch and lag, and in sync."""
+    found: list[Replica] = []
+
+    async def look() -> bool:
+        copies, problems = await replicas(admin, (await admin.cluster()).nodes)
+        found[:] = copies.values()
+        return not problems and all(copy.in_sync for copy in found)
+
+    await until(look, timeout_s=60)
+    assert len(found) == 7
+    assert all(copy.epoch > 0 and copy.lag >= 0 and copy.problem == "" for copy in found)
+    assert all(copy.lag_ms is not None for copy in found)
 
 
 async def test_whoever_leads_may_die_or_stand_still(tmp_path: Path) -> None:
@@ -101,6 +71,11 @@ async def test_whoever_leads_may_die_or_stand_still(tmp_path: Path) -> None:
                 await goes_on(run)
                 cluster.resume(heir)
                 await goes_on(run)
+            for name in ("etcd", "etcd-1", "etcd-2"):  # one of them leads the others
+                cluster.pause(name)
+                await goes_on(run)
+                cluster.resume(name)
+            await shows_every_copy(admin)
             for victim in ("nameserver-1", "etcd-1"):
                 await cluster.kill(victim)
                 await goes_on(run)

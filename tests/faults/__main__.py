@@ -1,64 +1,94 @@
 """`python -m tests.faults`: one run against a real cluster, and its report in build/faults/.
 
     BATON_FAULT_SEED=17 BATON_FAULT_MINUTES=3 python -m tests.faults
+    python -m tests.faults selection        every kind of fault once, in about three minutes
+    python -m tests.faults page 17          the report of seed 17 as a page, in docs/faults/
 
-The exit status is 1 if the history is not valid; then logs and journals stay in
-build/faults/<seed>/.
+Without a seed one is drawn, and told. The run gets a network of its own, for which it needs Linux,
+`ip` and the right to make namespaces (root has it, others often have); where that can't be, it says
+so and leaves the network alone. The exit status is 1 if the history is not valid; then logs and
+journals stay in build/faults/<seed>/.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
+import argparse
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from pydantic import Field
 
 from batonmq.common.config import Settings, load
+from batonmq.local import tether
 from batonmq.local.cluster import to_stderr
-from tests.faults.checker import check
-from tests.faults.history import History
-from tests.faults.member import SPAN_MAX
-from tests.faults.plot import draw
-from tests.faults.report import describe
-from tests.faults.run import Plan, play
+from tests.faults.network import found_launcher
+from tests.faults.page import write_page
+from tests.faults.run import UPSETS
+from tests.faults.upsets import FOLDER as UPSETS_FOLDER
 
-FOLDER = Path(__file__).parents[2] / "build" / "faults"
+REPO = Path(__file__).parents[2]
+FOLDER = REPO / "build" / "faults"
+PAGES = REPO / "docs" / "faults"
+NO_NETWORK = "!!! the network is not cut: no network of its own can be made here !!!"
 
 
 class FaultSettings(Settings):
     """Read from the environment."""
 
-    seed: int = Field(1, ge=0)
+    seed: int = Field(default_factory=lambda: int.from_bytes(os.urandom(2)), ge=0)
     """What is drawn."""
     minutes: float = Field(3, gt=0)
     """How long faults are made."""
 
 
-def write_report(history: History, seed: int, folder: Path) -> bool:
-    """Judge a history and write `<seed>.json` and `<seed>.png`; whether it is valid."""
-    reasons = check(history, SPAN_MAX)
-    report = describe(history, reasons, seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    draw(history, f"seed {seed}: {'invalid' if reasons else 'valid'}", folder / f"{seed}.png")
-    (folder / f"{seed}.json").write_text(json.dumps(report, indent=2) + "\n")
-    return not reasons
+def play(name: str, folder: Path, *arguments: str) -> int:
+    """Play a run in a network of its own, if there can be one; the exit status.
+
+    Args:
+        name: Of the report.
+        folder: Of the reports; the run's own, `<name>` in it, is made anew.
+        arguments: Of `tests.faults.playing`.
+    """
+    shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / name).mkdir(parents=True)
+    launcher = found_launcher()
+    if not launcher:
+        to_stderr(NO_NETWORK)
+    surroundings = [
+        # The services with upset disks are modules of the tests.
+        f"PYTHONPATH={REPO}:{REPO / 'gen'}",
+        f"TMPDIR={folder / name}",  # ports are free in this network only
+        f"{UPSETS_FOLDER}={folder / name / UPSETS}",
+    ]
+    options = ["--network"] if launcher else []
+    tied = [sys.executable, "-I", "-S", tether.__file__, str(os.getpid())]
+    run = [sys.executable, "-m", "tests.faults.playing", name, str(folder), *options, *arguments]
+    command = [*tied, *launcher, "/usr/bin/env", *surroundings, *run]
+    return subprocess.run(command, cwd=REPO, check=False).returncode
 
 
 def main() -> None:
-    """Play and judge."""
+    """Read the command line and the environment, and do it."""
+    parser = argparse.ArgumentParser(prog="tests.faults", description=__doc__)
+    parser.add_argument("verb", nargs="?", default="play", choices=["play", "selection", "page"])
+    parser.add_argument("names", nargs="*", help="of the reports a page is made of")
+    options = parser.parse_args()
+    if options.verb == "page":
+        print(write_page([FOLDER / f"{name}.json" for name in options.names], PAGES))
+        return
     settings = load(FaultSettings, "BATON_FAULT")
-    folder = FOLDER / f"{settings.seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    plan = Plan(seed=settings.seed, duration_s=60 * settings.minutes)
-    history = asyncio.run(play(plan, folder, to_stderr))
-    valid = write_report(history, settings.seed, FOLDER)
-    print((FOLDER / f"{settings.seed}.json").read_text())
-    if valid:
-        shutil.rmtree(folder)
-    sys.exit(0 if valid else 1)
+    if options.verb == "selection":
+        sys.exit(play("selection", FOLDER))
+    to_stderr(f"seed {settings.seed}, {settings.minutes:g} minutes")
+    sys.exit(
+        play(
+            str(settings.seed), FOLDER,
+            "--seed", str(settings.seed), "--minutes", str(settings.minutes),
+        )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,13 +10,30 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from tests.faults.history import Crash, Firsts, Handling, History, Outcome, Queue, Sample
+from tests.faults.history import (
+    Crash,
+    Firsts,
+    Handling,
+    History,
+    Outcome,
+    Owning,
+    Queue,
+    Sample,
+    Send,
+)
 
 CAUGHT_US = 250_000
 """Who stood still between looking at its deadline and starting the handler starts it so soon after
 it goes on: one message of a queue at most."""
+
+
+STUCK_MS = 25_000
+"""Somebody who looked 15 s ago, and then now, may believe for 5 s more that a queue has moved."""
+NO_REASON = ("", "IDLE", "MOVING", "FILTERED")
+"""Diagnoses that say that nothing is wrong."""
 
 
 class Reason(NamedTuple):
@@ -35,11 +52,15 @@ def check(history: History, span_max: int) -> list[Reason]:
     firsts = Firsts.of(history.handlings)
     found = [Reason("run", problem) for problem in history.problems]
     found += _check_handled(history)
+    found += _check_log(history)
     found += _check_places(history)
+    found += _check_real_time(history)
     found += _check_lanes(history)
+    found += _check_owners(history)
     found += _check_again(history, firsts, span_max)
     found += _check_order(firsts)
     found += _check_committed(history, firsts)
+    found += _check_watches(history)
     return found
 
 
@@ -56,6 +77,31 @@ def _check_handled(history: History) -> Iterator[Reason]:
         yield Reason("unknown", f"{number} was handled, and nobody has sent it")
 
 
+def _check_log(history: History) -> Iterator[Reason]:
+    """The log has what has a receipt, and where; nothing that failed; no holes. T1, T2, T4."""
+    if not history.stored:
+        return
+    at = {(one.queue, one.offset): one.number for one in history.stored}
+    offsets: dict[Queue, list[int]] = defaultdict(list)
+    for one in history.stored:
+        offsets[one.queue].append(one.offset)
+    for queue, found in offsets.items():
+        if len(set(found)) < len(found):
+            yield Reason("log", f"an offset of {queue} was read twice")
+        if found != sorted(found) or max(found) - min(found) + 1 > len(found):
+            yield Reason("log", f"{queue} has holes between {min(found)} and {max(found)}")
+    for send in history.sends:
+        if send.queue is None:
+            continue
+        kept = offsets.get(send.queue)
+        # Retention may have removed what is below the first message.
+        if kept is None or (send.offset >= kept[0] and (send.queue, send.offset) not in at):
+            yield Reason("lost", f"{send.number} is not at {send.queue}@{send.offset} of the log")
+    failed = {send.number for send in history.sends if send.outcome is Outcome.FAIL}
+    for number in sorted(failed & set(at.values())):
+        yield Reason("failed", f"{number} is in the log, though it failed")
+
+
 def _check_places(history: History) -> Iterator[Reason]:
     """One message at a place, one place for a message; receipts say where. T1, T4, T5."""
     seen: set[tuple[int, Queue, int]] = {
@@ -66,6 +112,7 @@ def _check_places(history: History) -> Iterator[Reason]:
         if count > 1:
             yield Reason("receipts", f"{count} messages have a receipt for {queue}@{offset}")
     seen |= {(one.number, one.queue, one.offset) for one in history.handlings}
+    seen |= {(one.number, one.queue, one.offset) for one in history.stored}
     places, numbers = defaultdict(set), defaultdict(set)
     for number, queue, offset in seen:
         places[number].add((queue, offset))
@@ -76,6 +123,24 @@ def _check_places(history: History) -> Iterator[Reason]:
     for (queue, offset), those in numbers.items():
         if len(those) > 1:
             yield Reason("inconsistent", f"{queue}@{offset} was {sorted(those)}")
+
+
+def _check_real_time(history: History) -> Iterator[Reason]:
+    """What was sent after a receipt was there stands behind it in its queue. T1."""
+    by_queue: dict[Queue, list[Send]] = defaultdict(list)
+    for send in history.sends:
+        if send.queue is not None:
+            by_queue[send.queue].append(send)
+    for queue, sends in by_queue.items():
+        ended = sorted(sends, key=lambda one: one.end_us)
+        index, highest = 0, -1
+        for send in sorted(sends, key=lambda one: one.begin_us):
+            while ended[index].end_us < send.begin_us:
+                highest = max(highest, ended[index].offset)
+                index += 1
+            if send.offset < highest:
+                text = f"{send.number} is at {queue}@{send.offset}, sent when {highest} was told"
+                yield Reason("real time", text)
 
 
 def _check_lanes(history: History) -> Iterator[Reason]:
@@ -94,11 +159,44 @@ def _check_lanes(history: History) -> Iterator[Reason]:
         last[send.lane] = send.number, send.queue, send.offset
 
 
+def _check_owners(history: History) -> Iterator[Reason]:
+    """One owner at a time: a grant ends what was under older tokens, whoever had it. T8, T9."""
+    crashes = _by_member(history.crashes)
+    starts: dict[Queue, list[Handling]] = defaultdict(list)
+    for handling in history.handlings:
+        starts[handling.queue].append(handling)
+    holders: dict[tuple[Queue, int], str] = {}
+    grants: dict[Queue, list[Owning]] = defaultdict(list)
+    for own in history.ownings:
+        if own.kind == "granted":
+            if holders.setdefault((own.queue, own.token), own.member) != own.member:
+                yield Reason("owners", f"token {own.token} of {own.queue} was granted to two")
+            grants[own.queue].append(own)
+    for queue, granted in grants.items():
+        granted.sort(key=lambda own: own.at_us)
+        times = [own.at_us for own in granted]
+        newest = list(accumulate((own.token for own in granted), max))
+        for handling in starts[queue]:
+            index = bisect_right(times, handling.start_us)
+            token = newest[index - 1] if index else 0
+            if handling.token < token and _caught(crashes, handling) is None:
+                text = f"{handling.member} started {queue}@{handling.offset} under token "
+                yield Reason("owners", f"{text}{handling.token} when {token} was granted")
+            if holders.get((queue, handling.token), handling.member) != handling.member:
+                text = f"{handling.member} started {queue}@{handling.offset} under the token of "
+                yield Reason("owners", text + holders[queue, handling.token])
+
+
+def _by_member(crashes: Sequence[Crash]) -> dict[str, list[Crash]]:
+    found: dict[str, list[Crash]] = defaultdict(list)
+    for crash in crashes:
+        found[crash.member].append(crash)
+    return found
+
+
 def _check_again(history: History, firsts: Firsts, span_max: int) -> Iterator[Reason]:
     """Twice only what a killed or paused owner had in hand, and flagged. T6, T7, T9."""
-    crashes: dict[str, list[Crash]] = defaultdict(list)
-    for crash in history.crashes:
-        crashes[crash.member].append(crash)
+    crashes = _by_member(history.crashes)
     committed = _Committed(history.samples)
     in_hand: dict[tuple[Crash, Queue], set[int]] = defaultdict(set)
     caught: Counter[tuple[Crash, Queue]] = Counter()
@@ -113,7 +211,7 @@ def _check_again(history: History, firsts: Firsts, span_max: int) -> Iterator[Re
             continue
         if not after.redelivered:
             yield Reason("not flagged", what)
-        fall = _reason_to_repeat(crashes[before.member], before, after)
+        fall = _reason_to_repeat(crashes.get(before.member, []), before, after)
         if fall is None:
             yield Reason("handled twice", what)
         elif committed.below(after.queue, after.start_us) > after.offset:
@@ -142,7 +240,11 @@ def _reason_to_repeat(crashes: list[Crash], before: Handling, after: Handling) -
 def _caught(crashes: dict[str, list[Crash]], handling: Handling) -> Crash | None:
     """The pause in whose first moment afterwards a handler was started that somebody else had."""
     for crash in crashes.get(handling.member, ()):
-        if crash.end_us is not None and 0 <= handling.start_us - crash.end_us <= CAUGHT_US:
+        if (
+            crash.stood_still
+            and crash.end_us is not None
+            and 0 <= handling.start_us - crash.end_us <= CAUGHT_US
+        ):
             return crash
     return None
 
@@ -175,6 +277,14 @@ def _check_committed(history: History, firsts: Firsts) -> Iterator[Reason]:
         if committed.below(one.queue, one.start_us) > one.offset:
             text = f"{one.queue}@{one.offset} was first handled when it was committed already"
             yield Reason("passed over", text)
+
+
+def _check_watches(history: History) -> Iterator[Reason]:
+    """A queue with a backlog moves, or something says why not. T40."""
+    for watch in history.watches:
+        if watch.unmoved_ms >= STUCK_MS and watch.reason in NO_REASON:
+            text = f"{watch.queue} stood at {watch.committed} for {watch.unmoved_ms} ms"
+            yield Reason("stuck", f"{text}: {watch.reason or 'nothing was said'}")
 
 
 class _Committed:

@@ -6,15 +6,16 @@ import asyncio
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from batonmq.local.place import Place
 from tests.e2e.crew import REPO
 from tests.e2e.member import now_us
-from tests.faults.history import Crash, Handling, Queue
+from tests.faults.history import Crash, Handling, Owning, Queue
 
 MEMBERS = 3
 _LEAVE_S = 90.0
@@ -61,13 +62,25 @@ class Member:
                 start_us, done.get(tuple(words)),
             )  # fmt: skip
 
+    def ownings(self) -> Iterator[Owning]:
+        """Queues that came to it and went."""
+        for kind, *words in self.lines:
+            if kind == "own":
+                what, broker, queue_id, token, at_us = words
+                yield Owning(self.client_id, what, (broker, int(queue_id)), int(token), int(at_us))
+
 
 @dataclass(slots=True)
 class Crowd:
-    """All members there ever were, and what was done to them."""
+    """All members there ever were, and what was done to them.
+
+    Attributes:
+        place: Where a member of this name runs.
+    """
 
     nameserver: str
     folder: Path
+    place: Callable[[str], Place]
     members: list[Member] = field(default_factory=list)
     crashes: list[Crash] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -78,6 +91,7 @@ class Crowd:
         journal = self.folder / f"{client_id}.lines"
         with (self.folder / f"{client_id}.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
+                *self.place(client_id).launcher,
                 sys.executable, "-m", "tests.faults.member",
                 self.nameserver, client_id, str(journal),
                 cwd=REPO, stdin=DEVNULL, stdout=log, stderr=log,
@@ -152,11 +166,17 @@ class Crowd:
         """Of all."""
         return [one for member in self.members for one in member.handlings()]
 
+    def ownings(self) -> list[Owning]:
+        """Of all."""
+        return [one for member in self.members for one in member.ownings()]
+
 
 @asynccontextmanager
-async def crowd_at(nameserver: str, folder: Path) -> AsyncIterator[Crowd]:
+async def crowd_at(
+    nameserver: str, folder: Path, place: Callable[[str], Place]
+) -> AsyncIterator[Crowd]:
     """Members whose processes are gone when the block ends."""
-    crowd = Crowd(nameserver, folder)
+    crowd = Crowd(nameserver, folder, place)
     try:
         for _ in range(MEMBERS):
             await crowd.join()

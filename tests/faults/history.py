@@ -65,12 +65,53 @@ class Handling(NamedTuple):
     done_us: int | None
 
 
+class Owning(NamedTuple):
+    """A queue came to a member or went.
+
+    Attributes:
+        kind: Of `OwnershipEvent`.
+    """
+
+    member: str
+    kind: str
+    queue: Queue
+    token: int
+    at_us: int
+
+
 class Crash(NamedTuple):
-    """A member was killed, or stood still until `end_us`."""
+    """A member was killed, or stood still until `end_us`.
+
+    Attributes:
+        stood_still: False if it went on, but cut off from everything for longer than its lease.
+    """
 
     member: str
     begin_us: int
     end_us: int | None
+    stood_still: bool = True
+
+
+class Stored(NamedTuple):
+    """A message that was read from the log when all was over."""
+
+    queue: Queue
+    offset: int
+    number: int
+
+
+class Watch(NamedTuple):
+    """A queue with a backlog that did not move, and what was said of it.
+
+    Attributes:
+        reason: Of the diagnosis, or of the error if there was none.
+    """
+
+    queue: Queue
+    committed: int
+    at_us: int
+    unmoved_ms: int
+    reason: str
 
 
 class Sample(NamedTuple):
@@ -87,12 +128,14 @@ class Struck:
 
     Attributes:
         what: For people: what was done to whom.
+        kinds: What was done, and to which service.
         end_us: When it was undone; None as long as it is not.
         healed_us: When everything served and was in sync again; None if it never was.
     """
 
     what: str
     begin_us: int
+    kinds: Sequence[tuple[str, str]] = ()
     end_us: int | None = None
     healed_us: int | None = None
 
@@ -103,17 +146,23 @@ class History:
 
     Attributes:
         sends: In no particular order, like the rest but the samples, which are as they were taken.
+        stored: The whole topic; empty if it was not read.
         problems: What the run itself could not do, such as heal the cluster.
+        notes: What was left out, and what else one should know.
         begin_us: When the work began.
         end_us: When everything that will ever be handled was.
     """
 
     sends: Sequence[Send] = ()
     handlings: Sequence[Handling] = ()
+    ownings: Sequence[Owning] = ()
     crashes: Sequence[Crash] = ()
     samples: Sequence[Sample] = ()
+    watches: Sequence[Watch] = ()
+    stored: Sequence[Stored] = ()
     faults: Sequence[Struck] = ()
     problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
     begin_us: int = 0
     end_us: int = 0
 

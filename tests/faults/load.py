@@ -1,4 +1,4 @@
-"""Messages that are sent without a break, what became of each, and how far the group has come."""
+"""Messages that are sent without a break, and what became of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, field
 from itertools import count
 
-from batonmq.admin import Admin
 from batonmq.common.errors import (
     BatonError,
     DiskFull,
@@ -24,8 +23,8 @@ from batonmq.producing.placing import ProducerClosed
 from batonmq.producing.receipts import Pending
 from batonmq.producing.settings import ProducerSettings
 from tests.e2e.member import now_us
-from tests.faults.history import Outcome, Sample, Send
-from tests.faults.member import GROUP, TOPIC
+from tests.faults.history import Outcome, Send
+from tests.faults.member import TOPIC
 
 CERTAIN = (
     DiskFull, InvalidArgument, LimitExceeded, NotSent, NotWritable, Overloaded, ProducerClosed,
@@ -37,7 +36,6 @@ HASTY = ProducerSettings(delivery_timeout_ms=2_500, request_timeout_ms=2_000)
 """Gives up while a leader is replaced, so that some sends fail and some are in doubt."""
 _BATCH, _EVERY_S, _KEYS = 10, 0.1, 20
 _WAITING_MAX = 5_000
-_SAMPLE_S = 0.25
 
 
 @dataclass(slots=True)
@@ -46,7 +44,6 @@ class Load:
 
     nameserver: str
     sends: list[Send] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     _numbers: count[int] = field(default_factory=count)
 
@@ -89,21 +86,3 @@ class Load:
     def _note(self, begun: Send, error: BatonError) -> None:
         reason = f"{type(error).__name__}: {error.reason}"
         self.sends.append(begun._replace(end_us=now_us(), reason=reason))
-
-    async def sample(self) -> None:
-        """Ask for committed offsets again and again, for ever; no answer is no sample."""
-        async with Admin(self.nameserver, timeout_s=1.0) as admin:
-            while True:
-                begin_us = now_us()
-                try:
-                    found = await admin.progress(GROUP)
-                except BatonError:
-                    found = ()
-                committed = {
-                    (one.queue.queue.broker, one.queue.queue.queue_id): one.committed_offset
-                    for one in found
-                    if one.queue.queue.topic == TOPIC
-                }
-                if committed:
-                    self.samples.append(Sample(begin_us, now_us(), committed))
-                await asyncio.sleep(_SAMPLE_S)

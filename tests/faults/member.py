@@ -6,6 +6,7 @@ are there whatever happens to the process. SIGTERM lets it leave gracefully. Lin
     up    (from here on SIGTERM is heard)
     start BROKER QUEUE_ID OFFSET TOKEN REDELIVERED NUMBER MONOTONIC_US    (NUMBER: the body)
     done  the same
+    own   KIND BROKER QUEUE_ID TOKEN MONOTONIC_US    (KIND: of `OwnershipEvent`)
     fail  REASON
 """
 
@@ -20,7 +21,7 @@ from batonmq.common import logs
 from batonmq.common.errors import BatonError
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
+from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
 from tests.e2e.member import FAILED, KEEP_ALIVE_MS, Lines, now_us
 
 TOPIC, GROUP = "faults", "survivors"
@@ -37,6 +38,11 @@ async def consume(nameserver: str, client_id: str, lines: Lines) -> None:
             int(message.redelivered), message.body.decode(), now_us(),
         )  # fmt: skip
 
+    def own(event: OwnershipEvent) -> None:
+        lines.write(
+            "own", event.kind, event.queue.broker, event.queue.queue_id, event.token, now_us()
+        )
+
     async def handle(message: ReceivedMessage) -> None:
         note("start", message)
         await asyncio.sleep(_HANDLE_S)
@@ -49,7 +55,9 @@ async def consume(nameserver: str, client_id: str, lines: Lines) -> None:
         span_max=SPAN_MAX,
         send_back=False,
     )
-    consumer = Consumer(nameserver, GROUP, {TOPIC: "*"}, settings, client_id=client_id)
+    consumer = Consumer(
+        nameserver, GROUP, {TOPIC: "*"}, settings, client_id=client_id, on_ownership=own
+    )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
     lines.write("up")
     async with consumer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from tests.faults.history import Firsts, History, Outcome, Queue, Send
 TEXTS_MAX = 10
 STEP_MS = 100
 STALL_MS = 1_000
+RECOVERIES = ("sends_went_on_after_ms", "handlings_went_on_after_ms", "whole_after_ms")
+"""From the begin of the fault; the last from its end on: until everybody serves and is in sync."""
 Key = TypeVar("Key")
 
 
@@ -83,14 +86,14 @@ def unseen(history: History) -> list[tuple[int, int]]:
     ]
 
 
-def describe(history: History, reasons: Sequence[Reason], seed: int) -> dict[str, object]:
+def describe(history: History, reasons: Sequence[Reason], name: str) -> dict[str, object]:
     """The report, as JSON takes it; times count from the begin of the run."""
     done, firsts = _done(history), Firsts.of(history.handlings)
     ok = [send for send in history.sends if send.outcome is Outcome.OK]
     lags = [done[send.number] - send.end_us for send in ok if send.number in done]
     rules = Counter(reason.rule for reason in reasons)
     return {
-        "seed": seed,
+        "name": name,
         "valid": not reasons,
         "reasons": {
             rule: {"count": count, "texts": _texts(reasons, rule)} for rule, count in rules.items()
@@ -106,8 +109,46 @@ def describe(history: History, reasons: Sequence[Reason], seed: int) -> dict[str
         "unseen_max": max((count for _, count in unseen(history)), default=0),
         "unseen_at_end": unseen(history)[-1][1],
         "lag_ms_max": max(lags, default=0) // 1000,
-        "faults": _faults(history),
+        "log_messages": len(history.stored),
+        "diagnoses": dict(Counter(watch.reason for watch in history.watches)),
+        "notes": list(history.notes),
+        "recovery": _recovery(history, faults := _faults(history)),
+        "faults": faults,
     }
+
+
+def _recovery(
+    history: History, faults: Sequence[Mapping[str, object]]
+) -> dict[str, dict[str, dict[str, object]]]:
+    """By service and kind of fault: how often, and how long until all was well again.
+
+    A fault that is several things at once counts for each of them.
+    """
+    times: dict[tuple[str, str], dict[str, list[int | None]]] = {}
+    for struck, fault in zip(history.faults, faults, strict=True):
+        healed_ms = None
+        if struck.healed_us is not None and struck.end_us is not None:
+            healed_ms = (struck.healed_us - struck.end_us) // 1000
+        for kind, service in struck.kinds:
+            of = times.setdefault((service, kind), {one: [] for one in RECOVERIES})
+            for one in RECOVERIES[:2]:
+                after_ms = fault[one]
+                assert after_ms is None or isinstance(after_ms, int)
+                of[one].append(after_ms)
+            of[RECOVERIES[2]].append(healed_ms)
+    described: dict[str, dict[str, dict[str, object]]] = defaultdict(dict)
+    for (service, kind), of in sorted(times.items()):
+        described[service][kind] = {
+            "count": len(of[RECOVERIES[0]]), **{one: _spread(found) for one, found in of.items()}
+        }  # fmt: skip
+    return described
+
+
+def _spread(times_ms: Sequence[int | None]) -> dict[str, int | None]:
+    """Median and maximum; None if it never was."""
+    known = sorted(math.inf if one is None else one for one in times_ms)
+    found = {"p50": known[(len(known) - 1) // 2], "max": known[-1]}
+    return {name: None if one == math.inf else int(one) for name, one in found.items()}
 
 
 def _faults(history: History) -> list[dict[str, object]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -15,16 +15,23 @@ from batonmq.common.errors import BatonError
 from batonmq.local.child import NotReady
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.etcd import is_healthy
+from batonmq.local.layout import ClusterOptions, highly_available
+from batonmq.local.place import LOOPBACK, Place
 from batonmq.replication import replicas_of
 from tests.e2e.member import now_us
 from tests.faults.crowd import Crowd, crowd_at
-from tests.faults.director import ETCD, MEMBER, Director, Fault, Strike
-from tests.faults.history import History, Struck
+from tests.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike
+from tests.faults.history import History, Stored, Struck
 from tests.faults.load import HASTY, PATIENT, Load
 from tests.faults.member import GROUP, TOPIC
-from tests.support.cluster import local_cluster
+from tests.faults.network import Network
+from tests.faults.strikes import Striker
+from tests.faults.watching import Watching, difference, read_all
 
 QUEUES = 8
+SEGMENT_BYTES = 1024 * 1024
+"""Small, so that logs roll again and again."""
+UPSETS = "upsets"
 _HEAL_S = 90.0
 _DONE_S = 120.0
 _LOOK_S = 0.1
@@ -54,6 +61,7 @@ class Stage:
     cluster: LocalCluster
     admin: Admin
     crowd: Crowd
+    striker: Striker
     say: Callable[[str], None]
     sets: dict[str, list[str]]
     struck: list[Struck] = field(default_factory=list)
@@ -62,17 +70,18 @@ class Stage:
     async def make(self, fault: Fault) -> bool:
         """Make a fault and wait until the cluster has healed; whether it has."""
         victims = [(one, await self._victim(one)) for one in fault.strikes]
-        what = ", ".join(f"{one.kind} {name}" for one, name in victims)
+        what = ", ".join(f"{one.kind} {name}".strip() for one, name in victims)
         self.say(f"{what} for {max(one.hold_ms for one in fault.strikes)} ms")
-        struck = Struck(what=what, begin_us=now_us())
+        kinds = [(one.kind, one.part.split()[0]) for one in fault.strikes]
+        struck = Struck(what=what, kinds=kinds, begin_us=now_us())
         self.struck.append(struck)
         async with asyncio.TaskGroup() as tasks:
             for strike, name in victims:
-                tasks.create_task(self._strike(strike, name))
+                tasks.create_task(self.striker.strike(strike, name))
         struck.end_us = now_us()
         healed = await _within(_HEAL_S, self._is_whole)
         if not healed:
-            self.problems.append(f"not healed {_HEAL_S:g} s after: {what}")
+            self.problems.append(f"not healed {_HEAL_S:g} s after: {what}; {await self._lacks()}")
             return False
         struck.healed_us = now_us()
         await asyncio.sleep(fault.rest_ms / 1000)
@@ -80,17 +89,20 @@ class Stage:
 
     async def _victim(self, strike: Strike) -> str:
         """Who plays the part now."""
+        if strike.part == NETWORK:
+            return ""
         if strike.part == MEMBER:
             await _within(_HEAL_S, lambda: self.crowd.pick(0) is not None)
             member = self.crowd.pick(strike.rank)
             return member.client_id if member else ""
         names = self.sets[strike.part]
         if strike.part != ETCD:
-            leading = await self._leader(strike.part)
+            leading = await self.leader(strike.part)
             names = [*leading, *(name for name in names if name not in leading)]
         return names[strike.rank % len(names)]
 
-    async def _leader(self, part: str) -> list[str]:
+    async def leader(self, part: str) -> list[str]:
+        """Who leads a part, if somebody does."""
         service, _, broker = part.partition(" ")
         with suppress(BatonError):
             nodes = (await self.admin.cluster()).nodes
@@ -105,46 +117,29 @@ class Stage:
                 return [name for name in self.sets[part] if addresses[name] == newest.address]
         return []
 
-    async def _strike(self, strike: Strike, name: str) -> None:
-        if strike.part == MEMBER:
-            member = next((one for one in self.crowd.members if one.client_id == name), None)
-            if member is not None:
-                await (self.crowd.kill if strike.kind == "kill" else self.crowd.pause)(
-                    member, strike.hold_ms
-                )
-            return
-        try:
-            if strike.kind == "restart":
-                await self.cluster.restart(name)
-            elif strike.kind == "pause":
-                self.cluster.pause(name)
-                await asyncio.sleep(strike.hold_ms / 1000)
-                self.cluster.resume(name)
-            else:
-                await self.cluster.kill(name)
-                await asyncio.sleep(strike.hold_ms / 1000)
-                await self.cluster.start(name)
-        except NotReady as error:
-            self.problems.append(str(error))
-
     async def _is_whole(self) -> bool:
         """Whether everybody serves, somebody leads each set, and all could be elected."""
         await self._raise_the_dead()
-        if not all([await is_healthy(one) for one in self.cluster.addresses["etcd"].split(",")]):
-            return False
+        return not await self._lacks()
+
+    async def _lacks(self) -> str:
+        """Something that is not as it should be; empty if there is nothing."""
+        for endpoint in self.cluster.addresses["etcd"].split(","):
+            if not await is_healthy(endpoint):
+                return f"etcd at {endpoint} does not answer"
         try:
             nodes = (await self.admin.cluster()).nodes
             brokers = {node.replica_set for node in nodes if node.service == "storage"}
             sets = [*(("storage", one) for one in sorted(brokers)), ("offsets", "")]
-            copies = [await replicas_of(self.admin, *one) for one in sets]
-        except BatonError:
-            return False
+            copies = [one for each in sets for one in await replicas_of(self.admin, *each)]
+        except BatonError as error:
+            return f"{error.reason}: {error.message}"
         there, addresses = {node.address for node in nodes}, self.cluster.addresses
-        return (
-            there.issuperset(addresses[name] for name in self.cluster.options.names)
-            and any(node.service == "lockmgr" and node.leader for node in nodes)
-            and all(found and all(one.in_sync for one in found) for found in copies)
-        )
+        away = [one for one in self.cluster.options.names if addresses[one] not in there]
+        behind = [one.node_id for one in copies if not one.in_sync]
+        if not any(node.service == "lockmgr" and node.leader for node in nodes):
+            return "no lock manager leads"
+        return f"{away} are not registered, {behind} not in sync" if away or behind else ""
 
     async def _raise_the_dead(self) -> None:
         """Nobody should be dead by now; who is gets started again, and is told of."""
@@ -155,34 +150,95 @@ class Stage:
                     await self.cluster.start(endpoint.name)
 
 
-async def play(plan: Plan, folder: Path, say: Callable[[str], None]) -> History:
-    """Play a run, in a folder of its own."""
-    async with local_cluster(
-        folder / "cluster", available=True, auto_restart=False, report=say
-    ) as cluster:
+async def play(
+    plan: Plan, folder: Path, say: Callable[[str], None], network: Network | None = None
+) -> History:
+    """Play a run, in a folder of its own.
+
+    Args:
+        folder: `UPSETS` in it is where the processes look for what is wrong with them.
+        network: Where everybody gets an address; None: all on loopback, and nothing can be cut.
+    """
+    (folder / UPSETS).mkdir(parents=True)
+    place = network.place if network is not None else lambda _: LOOPBACK
+    options = _options(place)
+    async with LocalCluster(folder / "cluster", options, report=say) as cluster:
         say("the cluster serves")
-        sets = replica_sets(cluster)
-        load = Load(cluster.nameserver)
+        load, watching = Load(cluster.nameserver), Watching(cluster.nameserver)
         async with (
             Admin(cluster.nameserver) as admin,
-            crowd_at(cluster.nameserver, folder) as crowd,
+            crowd_at(cluster.nameserver, folder, place) as crowd,
         ):
             await admin.create_topic(TOPIC, QUEUES)
-            stage = Stage(cluster, admin, crowd, say, sets)
+            striker = Striker(cluster, crowd, network, folder / UPSETS)
+            sets = replica_sets(cluster)
+            stage = Stage(cluster, admin, crowd, striker, say, sets)
             history = History(begin_us=now_us())
             async with asyncio.TaskGroup() as tasks:
-                sampling = tasks.create_task(load.sample())
+                looking = [tasks.create_task(one()) for one in (watching.sample, watching.watch)]
                 await _work(plan, stage, load)
                 say("no more faults; the rest is handled")
                 if not await _within(_DONE_S, lambda: _is_done(admin)):
                     stage.problems.append(f"not everything was handled after {_DONE_S:g} s")
                 history.end_us = now_us()
-                sampling.cancel()
+                for task in looking:
+                    task.cancel()
             await crowd.disperse()
-            history.sends, history.samples = load.sends, load.samples
+            history.stored = await _read_copies(stage)
+            history.sends, history.samples = load.sends, watching.samples
+            history.watches = watching.watches
             history.handlings, history.crashes = crowd.handlings(), crowd.crashes
-            history.faults, history.problems = stage.struck, [*stage.problems, *crowd.problems]
+            history.ownings, history.faults = crowd.ownings(), stage.struck
+            history.notes = striker.told
+            history.problems = [*stage.problems, *striker.problems, *crowd.problems]
+    history.problems += _differences(folder / "cluster", sets)
     return history
+
+
+def _options(place: Callable[[str], Place]) -> ClusterOptions:
+    options = highly_available(
+        ClusterOptions(
+            settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
+            auto_restart=False,
+            programs="tests.faults.services",
+        )
+    )
+    etcds = [f"etcd-{number}" if number else ETCD for number in range(options.etcds)]
+    return replace(options, places={name: place(name) for name in (*etcds, *options.names)})
+
+
+async def _read_copies(stage: Stage) -> list[Stored]:
+    """The topic as the masters have it; what becomes master after them must have the same."""
+    stored = await _read_all(stage)
+    masters = {part: await stage.leader(part) for part in stage.sets if part.startswith("storage")}
+    for names in masters.values():
+        for name in names:
+            await stage.cluster.stop(name)
+
+    async def others_lead() -> bool:
+        now = [await stage.leader(part) for part in masters]
+        return all(now) and not any(one in masters.values() for one in now)
+
+    if not await _within(_HEAL_S, others_lead):
+        stage.problems.append(f"nobody leads {_HEAL_S:g} s after the masters of storage ended")
+    elif sorted(await _read_all(stage)) != sorted(stored):
+        stage.problems.append("the slaves of storage show another log than their masters")
+    return stored
+
+
+async def _read_all(stage: Stage) -> list[Stored]:
+    try:
+        async with asyncio.timeout(_DONE_S):
+            return await read_all(stage.cluster.nameserver)
+    except (TimeoutError, BatonError) as error:
+        stage.problems.append(f"the log could not be read to its end: {error!r}")
+        return []
+
+
+def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]:
+    """What the nodes of a broker do not have in common, now that they have ended."""
+    copies = [[data_dir / name for name in names] for part, names in sets.items() if " " in part]
+    return [found for found in map(difference, copies) if found]
 
 
 def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
@@ -196,7 +252,8 @@ def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
 
 async def _work(plan: Plan, stage: Stage, load: Load) -> None:
     """Send and handle while faults are made; return when every send has its outcome."""
-    director = Director(Random(plan.seed), [name for name in stage.sets if name != ETCD])
+    sets = [name for name in stage.sets if name != ETCD]
+    director = Director(Random(plan.seed), sets, cuts=stage.striker.network is not None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(load.produce("keyed", PATIENT, keyed=True))
         tasks.create_task(load.produce("free", PATIENT, keyed=False))

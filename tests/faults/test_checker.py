@@ -11,7 +11,17 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.checker import check
-from tests.faults.history import Crash, Handling, History, Outcome, Sample, Send
+from tests.faults.history import (
+    Crash,
+    Handling,
+    History,
+    Outcome,
+    Owning,
+    Sample,
+    Send,
+    Stored,
+    Watch,
+)
 
 SPAN_MAX = 10
 Q = ("broker-0", 0)
@@ -33,9 +43,16 @@ def committed(at_us: int, offset: int) -> Sample:
 AGAIN = Handling("b", Q, 1, 2, True, 1, 1_000, 1_001)
 RIGHT = History(
     sends=[ok(0, 0), ok(1, 1), ok(2, 2)],
-    handlings=[handled(0, 0, 100), handled(1, 1, 110), AGAIN, handled(2, 2, 1_010, "b")],
+    handlings=[
+        handled(0, 0, 100),
+        handled(1, 1, 110),
+        AGAIN,
+        handled(2, 2, 1_010, "b")._replace(token=2),
+    ],
     crashes=[Crash("a", 120, None)],
+    ownings=[Owning("a", "granted", Q, 1, 90), Owning("b", "granted", Q, 2, 900)],
     samples=[committed(105, 1), committed(1_020, 3)],
+    stored=[Stored(Q, offset, offset) for offset in range(3)],
     end_us=2_000,
 )
 
@@ -84,7 +101,7 @@ def test_a_message_in_doubt_may_be_handled_or_not() -> None:
 
 def test_a_message_in_doubt_must_not_be_stored_twice() -> None:
     doubtful = Send(2, "key", 20, 25, Outcome.INDETERMINATE, reason="Unreachable")
-    copy = handled(2, 3, 1_030, "b")
+    copy = handled(2, 3, 1_030, "b")._replace(token=2)
     history = replace(RIGHT, sends=[*RIGHT.sends[:2], doubtful], handlings=[*RIGHT.handlings, copy])
     assert rules(history) == {"stored twice"}
 
@@ -105,12 +122,13 @@ def test_two_messages_at_one_place_are_noticed() -> None:
 
 
 def test_a_handler_elsewhere_than_the_receipt_says_is_noticed() -> None:
-    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 7)])
+    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 7)], stored=[])
     assert rules(history) == {"stored twice"}
 
 
 @pytest.mark.parametrize("second", [ok(2, 1), ok(2, 2)._replace(queue=OTHER)])
 def test_messages_of_a_key_out_of_order_or_in_two_queues_are_noticed(second: Send) -> None:
+    second = second._replace(begin_us=0)
     first = ok(1, 2) if second.offset == 1 else ok(1, 1)
     assert rules(History(sends=[first, second])) == {"key order", "lost"}
 
@@ -136,7 +154,8 @@ def test_a_message_that_was_started_after_the_pause_was_not_in_hand_then() -> No
     early = Crash("a", 10, 20)
     late = [one._replace(start_us=one.start_us + 10**6) for one in RIGHT.handlings]
     late = [one._replace(done_us=one.start_us + 1) for one in late]
-    assert rules(replace(RIGHT, handlings=late, crashes=[early], samples=[])) == {"handled twice"}
+    history = replace(RIGHT, handlings=late, crashes=[early], samples=[], ownings=[])
+    assert rules(history) == {"handled twice"}
 
 
 def test_a_message_that_is_handled_again_must_be_flagged() -> None:
@@ -213,3 +232,84 @@ def test_a_message_must_not_be_started_for_the_first_time_once_it_is_committed()
     late = RIGHT.handlings[3]._replace(start_us=1_100, done_us=1_050)
     history = replace(RIGHT, handlings=[*RIGHT.handlings[:3], late], samples=[committed(1_060, 3)])
     assert rules(history) == {"passed over"}
+
+
+# ---- the log
+
+
+def test_a_message_with_a_receipt_that_is_not_in_the_log_is_lost() -> None:
+    assert rules(replace(RIGHT, stored=RIGHT.stored[:2])) == {"lost"}
+
+
+def test_what_retention_has_removed_is_not_lost() -> None:
+    assert rules(replace(RIGHT, stored=RIGHT.stored[1:])) == set()
+
+
+def test_a_hole_in_the_log_is_noticed() -> None:
+    unsent = [RIGHT.sends[0], RIGHT.sends[2]]
+    handlings = [RIGHT.handlings[0], RIGHT.handlings[3]]
+    stored = [RIGHT.stored[0], RIGHT.stored[2]]
+    history = History(sends=unsent, handlings=handlings, stored=stored)
+    assert rules(history) == {"log"}
+
+
+@pytest.mark.parametrize("stored", [[0, 0, 1, 2], [0, 2, 1]])
+def test_a_log_that_is_read_out_of_order_or_twice_is_noticed(stored: list[int]) -> None:
+    history = replace(RIGHT, stored=[Stored(Q, offset, offset) for offset in stored])
+    assert rules(history) == {"log"}
+
+
+def test_another_message_in_the_log_than_the_receipt_says_is_noticed() -> None:
+    wrong = [*RIGHT.stored[:2], Stored(Q, 2, 7)]
+    assert rules(replace(RIGHT, stored=wrong)) == {"inconsistent"}
+
+
+def test_a_failed_message_must_not_be_in_the_log() -> None:
+    failed = Send(3, "key", 30, 35, Outcome.FAIL, reason="NotSent")
+    history = replace(RIGHT, sends=[*RIGHT.sends, failed], stored=[*RIGHT.stored, Stored(Q, 3, 3)])
+    assert rules(history) == {"failed"}
+
+
+def test_what_was_sent_after_a_receipt_must_stand_behind_it() -> None:
+    early = ok(1, 2, lane="")
+    late = ok(2, 1, lane="")
+    assert "real time" in rules(History(sends=[early, late]))
+    together = late._replace(begin_us=early.begin_us)
+    assert "real time" not in rules(History(sends=[early, together]))
+
+
+# ---- owners
+
+
+def test_one_token_must_not_be_granted_to_two() -> None:
+    both = [RIGHT.ownings[0], Owning("b", "granted", Q, 1, 900)]
+    assert "owners" in rules(replace(RIGHT, ownings=both))
+
+
+def test_nothing_may_be_started_under_the_token_of_another() -> None:
+    others = [Owning("c", "granted", Q, 1, 90), RIGHT.ownings[1]]
+    assert rules(replace(RIGHT, ownings=others)) == {"owners"}
+
+
+def test_nothing_may_be_started_under_an_old_token_once_a_new_one_is_granted() -> None:
+    early = [RIGHT.ownings[0], Owning("b", "granted", Q, 2, 105)]
+    assert rules(replace(RIGHT, ownings=early)) == {"owners"}
+
+
+def test_who_was_cut_off_may_lose_what_it_had_but_must_not_start_anything_later() -> None:
+    cut = Crash("a", 120, 1_999_990, stood_still=False)
+    assert rules(replace(RIGHT, crashes=[cut])) == set()
+    assert "owners" in rules(replace(zombie(1), crashes=[cut]))
+
+
+# ---- progress
+
+
+@pytest.mark.parametrize("reason", ["", "MOVING", "IDLE"])
+def test_a_queue_that_stands_still_must_have_a_reason(reason: str) -> None:
+    assert rules(replace(RIGHT, watches=[Watch(Q, 1, 500, 30_000, reason)])) == {"stuck"}
+    assert rules(replace(RIGHT, watches=[Watch(Q, 1, 500, 20_000, reason)])) == set()
+
+
+def test_a_queue_may_stand_still_for_a_reason() -> None:
+    assert rules(replace(RIGHT, watches=[Watch(Q, 1, 500, 30_000, "NO_QUORUM")])) == set()

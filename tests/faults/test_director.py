@@ -5,15 +5,32 @@ Method: many faults of some seeds.
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 
-from tests.faults.director import ETCD, MEMBER, Director, Fault
+from tests.faults.director import (
+    BYTES,
+    CLOCK,
+    CUTS,
+    CUTS_OF_MEMBER,
+    DISK,
+    ETCD,
+    MEMBER,
+    NETWORK,
+    OF_MEMBER,
+    PROCESS,
+    SPLITS,
+    Director,
+    Fault,
+    is_cut,
+)
+from tests.faults.selection import selection
 
 SETS = ("storage broker-0", "storage broker-1", "offsets", "lockmgr", "nameserver")
 
 
-def drawn(seed: int, count: int = 300) -> list[Fault]:
-    director = Director(Random(seed), SETS)
+def drawn(seed: int, count: int = 600, *, cuts: bool = True) -> list[Fault]:
+    director = Director(Random(seed), SETS, cuts=cuts)
     return [director.draw() for _ in range(count)]
 
 
@@ -22,12 +39,35 @@ def test_a_seed_draws_the_same_again_and_another_one_something_else() -> None:
     assert drawn(7) != drawn(8)
 
 
+WITH_DISK = [part for part in SETS if part.split()[0] in ("storage", "offsets")]
+EVERYWHERE = {
+    *product((*PROCESS, *CUTS, *CLOCK), SETS),
+    *product((*DISK, *BYTES), WITH_DISK),
+    *product((*OF_MEMBER, *CUTS_OF_MEMBER), [MEMBER]),
+    *product(SPLITS, [NETWORK]),
+    *product(PROCESS, [ETCD]),
+}
+
+
 def test_every_kind_of_fault_is_drawn_at_every_part() -> None:
-    struck = {(one.kind, one.part) for fault in drawn(1) for one in fault.strikes}
-    assert struck >= {
-        (kind, part) for kind in ("kill", "pause", "restart") for part in (*SETS, ETCD)
-    }
-    assert struck >= {("kill", MEMBER), ("pause", MEMBER)}
+    struck = {(one.kind, one.part) for fault in drawn(1, 3_000) for one in fault.strikes}
+    assert struck >= EVERYWHERE
+
+
+def test_every_kind_is_in_the_selection() -> None:
+    struck = {one.kind for fault in selection(cuts=True) for one in fault.strikes}
+    assert struck == {kind for kind, _ in EVERYWHERE}
+
+
+def test_without_a_network_of_its_own_nothing_is_cut() -> None:
+    faults = [*drawn(1, cuts=False), *selection(cuts=False)]
+    assert all(fault.strikes for fault in faults)
+    assert not any(is_cut(one) for fault in faults for one in fault.strikes)
+
+
+def test_damaged_bytes_come_back_when_another_node_leads() -> None:
+    held = [one.hold_ms for fault in drawn(5) for one in fault.strikes if one.kind in BYTES]
+    assert min(held) >= 8_000
 
 
 def test_leaders_are_struck_most() -> None:

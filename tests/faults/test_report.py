@@ -6,10 +6,12 @@ Method: a history of half a second with a fault in the middle.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.__main__ import write_report
 from tests.faults.history import Handling, History, Outcome, Send, Struck
+from tests.faults.page import write_page
+from tests.faults.playing import write_report
 from tests.faults.report import Stall, describe, stall, unseen
 
 MS = 1_000
@@ -38,7 +40,15 @@ SENDS = [
 HISTORY = History(
     sends=SENDS,
     handlings=[handled(one, at_ms) for one, at_ms in zip(SENDS, (30, 130, 240, 410), strict=False)],
-    faults=[Struck(what="kill storage-0-a", begin_us=200 * MS, end_us=300 * MS)],
+    faults=[
+        Struck(
+            what="kill storage-0-a",
+            kinds=[("kill", "storage")],
+            begin_us=200 * MS,
+            end_us=300 * MS,
+            healed_us=350 * MS,
+        )
+    ],
     end_us=500 * MS,
 )
 
@@ -79,7 +89,7 @@ def test_unseen_messages_have_a_receipt_and_no_handler_that_ended() -> None:
 
 
 def test_outcomes_are_kept_apart() -> None:
-    report = describe(HISTORY, [], seed=7)
+    report = describe(HISTORY, [], "7")
     assert report["sends"] == {"ok": 4, "fail": 1, "indeterminate": 1}
     assert report["indeterminate_stored"] == 0
     assert report["lag_ms_max"] == 111
@@ -87,13 +97,38 @@ def test_outcomes_are_kept_apart() -> None:
 
 
 def test_a_report_says_why_a_history_is_not_valid_and_has_a_picture(tmp_path: Path) -> None:
-    assert write_report(HISTORY, 7, tmp_path)
+    assert write_report(HISTORY, "7", tmp_path)
     lost = [*SENDS, sent(6, 400, 410, A, 2)]
     history = History(sends=lost, handlings=HISTORY.handlings, end_us=500 * MS)
-    assert not write_report(history, 8, tmp_path)
+    assert not write_report(history, "8", tmp_path)
     report = json.loads((tmp_path / "8.json").read_text())
-    assert report["seed"] == 8
+    assert report["name"] == "8"
     assert report["valid"] is False
     assert report["reasons"]["lost"]["count"] == 1
     assert report["unseen_at_end"] == 1
     assert (tmp_path / "8.png").stat().st_size > 1_000
+
+
+def test_recovery_is_told_by_service_and_kind() -> None:
+    again = [*HISTORY.faults, replace(HISTORY.faults[0], healed_us=None)]
+    report = describe(replace(HISTORY, faults=again), [], "7")
+    recovery = report["recovery"]
+    assert isinstance(recovery, dict)
+    assert recovery["storage"]["kill"]["count"] == 2
+    assert recovery["storage"]["kill"]["whole_after_ms"] == {"p50": 50, "max": None}
+    assert recovery["storage"]["kill"]["sends_went_on_after_ms"] == {"p50": 0, "max": 0}
+
+
+def test_a_page_has_the_report_and_its_picture_and_is_listed(tmp_path: Path) -> None:
+    runs, pages = tmp_path / "runs", tmp_path / "pages"
+    write_report(replace(HISTORY, notes=["a note"]), "7", runs)
+    assert not write_report(replace(HISTORY, problems=["no"]), "8", runs)
+    write_page([runs / "7.json"], pages)
+    listed = write_page([runs / "8.json"], pages).read_text()
+    assert "[7](7.md) | valid | 0.0 | 1 | 4, 1, 1 |" in listed
+    assert "[8](8.md) | **not valid** |" in listed
+    page = (pages / "7.md").read_text()
+    assert "| storage | kill | 1 | 0.0 s, 0.0 s | 0.0 s, 0.0 s | 0.1 s, 0.1 s |" in page
+    assert "- a note" in page
+    assert "## Not valid: run, 1 times" in (pages / "8.md").read_text()
+    assert {one.name for one in pages.glob("*.png")} == {"7.png", "8.png"}

@@ -274,6 +274,25 @@ async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet)
     await until(lambda: _taken(master, 20))
 
 
+async def test_a_master_that_begins_with_too_few_in_sync_is_read_from(scene: ReplicaSet) -> None:
+    """Nobody else can be elected: what it has stays."""
+    scene.settings["min_in_sync"] = 2
+    master = await three(scene)
+    await hold(master, 0)
+    await commit(master, 10)
+    for name in (*others(scene, master), master.name):
+        await scene.nodes[name].stop()
+        if name != master.name:
+            await scene.in_sync(*(n for n, node in scene.nodes.items() if not node.ended.is_set()))
+    (again,) = await scene.start(master.name)
+    assert await scene.master() is again
+    assert await committed(again) == 10
+    error = await refusal(again, 20)
+    assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
+    await scene.start(others(scene, master)[0])
+    await until(lambda: _taken(again, 20))
+
+
 async def _taken(master: Replica, offset: int) -> bool:
     try:
         await commit(master, offset)

@@ -9,11 +9,10 @@ the test's where it is about moments.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ from batonmq.local.etcd import EtcdProcess
 from services.runtime.election import SAFETY_MS, Election
 from services.runtime.etcd import EtcdSession, Put
 from tests.runtime.compaction import compact
+from tests.runtime.doors import two_doors
 from tests.support.waiting import until
 
 LONG_MS = 60_000
@@ -65,57 +65,6 @@ async def campaigning(*candidates: Candidate) -> AsyncIterator[list[asyncio.Task
         yield loops
         for loop in loops:
             loop.cancel()
-
-
-class StuckDoor:
-    """Another way to an etcd, on which calls get stuck once it is told so.
-
-    Attributes:
-        passed: Pieces that went through to etcd.
-        swallowed: Pieces that did not.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint.split(":")
-        self.stuck = False
-        self.passed = self.swallowed = 0
-        self._open: set[asyncio.StreamWriter] = set()
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        self.address = f"{host}:{port}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._open:
-            writer.transport.abort()
-        await until(lambda: not self._open)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        etcd_reader, etcd_writer = await asyncio.open_connection(*self._endpoint)
-        ends = {writer, etcd_writer}
-        self._open |= ends
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pass(etcd_reader, writer))
-            await self._pass(reader, etcd_writer, counts=True)
-        for end in ends:
-            with contextlib.suppress(ConnectionError):
-                await end.wait_closed()
-        self._open -= ends
-
-    async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool = False
-    ) -> None:
-        with contextlib.suppress(ConnectionError):
-            while piece := await reader.read(65_536):
-                if self.stuck:
-                    self.swallowed += counts
-                    continue
-                self.passed += counts
-                writer.write(piece)
-        writer.close()
 
 
 async def end_lease_of(etcd: EtcdSession, key: str) -> None:
@@ -203,16 +152,19 @@ async def test_leader_that_resigns_is_not_valid_from_then_on_and_is_followed(
 async def test_leader_outlives_a_member_of_etcd_that_stands_still(
     etcd_endpoint: str, cluster: str
 ) -> None:
-    """Every other call goes to a door of etcd that takes it and never answers."""
     async with (
-        StuckDoor(etcd_endpoint) as door,
-        EtcdSession(f"{etcd_endpoint},{door.address}", cluster, Clock()) as session,
+        two_doors(etcd_endpoint) as doors,
+        EtcdSession(doors.endpoint, cluster, Clock()) as session,
     ):
         a = Candidate(session, "a", SHORT_MS)
         async with campaigning(a):
-            await until(lambda: a.leads and door.passed)
-            door.stuck = True
-            await until(lambda: door.swallowed >= 4)
+            await until(lambda: a.leads)
+            first = doors.stick_the_used()
+            await until(lambda: first.swallowed and doors.another_is_used(first))
+            assert a.election.valid()
+            first.free()
+            second = doors.stick_the_used()
+            await until(lambda: second.swallowed and doors.another_is_used(second))
             assert a.election.valid()
             assert len(a.terms) == 1
 

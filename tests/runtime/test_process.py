@@ -30,6 +30,7 @@ from batonmq.common.health import SERVING, ask_health
 from batonmq.common.rpc import from_rpc_error
 from batonmq.local.child import Child, Program
 from services.runtime.etcd import EtcdSession
+from services.runtime.replicas import Standing
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -124,6 +125,52 @@ async def test_process_that_finds_its_port_taken_ends_with_an_error(
         )
         other.spawn()
         assert await other.ended() == 1
+
+
+@pytest.mark.parametrize(
+    ("service", "replica_set"), [("offsets", "offsets"), ("storage", "broker-a")]
+)
+async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
+    service: str, replica_set: str, etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """It would write what the others never get, and one of both would be given up."""
+    key = etcd.key("replicas", service, replica_set)
+    node_id = f"{replica_set}-0"
+    await etcd.put(key, Standing(7, node_id, frozenset({node_id, "other"}), 7).encode())
+    upper = f"BATON_{service.upper()}"
+    settings = {
+        "CLUSTER": etcd.prefix.split("/")[2],
+        "ETCD": etcd_endpoint,
+        "NODE_ID": node_id,
+        "REPLICA_SET" if service == "offsets" else "BROKER": replica_set,
+        "DATA_DIR": str(tmp_path / "data"),
+    }
+    entry = f"nodes/{service}/{node_id}"
+
+    async def registered() -> bool:
+        return await etcd.get(entry) is not None
+
+    child = Child(
+        Program(
+            name=service,
+            command=[sys.executable, "-m", f"services.{service}"],
+            log_path=tmp_path / "log",
+            is_ready=registered,
+            env={f"{upper}_{name}": value for name, value in settings.items()},
+            drop=("BATON_",),
+        )
+    )
+    child.spawn()
+    assert await child.ended() == 2
+    (said,) = child.last_lines(1)
+    assert f"other may be elected, so it must not run without {upper}_REPLICAS" in said
+    assert not (tmp_path / "data").exists(), "nothing is touched"
+    await etcd.put(key, Standing(7, node_id, frozenset({node_id}), 7).encode())
+    child.spawn()
+    try:
+        await child.ready(30)
+    finally:
+        child.kill_now()
 
 
 async def _serves(channel: grpc.aio.Channel, service: str) -> bool:

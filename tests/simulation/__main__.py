@@ -1,18 +1,18 @@
-"""`python -m tests.simulation SEED [graceful]` plays one run and prints what happened in it."""
+"""`python -m tests.simulation SEED [graceful|storage]` plays one run and prints it."""
 
 from __future__ import annotations
 
 import sys
 
 from tests.simulation.scenario import play
-from tests.simulation.seeds import graceful_options_of, options_of
+from tests.simulation.seeds import KINDS
 
 
 def main(seed: str, kind: str = "") -> int:
     """Print every event of the run; exit status 1 if a property was broken."""
-    options = (graceful_options_of if kind == "graceful" else options_of)(int(seed))
+    options = KINDS[kind](int(seed))
     outcome = play(seed, options, kept_max=None)
-    print("\n".join(outcome.lines))
+    print("\n".join(outcome.lines()))
     return int(outcome.violation is not None)
 
 

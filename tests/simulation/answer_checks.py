@@ -31,16 +31,16 @@ class AnswerChecks:
     def __init__(self, books: Books) -> None:
         self._books = books
 
-    def called(self, request: Any) -> None:
+    def called(self, node: str, request: Any) -> None:
         """A call is sent. Storage that knows of a pause has nothing recorded any more."""
         group = self._books.group
         if not isinstance(request, offsets_pb.RecordDeliveredRequest):
             return
-        if group.pause_known_ms is None:
+        if node not in group.pause_known_ms:
             return
-        known_ms = self._books.now_ms() - group.pause_known_ms
+        known_ms = self._books.now_ms() - group.pause_known_ms[node]
         if known_ms > RECORD_MS:
-            self._books.fail("pause", f"storage delivers {known_ms} ms after it knew: {request}")
+            self._books.fail("pause", f"{node} delivers {known_ms} ms after it knew: {request}")
 
     def answered(self, node: str, request: Any, answer: Any) -> None:
         """A server sends an answer."""
@@ -48,7 +48,7 @@ class AnswerChecks:
             if isinstance(answer, Internal):
                 self._books.fail("unexpected", f"{node} failed with {answer.message}: {request}")
             if isinstance(answer, Paused) and isinstance(request, storage_pb.PullRequest):
-                self._paused(answer)
+                self._paused(node, answer)
             return
         if isinstance(answer, lockmgr_pb.AcquireResponse | lockmgr_pb.KeepAliveResponse):
             self._lock_answered(node, request, answer)
@@ -69,11 +69,11 @@ class AnswerChecks:
             case offsets_pb.ResetOutcome():
                 self._reset_answered(outcome.step)
 
-    def _paused(self, refusal: Paused) -> None:
+    def _paused(self, node: str, refusal: Paused) -> None:
         group = self._books.group
-        if refusal.facts.get("reason") == group.paused and group.pause_known_ms is None:
+        if refusal.facts.get("reason") == group.paused and node not in group.pause_known_ms:
             self._books.counts["pauses known"] += 1
-            group.pause_known_ms = self._books.now_ms()
+            group.pause_known_ms[node] = self._books.now_ms()
 
     def _lock_answered(
         self,

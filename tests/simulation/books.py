@@ -106,7 +106,8 @@ class Group:
         bound: Whether two filters may not serve at one time.
         draining: Whether the subscription is being changed.
         paused: Why the group is paused; empty if it is not.
-        pause_known_ms: Since when storage knows of that; None if it may not know.
+        pause_known_ms: Since when a node of storage knows of that, by node; not there if it may
+            not know.
         served: Newest generation of which a delivery was accepted.
     """
 
@@ -115,7 +116,7 @@ class Group:
     bound: bool = True
     draining: bool = False
     paused: str = ""
-    pause_known_ms: int | None = None
+    pause_known_ms: dict[str, int] = field(default_factory=dict)
     served: int = 0
 
     def wants(self, tag: str, generations: Iterable[int]) -> bool:

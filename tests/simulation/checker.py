@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
@@ -22,17 +23,21 @@ from services.offsets.serving import Offsets
 from services.storage.core import schedule
 from services.storage.core.producers import Receipt
 from services.storage.core.store import Checked, Store, TopicQueues
+from services.storage.node import Node
 from tests.simulation.answer_checks import AnswerChecks
 from tests.simulation.books import Books, Copy, Queue, key_of
 from tests.simulation.client_checks import ClientChecks
 from tests.simulation.etcd_checks import EtcdChecks
 from tests.simulation.offsets_checks import OffsetsChecks
-from tests.simulation.replica_checks import ReplicaChecks
+from tests.simulation.replica_checks import MASTER_KEY, ReplicaChecks
+from tests.simulation.store_checks import MASTER_KEY as STORE_MASTER_KEY
+from tests.simulation.store_checks import StoreChecks, Written
 from tests.simulation.trace import Trace
 
 STILL_MS = 70_000
 """A queue that has not moved for so long is not said to move: a nameserver that has seen it move
 within the last minute may say so."""
+BROKER = "broker-a"
 SYNC_MS = 2_000
 """What was stored that long ago is on disk, and can be seen."""
 
@@ -45,7 +50,7 @@ class Checker:
         topic: The one topic that it reads.
         lease_ms: Length of a lock's lease.
         now_ms: Reads the time of the simulation.
-        master: Reads from etcd which node is master of offsets.
+        leader: Reads from etcd who holds an election key.
     """
 
     def __init__(
@@ -55,11 +60,12 @@ class Checker:
         lease_ms: int,
         trace: Trace,
         now_ms: Callable[[], int],
-        master: Callable[[], str],
+        leader: Callable[[str], str],
     ) -> None:
         self.books = Books(group, lease_ms, trace, now_ms)
         self.offsets = OffsetsChecks(self.books)
-        self.replicas = ReplicaChecks(self.books, master)
+        self.replicas = ReplicaChecks(self.books, partial(leader, MASTER_KEY))
+        self.stores = StoreChecks(self.books, partial(leader, STORE_MASTER_KEY), self._kept)
         self.etcd = EtcdChecks(self.books, topic)
         self.clients = ClientChecks(self.books)
         self.answers = AnswerChecks(self.books)
@@ -105,19 +111,36 @@ class Checker:
             outcomes = append(batches, topics, *more)
             for checked, outcome in zip(batches, outcomes, strict=True):
                 if isinstance(outcome, Receipt) and not outcome.duplicate:
-                    topic = checked.header.topic
-                    self.books.topic_ids[topic] = topics[topic].topic_id
-                    if topic == schedule.TOPIC:
-                        self._scheduled(checked, outcome)
-                    else:
-                        self._stored(broker, checked, outcome)
+                    self._took(broker, checked, outcome, topics[checked.header.topic].topic_id)
             return outcomes
 
         setattr(store, "append", watched)  # noqa: B010  it stands before the class's own
 
+    def watch_copy(self, node_id: str, node: Node) -> None:
+        """See what a replica has, and does to it."""
+        self.forget_pause()
+        self.stores.copy_opened(node_id, node)
+
     def forget_pause(self) -> None:
         """Storage may not know any more that the group is paused, or act on older knowledge."""
-        self.books.group.pause_known_ms = None
+        self.books.group.pause_known_ms.clear()
+
+    def _kept(self, one: Written) -> None:
+        """A replica set has taken a batch: in its place, once, and in the order of its sender."""
+        header = one.checked.header
+        if header.topic != schedule.TOPIC:
+            key = QueueKey(self.books.name, header.topic, BROKER, header.queue_id)
+            end = len(self.books.queues[key].stored)
+            if one.receipt.first_offset != end:
+                self.books.fail("P2", f"{key} goes on at {one.receipt.first_offset}, not at {end}")
+        self._took(BROKER, one.checked, one.receipt, one.topic_id)
+
+    def _took(self, broker: str, checked: Checked, receipt: Receipt, topic_id: int) -> None:
+        self.books.topic_ids[checked.header.topic] = topic_id
+        if checked.header.topic == schedule.TOPIC:
+            self._scheduled(checked, receipt)
+        else:
+            self._stored(broker, checked, receipt)
 
     def _stored(self, broker: str, checked: Checked, receipt: Receipt) -> None:
         header = checked.header
@@ -202,10 +225,20 @@ class Checker:
         if missing := sorted(acked.keys() - ids.keys()):
             books.fail("P1", f"acknowledged messages are lost: {missing}")
         for key, queue in sorted(books.queues.items()):
+            if key.topic != books.retries:
+                self._check_order(key, [name for _, (name, _) in sorted(queue.stored.items())])
             if queue.committed_offset != len(queue.stored):
                 books.fail("L2", f"{key}: C is {queue.committed_offset} of {len(queue.stored)}")
             if unhandled := self._unhandled(key, queue):
                 books.fail("L2", f"{key}: never handled: {unhandled[:10]}")
+
+    def _check_order(self, key: QueueKey, names: Sequence[str]) -> None:
+        """Of the messages of one burst no later one is before an earlier one."""
+        last: dict[str, int] = {}
+        for burst, _, number in (name.partition(".") for name in names):
+            if int(number) < last.get(burst, 0):
+                self.books.fail("order", f"{key}: {burst}.{number} is behind {last[burst]}")
+            last[burst] = int(number)
 
     def complete(self) -> bool:
         """Whether nothing is left to be done."""

@@ -5,7 +5,8 @@
     lock-a lock-b   lock manager, leader and standby
     offsets         one node, on a disk that outlives it; or
     offsets-a b c   three of them, a replica set
-    broker-a        storage, likewise
+    broker-a        storage, likewise; or
+    broker-a-0 1 2  two or three of them, a replica set
     c1 c2 ...       consumers of one group
     producer
 
@@ -28,7 +29,7 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
 from batonmq.core.subscription import TagFilter
 from batonmq.testing import processes
-from batonmq.testing.disks import OffsetsDisk
+from batonmq.testing.disks import MemoryDisk, OffsetsDisk
 from batonmq.testing.network import Call
 from batonmq.testing.processes import Process, Service
 from batonmq.testing.services import lockmgr, nameserver, offsets, storage
@@ -41,13 +42,15 @@ from services.storage.config import StorageSettings
 from services.storage.node import Node
 from tests.simulation.checker import Checker
 from tests.simulation.options import Options
-from tests.simulation.replica_checks import MASTER_KEY, SET_KEY
+from tests.simulation.replica_checks import SET_KEY
+from tests.simulation.store_checks import SET_KEY as STORE_SET_KEY
 from tests.simulation.trace import Trace
 
 GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
 OFFSETS = "offsets"
 """The node of a cluster that has one."""
 REPLICAS = ("offsets-a", "offsets-b", "offsets-c")
+STORES = ("broker-a-0", "broker-a-1", "broker-a-2")
 NAMESERVERS = "ns-a:1,ns-b:1"
 LEASE_MS = 12_000
 """Of a lock; short, so that much can happen in a run. Its margins are those of production."""
@@ -63,14 +66,14 @@ class World(processes.World):
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
         super().__init__(seed)
         self.trace = Trace(self.now_ms, kept_max=kept_max)
-        self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms, self.master)
+        self.checker = Checker(GROUP, TOPIC, LEASE_MS, self.trace, self.now_ms, self.leader)
         self.etcd.on_put.append(self.checker.etcd.written)
         self.etcd.on_put.append(self._put)
         self.loop.set_exception_handler(self._unexpected)
 
-    def master(self) -> str:
-        """The master of offsets by etcd; empty for nobody."""
-        stored = self.etcd.get(MASTER_KEY)
+    def leader(self, key: str) -> str:
+        """Who holds an election key in etcd; empty for nobody."""
+        stored = self.etcd.get(key)
         return stored.value.decode() if stored is not None else ""
 
     def offsets_disk_of(self, node_id: str) -> OffsetsDisk:
@@ -88,6 +91,11 @@ class World(processes.World):
         del self.offsets_disks[node_id]
         self.offsets_disk_of(node_id)
 
+    def lose_store_disk(self, node_id: str) -> None:
+        """Likewise of storage."""
+        self.storage_disks[node_id] = MemoryDisk()
+        self.checker.stores.lost(node_id)
+
     def write_s(self, random: Random) -> float:
         """Sometimes very long."""
         longest = SLOW_WRITE_MS_MAX if random.random() < _SLOW else WRITE_MS_MAX
@@ -95,11 +103,12 @@ class World(processes.World):
 
     def called(self, call: Call, request: Any) -> None:
         self.trace.called(call, request)
-        self.checker.answers.called(request)
+        self.checker.answers.called(call.source, request)
 
     def answered(self, call: Call, request: Any, answer: Any) -> None:
         self.checker.answers.answered(call.target, request, answer)
         self.checker.replicas.answered(call, answer)
+        self.checker.stores.served(call, request, answer)
 
     def told(self, call: Call, answer: Any) -> None:
         self.trace.told(call, answer)
@@ -110,8 +119,11 @@ class World(processes.World):
         else:
             self.checker.offsets.watch_table(offsets.table)
 
-    def storage_opened(self, broker: str, node: Node) -> None:
-        self.checker.watch_store(node.store, broker)
+    def storage_opened(self, node_id: str, node: Node) -> None:
+        if node_id == BROKER:
+            self.checker.watch_store(node.store, BROKER)
+        else:
+            self.checker.watch_copy(node_id, node)
 
     def thawed(self) -> None:
         self.checker.forget_pause()
@@ -122,6 +134,8 @@ class World(processes.World):
     def _put(self, stored: Stored) -> None:
         if stored.key == SET_KEY:
             self.checker.replicas.standing_written(stored)
+        elif stored.key == STORE_SET_KEY:
+            self.checker.stores.standing_written(stored)
 
     def _unexpected(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.checker.books.fail(
@@ -225,6 +239,20 @@ def services(world: World, random: Random, options: Options) -> list[Service]:
         )
         return offsets(world, settings)
 
+    def log(node_id: str, **more: Any) -> Service:
+        settings = StorageSettings(
+            node_id=node_id, segment_bytes=16_384, touch_interval_ms=3_000, **common, **more
+        )
+        return storage(world, settings)
+
+    log_replicated: dict[str, Any] = {
+        "broker": BROKER,
+        "replicas": ",".join(STORES[: options.stores]),
+        "min_in_sync": min(options.min_in_sync, options.stores),
+        "master_lease_ms": MASTER_LEASE_MS,
+        "replica_lag_ms_max": REPLICA_LAG_MS,
+        "memory_window_bytes": options.memory_window_bytes,
+    }
     replicated: dict[str, Any] = {
         "replicas": ",".join(REPLICAS),
         "min_in_sync": options.min_in_sync,
@@ -240,11 +268,10 @@ def services(world: World, random: Random, options: Options) -> list[Service]:
             if options.replicated
             else (progress(OFFSETS),)
         ),
-        storage(
-            world,
-            StorageSettings(
-                node_id=BROKER, segment_bytes=16_384, touch_interval_ms=3_000, **common
-            ),
+        *(
+            (log(name, **log_replicated) for name in STORES[: options.stores])
+            if options.stores > 1
+            else (log(BROKER),)
         ),
         locks("lock-a"),
         locks("lock-b"),

@@ -63,7 +63,7 @@ class EtcdChecks:
         books, group = self._books, self._books.group
         paused = gate.pause.reason if gate.HasField("pause") else ""
         if paused != group.paused:
-            group.paused, group.pause_known_ms = paused, None
+            group.paused, group.pause_known_ms = paused, {}
         if gate.draining and not group.draining:
             books.counts["drains"] += 1
         group.bound, group.draining = gate.bound, gate.draining

@@ -19,6 +19,7 @@ from tests.simulation import (
     broken_offsets,
     broken_replicas,
     broken_serving,
+    broken_stores,
 )
 from tests.simulation.options import Options
 
@@ -95,6 +96,11 @@ BEHIND = Options(
     steps=80, queues=8, consumers=4, replicated=True, kept_bytes_max=500, master_faults=12,
     splits=20, joins=8, leaves=8, pause_ms_max=4_000, faults=Faults(delay_ms_max=150),
 )  # fmt: skip
+STORES = Options(steps=40, stores=3, master_faults=6, splits=4, service_kills=4)
+STORES_SPLIT = Options(
+    steps=60, stores=3, master_faults=12, splits=12, pause_ms_max=8_000,
+    faults=Faults(delay_ms_max=300),
+)  # fmt: skip
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
@@ -161,5 +167,55 @@ MUTANTS = (
         ("section 12",),
     ),
     Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",)),
+    Mutant(
+        "ack a message before it is replicated",
+        broken_stores.ack_before_replicate,
+        STORES,
+        ("receipts", "section 12"),
+    ),
+    Mutant(
+        "elect a log out of sync",
+        broken_replicas.elect_out_of_sync,
+        STORES_SPLIT,
+        ("section 12",),
+    ),
+    Mutant(
+        "compare positions only",
+        broken_stores.compare_positions_only,
+        STORES_SPLIT,
+        ("section 12",),
+    ),
+    Mutant("keep the longer log", broken_stores.keep_the_longer_log, STORES_SPLIT, ("section 12",)),
+    Mutant(
+        "show what is not confirmed",
+        broken_stores.show_what_is_not_confirmed,
+        STORES,
+        ("section 12",),
+    ),
+    Mutant("replicated alone", broken_stores.replicated_alone, STORES, ("receipts",)),
+    Mutant(
+        "deliver everywhere",
+        broken_stores.deliver_everywhere,
+        replace(STORES, fails=0.5),
+        ("section 8", "T5"),
+    ),
+    Mutant(
+        "take an empty copy for whole",
+        broken_stores.take_an_empty_copy_for_whole,
+        replace(STORES, lost_disks=8),
+        ("section 12",),
+    ),
+    Mutant(
+        "forget the producers",
+        broken_stores.forget_the_producers,
+        replace(STORES_SPLIT, faults=Faults(loss=0.05, delay_ms_max=80)),
+        ("T5", "order"),
+    ),
+    Mutant(
+        "answer for storage without lease",
+        broken_stores.answer_without_lease,
+        STORES_SPLIT,
+        ("section 8",),
+    ),
     Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
 )

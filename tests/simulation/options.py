@@ -10,9 +10,10 @@ Fault model. The cluster must keep its promises while
 - any process is frozen at any event for longer than its leases, and then goes on with what was
   in its sockets;
 - wall clocks jump by hours;
-- of three nodes of offsets the acting master dies, stands still or is cut off, from its slaves,
-  from etcd, or both; slaves are, too, in one direction or both; a node loses its disk, though
-  never the only one that has everything;
+- of the nodes of a replica set, of offsets or of storage, the acting master dies, stands still or
+  is cut off, from its slaves, from etcd, or both; slaves are, too, in one direction or both; a node
+  loses its disk, or a bit of its log is flipped, though never of the only one that has everything;
+  a disk of storage fails for a while, and forgets what it was just to sync;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
@@ -20,7 +21,7 @@ Fault model. The cluster must keep its promises while
   the group for a while; a new version with another subscription is rolled out.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
-rates, damaged disks, replicas of storage.
+rates, a damaged disk without another copy.
 
 What happens is drawn from the seed, and so is what may happen at all (`Options`), so that runs
 differ in kind and not just in luck.
@@ -80,6 +81,12 @@ class Options:
         master_faults: Weight of the acting master of offsets that is killed, frozen or cut off.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
+        stores: Nodes of the broker: one, or a replica set. Then `min_in_sync` counts for it too,
+            and the three weights above for nodes of either set.
+        memory_window_bytes: Who is further behind than this reads from a slave; 0 for nobody.
+        rots: Weight of a node of storage that is killed and comes back with a damaged log.
+        disk_failures: Weight of a node of storage whose disk can't be written to for a while, if it
+            has others.
     """
 
     steps: int = 30
@@ -116,6 +123,10 @@ class Options:
     master_faults: int = 0
     splits: int = 0
     lost_disks: int = 0
+    stores: int = 1
+    memory_window_bytes: int = 0
+    rots: int = 0
+    disk_failures: int = 0
 
     @staticmethod
     def drawn(random: Random, steps: int) -> Options:
@@ -175,6 +186,21 @@ class Options:
         )
 
     @staticmethod
+    def of_storage(random: Random, steps: int) -> Options:
+        """As `drawn`, and the broker is a replica set to which something happens."""
+        return replace(
+            Options.drawn(random, steps),
+            stores=random.choice([2, 3, 3]),
+            min_in_sync=random.choice([1, 1, 2]),
+            memory_window_bytes=random.choice([0, 2_000]),
+            master_faults=random.choice([2, 4]),
+            splits=random.choice([2, 4]),
+            lost_disks=random.choice([0, 1, 2]),
+            rots=random.choice([0, 1, 2]),
+            disk_failures=random.choice([0, 1, 2]),
+        )
+
+    @staticmethod
     def graceful(random: Random, steps: int) -> Options:
         """Members come and go, services are replaced one by one; nothing breaks."""
         return Options(
@@ -194,6 +220,7 @@ class Options:
             fails=random.choice([0, 0.1]),
             replicated=random.random() < 0.5,
             min_in_sync=random.choice([1, 2]),
+            stores=random.choice([1, 1, 2, 3]),
         )
 
     def __str__(self) -> str:

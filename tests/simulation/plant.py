@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from batonmq.testing.processes import LoopClock, Service, ServiceProcess
-from tests.simulation.cluster import BROKER, REPLICAS, services
+from tests.simulation.cluster import REPLICAS, STORES, services
 from tests.simulation.crew import Crew
+from tests.simulation.replica_checks import MASTER_KEY
 from tests.simulation.stage import Later, Stage
+from tests.simulation.store_checks import MASTER_KEY as STORE_MASTER_KEY
 
 STOP_S = 30
 """A service that was told to stop is killed after this time, as a supervisor does."""
@@ -33,6 +36,7 @@ class Plant:
         """Everything is whole again."""
         self._stage.world.network.cut.clear()
         for process in self._running.values():
+            self._mend_disk(process.name)
             if process.alive:
                 process.thaw()
         for service in self._services:
@@ -48,8 +52,7 @@ class Plant:
     def _kill(self, process: ServiceProcess) -> Later:
         process.kill(noticed=self._stage.random.random() < 0.7)
         self._stage.note(f"{process.name} is killed", "service kills")
-        if process.service.kind == "storage":
-            self._crash_disk()
+        self._crash_disk(process)
         return self._start_again(process)
 
     def pause(self) -> Later:
@@ -64,6 +67,7 @@ class Plant:
         if not self._up():
             return None
         process = self._stage.random.choice(self._up())
+        self._mend_disk(process.name)
         process.stop()
         self._stage.note(f"{process.name} is stopped", "service restarts")
         return self._replace(process)
@@ -91,8 +95,11 @@ class Plant:
         return self._apart(member, pairs)
 
     def fail_master(self) -> Later:
-        """The acting master of offsets dies, stands still, or is cut off."""
-        master = next((one for one in self._up() if one.name == self._stage.world.master()), None)
+        """The acting master of offsets, or of storage, dies, stands still, or is cut off."""
+        world = self._stage.world
+        key = MASTER_KEY if self._replicas() is REPLICAS else STORE_MASTER_KEY
+        name = world.leader(key)
+        master = next((one for one in self._up() if one.name == name), None)
         if master is None:
             return None
         fault = self._stage.random.choice(["kill", "freeze", "cut"])
@@ -104,18 +111,23 @@ class Plant:
         return self._split(master.name, alone=self._stage.random.random() < 0.5)
 
     def split(self) -> Later:
-        """A node of offsets reaches some others, or etcd, no more, or is not reached."""
-        return self._split(self._stage.random.choice(REPLICAS))
+        """A node of a replica set reaches some others, or etcd, no more, or is not reached."""
+        return self._split(self._stage.random.choice(self._replicas()))
 
     def lose_disk(self) -> Later:
-        """A node of offsets comes back with an empty disk."""
-        up = [process for process in self._up() if process.name in REPLICAS]
+        """A node of a replica set comes back with an empty disk."""
+        return self._come_back_poorer(self._replicas(), self._lose_disk)
+
+    def rot(self) -> Later:
+        """A node of storage comes back with a log that is damaged somewhere."""
+        return self._come_back_poorer(STORES, self._rot)
+
+    def fail_disk(self) -> Later:
+        """The disk of a node of storage can't be written to for a while."""
+        up = [process for process in self._up() if process.name in STORES]
         if not up:
             return None
-        process = self._stage.random.choice(up)
-        process.kill()
-        self._stage.note(f"{process.name} is killed")
-        return self._come_back_empty(process)
+        return self._fail_disk(self._stage.random.choice(up).name)
 
     def jump(self) -> None:
         """A wall clock jumps."""
@@ -130,6 +142,7 @@ class Plant:
         yield from self._crew.processes  # type: ignore[misc]
 
     def _start(self, service: Service) -> None:
+        self._mend_disk(service.name)
         self._lives[service.name] += 1
         life = self._lives[service.name]
         self._running[service.name] = ServiceProcess(self._stage.world, service, life)
@@ -142,17 +155,19 @@ class Plant:
             if process.alive and not process.frozen and not process.leaving
         ]
 
-    def _crash_disk(self) -> None:
+    def _crash_disk(self, process: ServiceProcess) -> None:
         world, random = self._stage.world, self._stage.random
-        disk = world.storage_disks[BROKER]
+        disk = world.storage_disks.get(process.name)
+        if disk is None:
+            return
         if self._stage.options.power_cuts and random.random() < 0.5:
             survives = random.choice([0.0, 0.5, 1.0])
-            world.storage_disks[BROKER] = disk.power_cut(
+            world.storage_disks[process.name] = disk.power_cut(
                 lambda size: size if random.random() < survives else random.randint(0, size)
             )
             self._stage.counts["power cuts"] += 1
         else:
-            world.storage_disks[BROKER] = disk.killed()
+            world.storage_disks[process.name] = disk.killed()
 
     async def _start_again(self, process: ServiceProcess) -> None:
         random = self._stage.random
@@ -160,29 +175,71 @@ class Plant:
         if self._running[process.name] is process:
             self._start(process.service)
 
-    async def _come_back_empty(self, process: ServiceProcess) -> None:
-        """Once etcd has heard all that it said; unless nobody but it has everything."""
-        world = self._stage.world
+    def _replicas(self) -> Sequence[str]:
+        """The nodes of a replica set."""
+        options = self._stage.options
+        stores = STORES[: options.stores]
+        if options.replicated and len(stores) > 1:
+            return self._stage.random.choice([REPLICAS, stores])
+        return REPLICAS if options.replicated else stores
+
+    def _come_back_poorer(self, names: Sequence[str], lose: Callable[[str], None]) -> Later:
+        """A node dies and loses something, once etcd has heard all that it said; unless nobody
+        but it has everything.
+        """
+        up = [process for process in self._up() if process.name in names]
+        if not up:
+            return None
+        process = self._stage.random.choice(up)
+        process.kill()
+        self._stage.note(f"{process.name} is killed")
+        self._stage.world.crash_disk(process.name)
+        return self._lose_and_start(process, lose)
+
+    async def _lose_and_start(self, process: ServiceProcess, lose: Callable[[str], None]) -> None:
+        world, name = self._stage.world, process.name
         await asyncio.sleep(world.network.faults.slow_ms_max / 1000 + 0.1)
-        if self._running[process.name] is not process:
+        if self._running[name] is not process:
             return
-        if world.checker.replicas.may_lose(process.name):
-            world.lose_offsets_disk(process.name)
-            self._stage.note(f"{process.name} has lost its disk", "lost disks")
+        checks = world.checker.replicas if name in REPLICAS else world.checker.stores
+        if checks.may_lose(name):
+            lose(name)
         self._start(process.service)
+
+    def _lose_disk(self, name: str) -> None:
+        world = self._stage.world
+        (world.lose_offsets_disk if name in REPLICAS else world.lose_store_disk)(name)
+        self._stage.note(f"{name} has lost its disk", "lost disks")
+
+    def _rot(self, name: str) -> None:
+        world = self._stage.world
+        if world.checker.stores.rot(name, world.storage_disks[name], self._stage.random):
+            self._stage.note(f"the log of {name} rots", "rots")
+
+    async def _fail_disk(self, name: str) -> None:
+        self._stage.world.storage_disks[name].fail(OSError(errno.EIO, "input/output error"))
+        self._stage.note(f"the disk of {name} fails", "disk failures")
+        await asyncio.sleep(self._stage.time_s())
+        self._mend_disk(name)
+
+    def _mend_disk(self, name: str) -> None:
+        """A node that is stopped, or starts, with a disk that fails would just end."""
+        disk = self._stage.world.storage_disks.get(name)
+        if disk is not None:
+            disk.fail(None)
 
     async def _replace(self, process: ServiceProcess) -> None:
         await self._stage.until(lambda: not process.alive, STOP_S)
         if process.alive:
             process.kill()
             self._stage.note(f"{process.name} does not stop, and is killed", "stops that hang")
-            if process.service.kind == "storage":
-                self._crash_disk()
+            self._crash_disk(process)
         await self._start_again(process)
 
     def _split(self, node: str, *, alone: bool = False) -> Later:
         random = self._stage.random
-        others = [name for name in (*REPLICAS, "etcd") if name != node]
+        names = REPLICAS if node in REPLICAS else STORES[: self._stage.options.stores]
+        others = [name for name in (*names, "etcd") if name != node]
         chosen = others if alone else random.sample(others, random.randint(1, len(others)))
         ways = random.choice(["from", "to", "both"])
         pairs = {(node, other) for other in chosen if ways != "from"}

@@ -33,7 +33,7 @@ class Producing:
         self._stage = stage
         self._process = Process(stage.world, "producer", 0)
         self._producer: Producer | None = None
-        self._sent_count = 0
+        self._bursts = 0
         self._sending: list[asyncio.Task[None]] = []
         self.acked: dict[str, object] = {}
         self.unsettled: dict[str, None] = {}
@@ -51,8 +51,8 @@ class Producing:
         """Some messages more."""
         random = self._stage.random
         count = random.randint(1, 12)
-        bodies = [f"m{self._sent_count + index}" for index in range(count)]
-        self._sent_count += count
+        self._bursts += 1
+        bodies = [f"m{self._bursts}.{index}" for index in range(count)]
         self.unsettled.update(dict.fromkeys(bodies))
         tags = [random.choice(TAGS) for _ in bodies]
         sending = self._send(dict(zip(bodies, tags, strict=True)))

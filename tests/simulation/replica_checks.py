@@ -165,7 +165,7 @@ class ReplicaChecks:
         """Only a master answers; and etcd gives no other one its place before that is over."""
         if call.target not in self._disks or not call.path.startswith(_SERVICE):
             return
-        if isinstance(answer, BatonError) and _says_nothing(answer):
+        if isinstance(answer, BatonError) and says_nothing(answer):
             return
         master = self._master()
         if master != call.target:
@@ -193,7 +193,7 @@ class ReplicaChecks:
         self._books.fail("section 12", text)
 
 
-def _says_nothing(refusal: BatonError) -> bool:
+def says_nothing(refusal: BatonError) -> bool:
     """Whether a refusal tells nothing of what the node has."""
     return isinstance(refusal, NotLeader | NotServing | NoQuorum) or refusal.kind in (
         "DEADLINE_EXCEEDED",

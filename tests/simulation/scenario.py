@@ -19,6 +19,7 @@ from tests.simulation.options import Options
 from tests.simulation.plant import Plant
 from tests.simulation.producing import Producing
 from tests.simulation.stage import Later, Stage
+from tests.simulation.trace import Trace
 
 SETTLE_S = 240
 """Once faults have ceased, everything must be done within this time."""
@@ -34,15 +35,18 @@ class Outcome:
 
     Attributes:
         counts: How often which kind of event happened.
-        lines: The transcript, as far as it was kept.
         violation: The first broken property.
     """
 
     seed: str
     options: Options
     counts: Mapping[str, int]
-    lines: list[str]
+    trace: Trace
     violation: Violation | None
+
+    def lines(self) -> list[str]:
+        """The transcript, as far as it was kept."""
+        return self.trace.lines()
 
     def check(self) -> None:
         """Raise the violation, with what is needed to play it again."""
@@ -70,11 +74,11 @@ async def _play(seed: str, options: Options, kept_max: int | None) -> Outcome:
         await run.play()
     finally:
         logging.getLogger().removeHandler(world.trace)
+        world.trace.end()
         world.checker.books.watching = False
         counts = world.checker.books.counts + world.network.counts + run.stage.counts
-        lines = world.trace.lines()
         await _end(world)
-    return Outcome(seed, options, counts, lines, world.checker.books.violation)
+    return Outcome(seed, options, counts, world.trace, world.checker.books.violation)
 
 
 async def _end(world: World) -> None:
@@ -146,6 +150,8 @@ class Run:
             self._plant.fail_master: options.master_faults,
             self._plant.split: options.splits,
             self._plant.lose_disk: options.lost_disks,
+            self._plant.rot: options.rots,
+            self._plant.fail_disk: options.disk_failures,
             self._plant.jump: options.jumps,
             self._operator.reset: options.resets,
             self._operator.force: options.forces,
@@ -165,11 +171,12 @@ class Run:
             if self._done():
                 break
             self._operator.ask()
-        replicas = self.world.checker.replicas
-        await self.stage.until(replicas.alike, ALIKE_S)
-        replicas.check_alike()
+        for replicas in (self.world.checker.replicas, self.world.checker.stores):
+            await self.stage.until(replicas.alike, ALIKE_S)
+            replicas.check_alike()
         self.world.checker.check_complete(self._producing.acked)
 
     def _done(self) -> bool:
         settled = not self._producing.unsettled and not self._operator.busy
-        return settled and self.world.checker.complete()
+        checker = self.world.checker
+        return settled and checker.stores.quiet() and checker.complete()

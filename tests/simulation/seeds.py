@@ -23,6 +23,8 @@ class SimSettings(Settings):
 
 SETTINGS = load(SimSettings, "BATON_SIM")
 SEEDS = range(SETTINGS.first_seed, SETTINGS.first_seed + SETTINGS.seeds)
+STORAGE_SEEDS = SEEDS[: max(1, SETTINGS.seeds * 3 // 20)]
+"""Of runs in which the broker is a replica set."""
 
 
 def options_of(seed: int) -> Options:
@@ -30,6 +32,15 @@ def options_of(seed: int) -> Options:
     return Options.drawn(Random(f"{seed}/options"), SETTINGS.steps)
 
 
+def storage_options_of(seed: int) -> Options:
+    """What may happen in a run of a seed in which the broker is a replica set."""
+    return Options.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
+
+
 def graceful_options_of(seed: int) -> Options:
     """The same for a run in which nothing breaks."""
     return Options.graceful(Random(f"{seed}/options"), SETTINGS.steps)
+
+
+KINDS = {"": options_of, "graceful": graceful_options_of, "storage": storage_options_of}
+"""What `python -m tests.simulation SEED KIND` plays."""

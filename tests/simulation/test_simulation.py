@@ -17,7 +17,14 @@ import pytest
 
 from tests.simulation.options import Options
 from tests.simulation.scenario import Outcome, play
-from tests.simulation.seeds import SEEDS, graceful_options_of, options_of
+from tests.simulation.seeds import (
+    KINDS,
+    SEEDS,
+    STORAGE_SEEDS,
+    graceful_options_of,
+    options_of,
+    storage_options_of,
+)
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
 
@@ -32,6 +39,11 @@ ENOUGH = {
     "master faults": 1, "lost disks": 1,
 }  # fmt: skip
 """What must have happened in a bunch, at least so often."""
+STORAGE_BUNCH = 15
+ENOUGH_OF_STORAGE = {
+    "masterships of storage": 20, "replicated receipts": 100, "pulls from slaves": 2, "rots": 1,
+    "lost disks": 1, "disk failures": 5, "sent back": 10,
+}  # fmt: skip
 BUNCHES = [SEEDS[begin : begin + BUNCH] for begin in range(0, len(SEEDS), BUNCH)]
 
 
@@ -54,6 +66,25 @@ def test_promises_hold_whatever_happens(seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
+    "seeds",
+    [
+        STORAGE_SEEDS[begin : begin + STORAGE_BUNCH]
+        for begin in range(0, len(STORAGE_SEEDS), STORAGE_BUNCH)
+    ],
+    ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
+)
+def test_promises_hold_whatever_happens_to_replicas_of_storage(seeds: range) -> None:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts.update(played(seed, storage_options_of(seed)))
+    if len(seeds) == STORAGE_BUNCH:
+        quiet = {
+            kind: counts[kind] for kind, least in ENOUGH_OF_STORAGE.items() if counts[kind] < least
+        }
+        assert not quiet, f"seeds {seeds}: too quiet to prove anything: {quiet}"
+
+
+@pytest.mark.parametrize(
     "seeds", BUNCHES[: max(1, len(BUNCHES) // 4)], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}"
 )
 def test_a_graceful_run_starts_nothing_twice(seeds: range) -> None:
@@ -72,11 +103,11 @@ def test_a_seed_plays_the_same_run_again_and_another_seed_another() -> None:
     assert transcript(play("2", options_of(2), kept_max=None)) != first
 
 
-@pytest.mark.parametrize("seed", [3, 7])
-def test_a_seed_plays_the_same_run_in_another_process(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [(3, ""), (7, "storage")])
+def test_a_seed_plays_the_same_run_in_another_process(seed: int, kind: str) -> None:
     runs = [
         subprocess.run(
-            [sys.executable, "-m", "tests.simulation", str(seed)],
+            [sys.executable, "-m", "tests.simulation", str(seed), kind],
             env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ".:gen"},
             capture_output=True,
             text=True,
@@ -85,9 +116,9 @@ def test_a_seed_plays_the_same_run_in_another_process(seed: int) -> None:
         for hash_seed in ("1", "2")
     ]
     assert runs[0] == runs[1]
-    assert runs[0].rstrip("\n") == transcript(play(str(seed), options_of(seed), kept_max=None))
+    assert runs[0].rstrip("\n") == transcript(play(str(seed), KINDS[kind](seed), kept_max=None))
 
 
 def transcript(outcome: Outcome) -> str:
     """Everything that happened."""
-    return "\n".join(outcome.lines)
+    return "\n".join(outcome.lines())

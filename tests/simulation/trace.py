@@ -30,10 +30,16 @@ class Trace(logging.Handler):
         super().__init__(logging.ERROR)
         self._now_ms = now_ms
         self._events: deque[tuple[int, str, str, Any]] = deque(maxlen=kept_max)
+        self._over = False
 
     def note(self, who: str, what: str, message: Any = None) -> None:
         """Something has happened now; `message` belongs to it."""
-        self._events.append((self._now_ms(), who, what, message))
+        if not self._over:
+            self._events.append((self._now_ms(), who, what, message))
+
+    def end(self) -> None:
+        """What happens from now on is no part of the run."""
+        self._over = True
 
     def called(self, call: Call, request: Any) -> None:
         self.note(call.source, f"#{call.number} {call.method} to {call.target}", request)

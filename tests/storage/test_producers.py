@@ -179,3 +179,20 @@ def test_a_producer_is_forgotten_after_seven_days_of_silence() -> None:
     table.expire(IDLE_MS_MAX)
     assert len(table) == 1
     assert table.check(header(77, producer_id=1), QUEUE) is None
+
+
+def test_what_the_log_no_longer_tells_is_what_lies_below_its_first_position() -> None:
+    """A log from there on brings the rest back, in its order."""
+    table, fresh = ProducerTable(), ProducerTable()
+    record(table, header(0, producer_id=5), receipt(1))
+    record(table, header(0, producer_id=6), receipt(2))
+    record(table, header(10, producer_id=5), receipt(3))
+    record(table, header(0, producer_id=7), receipt(4))
+    position = receipt(3).position
+    known = table.below(position, queues_max=10)
+    assert [one.producer_id for one in known] == [6, 5], "longest silent first"
+    assert [one.producer_id for one in table.below(position, queues_max=1)] == [5]
+    fresh.load(known)
+    record(fresh, header(10, producer_id=5), receipt(3))
+    record(fresh, header(0, producer_id=7), receipt(4))
+    assert fresh.snapshot() == table.snapshot()

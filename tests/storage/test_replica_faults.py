@@ -5,7 +5,7 @@ with a receipt is there, once, at the offset of the receipt and in its order; in
 are alike.
 Method: writers that repeat each message until it has a receipt, at any node that takes it, while a
 seeded monkey does its worst to three real nodes in one process (tests/storage/replicas.py). A node
-is damaged only while another one has everything.
+is damaged only while another one, never damaged, has everything.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Story:
     def __init__(self, scene: Scene, random: Random) -> None:
         self.scene, self.random = scene, random
         self.acked = [0] * WRITERS
+        self.rotted: set[str] = set()
         self.over = asyncio.Event()
 
     async def write(self, queue_id: int) -> None:
@@ -80,8 +81,8 @@ class Story:
                 node.session.cut = False
             else:
                 await (node.stop() if fault == "stop" else node.crash())
-                if fault == "rot" and (await self.scene.standing()).in_sync - {node.name}:
-                    self._rot(node)
+                if fault == "rot":
+                    await self._rot(node)
                 await asyncio.sleep(self.random.uniform(0, 2))
                 await self.scene.start(node.name)
         self.over.set()
@@ -96,7 +97,11 @@ class Story:
         for node in self.alive():
             node.gate.shut.clear()
 
-    def _rot(self, node: Replica) -> None:
+    async def _rot(self, node: Replica) -> None:
+        """Damage it, if another in sync never was: one that was is listed until it is let out."""
+        if not (await self.scene.standing()).in_sync - self.rotted - {node.name}:
+            return
+        self.rotted.add(node.name)
         path = self.random.choice(sorted((node.folder / "log").iterdir()))
         content = bytearray(path.read_bytes())
         content[self.random.randrange(len(content))] ^= 1

@@ -10,28 +10,33 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
+from batonmq.common.errors import BatonError, StillInSync
 from batonmq.common.rpc import from_rpc_error
+from services.nameserver.electing import Electing
 from services.runtime.election import Candidacy
+from services.runtime.etcd import EtcdSession
+from services.runtime.position import NOWHERE
 from services.runtime.replicas import ReplicaSet
 from services.storage import scrub
 from services.storage.copies import Copy
-from services.storage.core.epochs import decode
+from services.storage.core.epochs import History, decode
 from services.storage.following import Following
 from services.storage.role import Role
 from tests.storage.batches import batch
-from tests.storage.replicas import BROKER, Replica, Scene, replica_set
+from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
 from tests.support.waiting import until
 
 PRODUCER = (77, 1)
@@ -109,6 +114,29 @@ async def test_with_too_few_in_sync_nothing_is_written(scene: Scene) -> None:
     await scene.in_sync(master.name, again.name)
     (receipt,) = await master.append(*numbered(1, 1))
     assert receipt.durability == pb.DURABILITY_REPLICATED
+
+
+async def test_a_master_that_begins_with_too_few_in_sync_is_read_from(scene: Scene) -> None:
+    """Nobody else can be elected: what it has stays."""
+    scene.settings["min_in_sync"] = 2
+    master = await three(scene)
+    await master.append(*numbered(0, 3))
+    for name in (*others(scene, master), master.name):
+        await scene.nodes[name].stop()
+        if name != master.name:
+            await scene.in_sync(*(n for n, node in scene.nodes.items() if not node.ended.is_set()))
+    (again,) = await scene.start(master.name)
+    assert await scene.master() is again
+    request = pb.QueryOffsetsRequest(queues=[queue(0)])
+    (offsets,) = (await again.stub.QueryOffsets(request, timeout=20)).outcomes
+    assert offsets.offsets.next_offset == 3
+    assert await again.bodies() == [b"0", b"1", b"2"]
+    error = await again.refusal(*numbered(3, 1))
+    assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
+    (slave,) = await scene.start(others(scene, master)[0])
+    await scene.in_sync(again.name, slave.name)
+    (receipt,) = await again.append(*numbered(3, 1))
+    assert (receipt.first_offset, receipt.durability) == (3, pb.DURABILITY_REPLICATED)
 
 
 async def test_nothing_answered_is_lost_when_the_master_dies(scene: Scene) -> None:
@@ -197,7 +225,10 @@ async def test_a_slave_catches_up_while_the_master_is_written_to(scene: Scene) -
 
 
 async def test_a_node_with_nothing_begins_where_the_masters_log_does(scene: Scene) -> None:
-    """Retention has removed the rest. Offsets go on where they were, also of an empty queue."""
+    """Retention has removed the rest. Offsets go on where they were, also of an empty queue.
+
+    And so do the sequences of producers who have nothing in the log any more.
+    """
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
     master = await three(scene)
     late = scene.nodes[others(scene, master)[0]]
@@ -218,6 +249,8 @@ async def test_a_node_with_nothing_begins_where_the_masters_log_does(scene: Scen
         await scene.nodes[name].crash()
     await until(late.serves)
     assert (await late.read(3, 7)).queue_next_offset == 7
+    (repeated,) = await late.append(*numbered(6, 1, queue_id=3))
+    assert (repeated.duplicate, repeated.first_offset) == (True, 6)
     (receipt,) = await late.append(batch(b"next", queue_id=3))
     assert receipt.first_offset == 7
 
@@ -378,6 +411,36 @@ async def test_a_slave_claims_no_epoch_before_which_it_lacks_something(scene: Sc
     await scene.in_sync(second.name, late.name)
 
 
+async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_everything(
+    scene: Scene,
+) -> None:
+    """Or it could be elected with a part, as the epoch began before that."""
+    master = await three(scene)
+    for _ in range(100):
+        await master.append(batch(bytes(20_000)))
+    end = (await master.describe()).next_position
+    name = others(scene, master)[0]
+    await scene.nodes[name].crash()
+    shutil.rmtree(scene.folder / name)
+    (empty,) = await scene.start(name)
+
+    def history() -> History:
+        return decode((empty.folder / "epochs").read_bytes())
+
+    on_its_way = 0
+    while True:
+        known = history()
+        at = (await empty.describe()).next_position
+        if at == end:
+            break
+        assert known.position(at) == NOWHERE
+        on_its_way += at > 0
+    assert on_its_way, "it was seen on its way"
+    await until(lambda: not history().damaged)
+    await scene.in_sync(*scene.nodes)
+    await scene.alike()
+
+
 async def test_a_slave_refuses_what_only_the_master_may_do(scene: Scene) -> None:
     master = await three(scene)
     slave = scene.nodes[others(scene, master)[0]]
@@ -415,6 +478,24 @@ async def test_only_the_acting_master_delivers_what_is_due_and_once(scene: Scene
     await scene.start(master.name)
     await scene.alike()
     assert await second.bodies() == [b"soon", b"later"]
+
+
+async def test_a_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
+    """Whose answer nobody has heard: that nothing is scheduled would mean it was delivered."""
+    master = await three(scene)
+    at = Clock().unix_ms() + 3_600_000
+    item = schedule_pb.ScheduleItem(batch=batch(b"later"), deliver_unix_ms=at)
+    answer = await master.scheduling.Schedule(schedule_pb.ScheduleRequest(items=[item]), timeout=20)
+    schedule_id = answer.outcomes[0].receipt.schedule_id
+    request = schedule_pb.CancelScheduledRequest(schedule_id=schedule_id)
+    master.gate.shut |= {"a", "b", "c"}
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await master.scheduling.CancelScheduled(request, timeout=0.3)
+    assert unknown.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await master.scheduling.CancelScheduled(request, timeout=20)  # the slaves leave the set
+    with pytest.raises(grpc.aio.AioRpcError) as over:
+        await master.scheduling.CancelScheduled(request, timeout=20)
+    assert from_rpc_error(over.value).reason == "NOT_SCHEDULED"
 
 
 async def test_a_slave_whose_log_rots_repairs_itself_while_it_runs(
@@ -471,6 +552,41 @@ async def test_a_rotten_master_without_others_goes_on(
     assert refused.value.reason == "DATA_LOSS"
 
 
+async def test_a_slave_that_gets_nothing_but_damage_says_so(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on trying: the damage may be mended at the master."""
+    scene.members = ("a", "b")
+    await scene.start("a", "b")
+    master = await scene.master()
+    (slave_name,) = others(scene, master)
+    await scene.nodes[slave_name].stop()
+    await scene.in_sync(master.name)
+    receipts = await master.append(*numbered(0, 50))
+    rot(master, receipts[20].position)
+    await scene.start(slave_name)
+
+    async def problem() -> str:
+        by_name = {replica.node_id: replica for replica in (await master.replicas()).replicas}
+        return by_name[slave_name].problem
+
+    async def told() -> bool:
+        return (await problem()).startswith("DATA_LOSS: ")
+
+    await until(told)
+    (said,) = [one for one in caplog.records if one.name == "services.runtime.stuck"]
+    assert said.levelname == "ERROR"
+    assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
+    rot(master, receipts[20].position)  # and so mend it
+
+    async def well() -> bool:
+        return await problem() == ""
+
+    await until(well)
+    await scene.in_sync("a", "b")
+    await scene.alike()
+
+
 def rot(node: Replica, position: int) -> None:
     """Flip a bit of the batch at `position`, which is in the first segment."""
     with min((node.folder / "log").iterdir()).open("r+b") as file:
@@ -498,6 +614,55 @@ async def test_if_every_copy_is_damaged_one_begins_that_accepts_the_loss(scene: 
     await scene.start("b", "c")
     await scene.in_sync("a", "b", "c")
     await scene.alike()
+
+
+async def test_an_operator_may_give_up_what_only_lost_nodes_have(
+    scene: Scene, etcd_endpoint: str
+) -> None:
+    """They come back later all the same, and then have what the elected one has."""
+    master = await three(scene)
+    await master.append(*numbered(0, 3))
+    late_name, slave_name = others(scene, master)
+    late = scene.nodes[late_name]
+
+    async def seen() -> bool:
+        return await late.bodies() == [b"0", b"1", b"2"]
+
+    await until(seen)
+    master.gate.shut.add(late_name)
+    await scene.in_sync(master.name, slave_name)
+    await master.append(*numbered(3, 3))
+    async with asyncio.TaskGroup() as tasks:
+        for name in (master.name, slave_name):
+            tasks.create_task(scene.nodes[name].crash())
+    await scene.vacant()
+    assert not await late.serves(), "it is not in sync"
+    async with EtcdSession(etcd_endpoint, scene.cluster, Clock()) as session:
+        request = nameserver_pb.ElectReplicaRequest(
+            service=nameserver_pb.SERVICE_KIND_STORAGE,
+            replica_set=BROKER,
+            node_id=late_name,
+            execute=True,
+            by="ops",
+        )
+
+        async def accepted() -> bool:
+            try:
+                await Electing(session).elect(request)
+            except StillInSync:  # the entries of the lost ones go with their leases
+                return False
+            return True
+
+        await until(accepted)
+    assert await scene.master() is late
+    assert await late.bodies() == [b"0", b"1", b"2"]
+    (receipt,) = await late.append(batch(b"instead"))
+    assert receipt.first_offset == 3
+    await scene.start(master.name, slave_name)
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+    (loss,) = (await scene.standing()).accepted
+    assert (loss.node_id, set(loss.lost)) == (late_name, {master.name, slave_name})
 
 
 async def test_a_node_that_was_alone_becomes_the_first_of_several(scene: Scene) -> None:

@@ -21,6 +21,7 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 
+from batonmq.admin import Admin
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
@@ -28,6 +29,7 @@ from batonmq.core.records import decode_records, read_header
 from batonmq.core.route import QueueId
 from batonmq.directory import Directory
 from batonmq.puller import Puller
+from batonmq.query import Queries
 from services.runtime.etcd import EtcdSession
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC, batch
@@ -194,6 +196,32 @@ async def test_readers_ask_each_node_in_turn_until_one_answers(
         assert directory.next_reader("other", "") == ""
         await directory.close()
     assert master.name in asked
+
+
+async def test_messages_are_looked_up_at_a_slave_while_nobody_leads(
+    scene: Scene, etcd_endpoint: str
+) -> None:
+    scene.members = ("a", "b")
+    await scene.start("a", "b")
+    master = await scene.master()
+    await scene.in_sync("a", "b")
+    (receipt,) = await master.append(batch(b"found"))
+    (slave,) = [node for node in scene.nodes.values() if node is not master]
+    await shows(slave, 1)
+    master.gate.shut.add(slave.name)
+    await scene.in_sync(master.name)  # so the other one can't be elected
+    await master.crash()
+    async with (
+        replica(etcd_endpoint, scene.cluster) as nameserver,
+        Admin(nameserver.address) as admin,
+    ):
+
+        async def gone() -> bool:
+            return [n.node_id for n in (await admin.cluster()).nodes] == [slave.name]
+
+        await until(gone)
+        found = await Queries(admin).message(f"{BROKER}-{receipt.position}-0")
+    assert found.body == b"found"
 
 
 async def test_a_reader_goes_on_while_there_is_no_master(scene: Scene, etcd_endpoint: str) -> None:

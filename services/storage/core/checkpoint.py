@@ -173,6 +173,13 @@ def decode(raw: bytes) -> Checkpoint | None:
     )
 
 
+def of_producers(position: int, producers: Sequence[ProducerState]) -> bytes:
+    """A checkpoint that has nothing but producers."""
+    return encode(
+        Checkpoint(position, 0, OpenRun(Stretch(position, position), 0, 0), (), producers)
+    )
+
+
 def position_of(raw: bytes) -> int:
     """Position of the checkpoint in a file: the log was safe up to there; 0 if there is none."""
     content = _good(raw)

@@ -8,7 +8,7 @@ The file is replaced, durably, before the epoch writes.
     at  size  field
      0     4  magic "BTNH"
      4     2  version, 1
-     6     2  1 if the node has lost a part of what it had, and not got it back yet; else 0
+     6     2  1 if the node has lost a part of what it had, or all, and not got it back yet; else 0
      8     4  count n
            n starts: 8 epoch, 8 first position
    end     4  CRC-32C of everything before

@@ -130,8 +130,29 @@ class ProducerTable:
             lasting.queues + once.queues,
         )
 
+    def below(self, position: int, queues_max: int) -> list[ProducerState]:
+        """What only batches below `position` tell, in the order of `snapshot`.
+
+        Args:
+            queues_max: Of no more pairs of producer and queue: those longest silent are left out.
+        """
+        found: list[ProducerState] = []
+        count = 0
+        for one in reversed(self.snapshot().states()):
+            queues = {
+                queue: old
+                for queue, batches in one.queues.items()
+                if (old := tuple(b for b in batches if b[2].position < position))
+            }
+            count += len(queues)
+            if count > queues_max:
+                break
+            if queues:
+                found.append(one._replace(queues=queues))
+        return found[::-1]
+
     def load(self, producers: Iterable[ProducerState]) -> None:
-        """Take what `snapshot` gave into an empty table."""
+        """Take what `snapshot` or `below` gave into an empty table."""
         for one in producers:
             self._of(one.epoch).load(one)
 

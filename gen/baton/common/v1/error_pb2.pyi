@@ -173,6 +173,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """
     REASON_OLD_TOPIC: _Reason.ValueType  # 88
     """The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
+    REASON_STILL_IN_SYNC: _Reason.ValueType  # 89
+    """Somebody may be elected without a loss. Facts: `node_id` where known."""
     REASON_NOT_LEADER: _Reason.ValueType  # 100
     """This node does not lead; another may. Facts: `leader` where known."""
     REASON_NOT_SERVING: _Reason.ValueType  # 101
@@ -313,6 +315,8 @@ back. Facts: `group`, `subscription_generation`.
 """
 REASON_OLD_TOPIC: Reason.ValueType  # 88
 """The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
+REASON_STILL_IN_SYNC: Reason.ValueType  # 89
+"""Somebody may be elected without a loss. Facts: `node_id` where known."""
 REASON_NOT_LEADER: Reason.ValueType  # 100
 """This node does not lead; another may. Facts: `leader` where known."""
 REASON_NOT_SERVING: Reason.ValueType  # 101

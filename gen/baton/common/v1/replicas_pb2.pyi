@@ -21,7 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class ReplicaSet(_message.Message):
     """Who may lead a replica set, as etcd keeps it under replicas/<service>/<set>. Changed only by
-    compare-and-swap: by a candidate together with its election, then by the elected master.
+    compare-and-swap: by a candidate together with its election, then by the elected master; and by an
+    operator, once all in sync are lost.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -30,6 +31,7 @@ class ReplicaSet(_message.Message):
     MASTER_FIELD_NUMBER: _builtins.int
     IN_SYNC_FIELD_NUMBER: _builtins.int
     SERVED_EPOCH_FIELD_NUMBER: _builtins.int
+    ACCEPTED_LOSSES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the last master; rises with every election."""
     master: _builtins.str
@@ -44,6 +46,10 @@ class ReplicaSet(_message.Message):
         Nobody else can be elected.
         """
 
+    @_builtins.property
+    def accepted_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcceptedLoss]:
+        """What operators have given up, the newest last; the last 16."""
+
     def __init__(
         self,
         *,
@@ -51,14 +57,55 @@ class ReplicaSet(_message.Message):
         master: _builtins.str = ...,
         in_sync: _abc.Iterable[_builtins.str] | None = ...,
         served_epoch: _builtins.int = ...,
+        accepted_losses: _abc.Iterable[Global___AcceptedLoss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "in_sync", b"in_sync", "master", b"master", "served_epoch", b"served_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_losses", b"accepted_losses", "epoch", b"epoch", "in_sync", b"in_sync", "master", b"master", "served_epoch", b"served_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaSet: _TypeAlias = ReplicaSet  # noqa: Y015
+
+@_typing.final
+class AcceptedLoss(_message.Message):
+    """That an operator has let a node be elected that was not in sync, as all that were are lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Node id of the one that may be elected since."""
+    epoch: _builtins.int
+    """Epoch of the last master before."""
+    unix_ms: _builtins.int
+    """When, by the operator's clock."""
+    by: _builtins.str
+    """Who, as the operator's machine says: user@host."""
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Node ids of those that were in sync, and are no longer."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        lost: _abc.Iterable[_builtins.str] | None = ...,
+        epoch: _builtins.int = ...,
+        unix_ms: _builtins.int = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "epoch", b"epoch", "lost", b"lost", "node_id", b"node_id", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptedLoss: _TypeAlias = AcceptedLoss  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
@@ -72,6 +119,7 @@ class Replica(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
     LAG_MS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id."""
     master: _builtins.bool
@@ -86,6 +134,8 @@ class Replica(_message.Message):
     """For how long it has not had everything, in milliseconds; 0 if it has, -1 if it was never heard of
     in this epoch.
     """
+    problem: _builtins.str
+    """Why it can't follow, if that does not pass by itself, as it told the master; empty if it can."""
     def __init__(
         self,
         *,
@@ -95,10 +145,11 @@ class Replica(_message.Message):
         position: _builtins.int = ...,
         lag: _builtins.int = ...,
         lag_ms: _builtins.int = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_sync", b"in_sync", "lag", b"lag", "lag_ms", b"lag_ms", "master", b"master", "node_id", b"node_id", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_sync", b"in_sync", "lag", b"lag", "lag_ms", b"lag_ms", "master", b"master", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

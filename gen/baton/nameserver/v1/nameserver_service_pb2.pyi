@@ -5,6 +5,7 @@ isort:skip_file
 
 from baton.common.v1 import error_pb2 as _error_pb2
 from baton.common.v1 import queue_pb2 as _queue_pb2
+from baton.common.v1 import replicas_pb2 as _replicas_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -919,6 +920,74 @@ class DescribeClusterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeClusterResponse: _TypeAlias = DescribeClusterResponse  # noqa: Y015
+
+@_typing.final
+class ElectReplicaRequest(_message.Message):
+    """Request for ElectReplica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    EXECUTE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    service: Global___ServiceKind.ValueType
+    """Storage or offsets. Required."""
+    replica_set: _builtins.str
+    """The replica set; of storage the broker. Required."""
+    node_id: _builtins.str
+    """Node id of the one to be elected. Required."""
+    execute: _builtins.bool
+    """False: only tell what would be given up."""
+    by: _builtins.str
+    """Who does it; recorded. Required with `execute`; up to 200 characters."""
+    def __init__(
+        self,
+        *,
+        service: Global___ServiceKind.ValueType = ...,
+        replica_set: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        execute: _builtins.bool = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "execute", b"execute", "node_id", b"node_id", "replica_set", b"replica_set", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElectReplicaRequest: _TypeAlias = ElectReplicaRequest  # noqa: Y015
+
+@_typing.final
+class ElectReplicaResponse(_message.Message):
+    """Response for ElectReplica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    UP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def before(self) -> _replicas_pb2.ReplicaSet:
+        """The set before."""
+
+    @_builtins.property
+    def up(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """Its nodes that are up, by node id. How far they have come is what they knew when they registered."""
+
+    def __init__(
+        self,
+        *,
+        before: _replicas_pb2.ReplicaSet | None = ...,
+        up: _abc.Iterable[Global___Node] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "up", b"up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElectReplicaResponse: _TypeAlias = ElectReplicaResponse  # noqa: Y015
 
 @_typing.final
 class Node(_message.Message):

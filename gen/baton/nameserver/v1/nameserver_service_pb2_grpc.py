@@ -75,6 +75,11 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeClusterRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeClusterResponse.FromString,
                 _registered_method=True)
+        self.ElectReplica = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/ElectReplica',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/baton.nameserver.v1.NameserverService/Heartbeat',
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.HeartbeatRequest.SerializeToString,
@@ -201,6 +206,17 @@ class NameserverServiceServicer:
         """The nodes that are registered and alive.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ElectReplica(self, request, context):
+        """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
+        had is given up, also if they come back. Not to be repeated blindly.
+
+        Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+        a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -336,6 +352,11 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     servicer.DescribeCluster,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeClusterRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeClusterResponse.SerializeToString,
+            ),
+            'ElectReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.ElectReplica,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -595,6 +616,33 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/DescribeCluster',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeClusterRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.DescribeClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ElectReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/ElectReplica',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.ElectReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

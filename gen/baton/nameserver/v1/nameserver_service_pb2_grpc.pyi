@@ -86,6 +86,13 @@ class NameserverServiceStub:
 
     Statuses: UNAVAILABLE (NOT_SERVING).
     """
+    ElectReplica: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ElectReplicaRequest, _nameserver_service_pb2.ElectReplicaResponse]
+    """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
+    had is given up, also if they come back. Not to be repeated blindly.
+
+    Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+    a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]
     """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
     that is silent for 30 s is removed. Whether another subscription than the group's is refused,
@@ -200,6 +207,13 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     """The nodes that are registered and alive.
 
     Statuses: UNAVAILABLE (NOT_SERVING).
+    """
+    ElectReplica: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ElectReplicaRequest, _nameserver_service_pb2.ElectReplicaResponse]  # type: ignore[assignment]
+    """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
+    had is given up, also if they come back. Not to be repeated blindly.
+
+    Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+    a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.HeartbeatRequest, _nameserver_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Joins a group or stays in it. To be repeated every `interval_ms` of the answer; a member
@@ -360,6 +374,19 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         """The nodes that are registered and alive.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def ElectReplica(
+        self,
+        request: _nameserver_service_pb2.ElectReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.ElectReplicaResponse, _abc.Awaitable[_nameserver_service_pb2.ElectReplicaResponse]]:
+        """Lets a node be elected that is not in sync, because all that are in sync are lost. What only they
+        had is given up, also if they come back. Not to be repeated blindly.
+
+        Statuses: INVALID_ARGUMENT (no such set; or the node is not up), FAILED_PRECONDITION (STILL_IN_SYNC:
+        a member in sync is up, or somebody leads), UNAVAILABLE (NO_QUORUM: not known whether it is done).
         """
 
     @_abc_1.abstractmethod

@@ -54,10 +54,13 @@ class FetchRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id of the slave. Required."""
     hold_ms: _builtins.int
     """Hold the call this long if there is nothing, 0 to 10,000 ms."""
+    problem: _builtins.str
+    """Why the slave could do nothing with the last answers, if that does not pass by itself; else empty."""
     @_builtins.property
     def position(self) -> Global___Position:
         """Last change the slave has, durably."""
@@ -68,10 +71,11 @@ class FetchRequest(_message.Message):
         node_id: _builtins.str = ...,
         position: Global___Position | None = ...,
         hold_ms: _builtins.int = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

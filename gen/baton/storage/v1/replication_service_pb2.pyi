@@ -57,6 +57,7 @@ class FetchRequest(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
     BYTES_MAX_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id of the slave. Required."""
     broker: _builtins.str
@@ -67,6 +68,8 @@ class FetchRequest(_message.Message):
     """Hold the call this long if there is nothing, 0 to 10,000 ms."""
     bytes_max: _builtins.int
     """Send no more than about this many bytes, 64 KiB to 16 MiB; 0 means 4 MiB. One batch always fits."""
+    problem: _builtins.str
+    """Why the slave could do nothing with the last answers, if that does not pass by itself; else empty."""
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
         """Its history, ascending; empty if it has nothing."""
@@ -80,10 +83,11 @@ class FetchRequest(_message.Message):
         history: _abc.Iterable[Global___EpochStart] | None = ...,
         hold_ms: _builtins.int = ...,
         bytes_max: _builtins.int = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "bytes_max", b"bytes_max", "history", b"history", "hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "bytes_max", b"bytes_max", "history", b"history", "hold_ms", b"hold_ms", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -105,6 +109,7 @@ class FetchResponse(_message.Message):
     SEGMENT_POSITION_FIELD_NUMBER: _builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the master."""
     position: _builtins.int
@@ -129,6 +134,10 @@ class FetchResponse(_message.Message):
     """Size of that segment: the slave's has the same."""
     first_position: _builtins.int
     """Position of the oldest byte that the master keeps: the slave may remove what is before."""
+    producers: _builtins.bytes
+    """With `floors`: the sequences of producers that the log says nothing about any more, as a
+    checkpoint (docs/format.md) that has nothing else. Of many producers those that wrote last.
+    """
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
         """Its history, ascending."""
@@ -146,10 +155,11 @@ class FetchResponse(_message.Message):
         segment_position: _builtins.int = ...,
         segment_bytes: _builtins.int = ...,
         first_position: _builtins.int = ...,
+        producers: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_floors", b"_floors", "floors", b"floors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_floors", b"_floors", "confirmed_position", b"confirmed_position", "data", b"data", "end_position", b"end_position", "epoch", b"epoch", "first_position", b"first_position", "floors", b"floors", "history", b"history", "position", b"position", "segment_bytes", b"segment_bytes", "segment_position", b"segment_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_floors", b"_floors", "confirmed_position", b"confirmed_position", "data", b"data", "end_position", b"end_position", "epoch", b"epoch", "first_position", b"first_position", "floors", b"floors", "history", b"history", "position", b"position", "producers", b"producers", "segment_bytes", b"segment_bytes", "segment_position", b"segment_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__floors: _TypeAlias = _typing.Literal["floors"]  # noqa: Y015
     _WhichOneofArgType__floors: _TypeAlias = _typing.Literal["_floors", b"_floors"]  # noqa: Y015

@@ -64,7 +64,8 @@ class ScheduleServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelScheduled(self, request, context):
-        """Takes a scheduled batch back.
+        """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
+        first one does.
 
         Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
         FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still

@@ -42,7 +42,8 @@ class ScheduleServiceStub:
     or too large, UNAVAILABLE (NOT_SERVING).
     """
     CancelScheduled: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]
-    """Takes a scheduled batch back.
+    """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
+    first one does.
 
     Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
@@ -63,7 +64,8 @@ class ScheduleServiceAsyncStub(ScheduleServiceStub):
     or too large, UNAVAILABLE (NOT_SERVING).
     """
     CancelScheduled: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]  # type: ignore[assignment]
-    """Takes a scheduled batch back.
+    """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
+    first one does.
 
     Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
@@ -93,7 +95,8 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _schedule_service_pb2.CancelScheduledRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_schedule_service_pb2.CancelScheduledResponse, _abc.Awaitable[_schedule_service_pb2.CancelScheduledResponse]]:
-        """Takes a scheduled batch back.
+        """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
+        first one does.
 
         Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
         FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still

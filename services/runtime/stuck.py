@@ -1,0 +1,44 @@
+"""A slave that can't follow its master, for a reason that does not pass by itself."""
+
+from __future__ import annotations
+
+import logging
+
+from prometheus_client import Gauge
+
+from batonmq.common.errors import BatonError, DataLoss, DiskFull
+
+log = logging.getLogger(__name__)
+
+PROBLEM_CHARS_MAX = 300
+
+
+class Stuck:
+    """Says so: to people in the log and by a metric, and to the master.
+
+    Args:
+        gauge: 1 while it is so.
+
+    Attributes:
+        problem: For the master; empty if there is none.
+    """
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge, self.problem = gauge, ""
+
+    def met(self, error: BatonError) -> None:
+        """A step was in vain. Errors that pass by themselves say nothing about the others."""
+        if not isinstance(error, DataLoss | DiskFull):
+            return
+        problem = f"{error.reason}: {error.message}"[:PROBLEM_CHARS_MAX]
+        if problem != self.problem:
+            log.error("can't follow the master error=%s remedy=%r", error, error.remedy)
+        self.problem = problem
+        self._gauge.set(1)
+
+    def passed(self) -> None:
+        """A step was made."""
+        if self.problem:
+            log.warning("follows the master again")
+        self.problem = ""
+        self._gauge.set(0)

@@ -1,0 +1,53 @@
+"""Who leads, and who could: asked until it is so."""
+
+from __future__ import annotations
+
+from batonmq.admin import Admin
+from batonmq.common.errors import BatonError
+from batonmq.local.cluster import LocalCluster
+from batonmq.replication import replicas_of
+from tests.support.waiting import until
+
+
+async def leader(
+    admin: Admin, cluster: LocalCluster, service: str, but: str = "", broker: str = ""
+) -> str:
+    """Name of the process that leads, once it is one and another than `but`.
+
+    Args:
+        broker: Of storage.
+    """
+    found: list[str] = []
+
+    async def look() -> bool:
+        nodes = (await admin.cluster()).nodes
+        leading = [
+            node
+            for node in nodes
+            if node.service == service and node.leader and broker in ("", node.replica_set)
+        ]
+        newest = max(leading, key=lambda node: node.epoch, default=None)
+        found[:] = [
+            name
+            for name in cluster.options.names_of(service)
+            if newest is not None and cluster.addresses[name] == newest.address
+        ]
+        return bool(found) and found[0] != but
+
+    await until(look, timeout_s=60)
+    return found[0]
+
+
+async def in_sync(admin: Admin, service: str, broker: str) -> None:
+    """Wait until every replica may be elected."""
+
+    async def look() -> bool:
+        if service == "lockmgr":
+            return True
+        try:
+            found = await replicas_of(admin, service, broker)
+        except BatonError:
+            return False
+        return bool(found) and all(one.in_sync for one in found)
+
+    await until(look, timeout_s=60)

@@ -1,0 +1,130 @@
+"""Goal: while etcd has no majority nothing is granted; masters that need its lease refuse with a
+reason; owners of a cluster that needs no lease go on. Everything goes on by itself afterwards.
+
+Method: real processes; two of three members of etcd stand still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ClusterOptions
+from batonmq.producer import Producer
+from batonmq.producing.settings import ProducerSettings
+from tests.e2e.crew import Crew, crew_of, send
+from tests.support.cluster import SEGMENT_BYTES
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+TOPIC, QUEUES, STEP = "numbers", 4, 200
+LEASE_MS = 30_000
+HASTY = ProducerSettings(delivery_timeout_ms=4_000, request_timeout_ms=1_000)
+
+
+@asynccontextmanager
+async def cluster_at(folder: Path, offsets: int, replicas: int) -> AsyncIterator[LocalCluster]:
+    options = ClusterOptions(
+        etcds=3,
+        offsets=offsets,
+        storage_replicas=replicas,
+        auto_restart=False,
+        settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
+    )
+    async with LocalCluster(folder / "cluster", options) as cluster:
+        async with Admin(cluster.nameserver) as admin:
+            await admin.create_topic(TOPIC, QUEUES)
+        yield cluster
+
+
+async def has_done(crew: Crew, count: int) -> None:
+    await until(lambda: crew.done() == set(range(count)), timeout_s=60)
+
+
+@asynccontextmanager
+async def without_majority(cluster: LocalCluster) -> AsyncIterator[None]:
+    for name in ("etcd-1", "etcd-2"):
+        cluster.pause(name)
+    try:
+        yield
+    finally:
+        for name in ("etcd-1", "etcd-2"):
+            cluster.resume(name)
+
+
+async def test_owners_go_on_for_longer_than_a_lease_and_nobody_gets_anything_new(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    async with (
+        cluster_at(tmp_path, offsets=1, replicas=1) as cluster,
+        crew_of(cluster.nameserver, TOPIC, tmp_path) as crew,
+        Producer(cluster.nameserver) as producer,
+    ):
+        for client_id in ("first", "second"):
+            await crew.join(client_id)
+        await send(cluster.nameserver, TOPIC, range(STEP))
+        await until(lambda: len(crew.done()) == STEP, timeout_s=60)
+        sent = STEP
+        async with without_majority(cluster):
+            begin_ms = clock.monotonic_ms()
+            late = await crew.join("late")
+            while clock.monotonic_ms() - begin_ms < LEASE_MS + 3_000:
+                await producer.send(TOPIC, b"%d" % sent)
+                sent += 1
+                await has_done(crew, sent)
+                await asyncio.sleep(0.2)  # leave the machine to others
+            assert late.owned == set()
+        if late.failure:  # it was told, and gave up
+            late = await crew.join("later")
+        await until(lambda: late.owned, timeout_s=90)
+        await send(cluster.nameserver, TOPIC, range(sent, sent + STEP))
+        await has_done(crew, sent + STEP)
+        assert len(crew.handlings()) == sent + STEP, "something was handled twice"
+
+
+async def test_elected_masters_refuse_with_a_reason_and_go_on_by_themselves(tmp_path: Path) -> None:
+    async with (
+        cluster_at(tmp_path, offsets=3, replicas=2) as cluster,
+        crew_of(cluster.nameserver, TOPIC, tmp_path) as crew,
+        Producer(cluster.nameserver, HASTY) as hasty,
+        Producer(cluster.nameserver) as patient,
+        Admin(cluster.nameserver) as admin,
+    ):
+        await crew.join("first")
+        await send(cluster.nameserver, TOPIC, range(STEP))
+        await until(lambda: len(crew.done()) == STEP, timeout_s=60)
+        async with without_majority(cluster), asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(patient.send(TOPIC, b"%d" % STEP))
+
+            async def is_refused() -> bool:
+                try:
+                    await hasty.send(TOPIC, b"0")
+                except BatonError as error:
+                    return "etcd does not answer" in error.message
+                return False
+
+            await until(is_refused, timeout_s=60)
+            assert await is_refused(), "a master without a lease has taken something"
+
+            async def offsets_is_silent() -> bool:
+                try:
+                    await admin.progress(crew.group)
+                except BatonError:
+                    return True
+                return False
+
+            await until(offsets_is_silent, timeout_s=60)
+            for name in ("etcd-1", "etcd-2"):
+                cluster.resume(name)
+            await waiting
+        await until(lambda: STEP in crew.done(), timeout_s=60)

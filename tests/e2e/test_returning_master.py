@@ -1,0 +1,155 @@
+"""Goal: a master dies, consumers go on through its slave and keep their progress; the old master
+returns with what it had, and may lead again: nothing is handled again, no committed offset falls.
+
+Method: real processes; masters of offsets and of storage; acks that travel with pulls and such that
+don't. Committed offsets are asked for all the time. After the return the group leaves as a whole,
+and others join, who know only what the cluster tells them. Then the old master leads once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.common.errors import BatonError
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ClusterOptions
+from tests.e2e.crew import Crew, crew_of, send
+from tests.e2e.leading import in_sync, leader
+from tests.support.cluster import SEGMENT_BYTES
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+TOPIC, QUEUES, STEP = "numbers", 4, 400
+BROKER = "broker-0"
+
+
+@dataclass(slots=True)
+class Group:
+    """One group, and how far it has come whenever somebody could tell."""
+
+    admin: Admin
+    crew: Crew
+    commit_on_pull: int
+    committed: dict[int, int] = field(default_factory=dict)
+    fallen: list[str] = field(default_factory=list)
+
+    async def join(self, client_id: str) -> None:
+        await self.crew.join(f"{client_id}-{self.crew.group}", commit_on_pull=self.commit_on_pull)
+
+    async def leave(self) -> None:
+        for worker in self.crew.workers:
+            if worker.process.returncode is None:
+                assert await worker.leave() == 0
+
+    async def has_all(self, count: int) -> None:
+        """Wait until so many messages are handled and committed."""
+        await until(lambda: self.crew.done() >= set(range(count)), timeout_s=90)
+        await until(lambda: sum(self.committed.values()) == count, timeout_s=60)
+
+    async def look(self) -> None:
+        """Ask for committed offsets, for ever."""
+        while True:
+            with suppress(BatonError):
+                for one in await self.admin.progress(self.crew.group):
+                    queue_id, offset = one.queue.queue.queue_id, one.committed_offset
+                    before = self.committed.get(queue_id, 0)
+                    if offset < before:
+                        self.fallen.append(f"queue {queue_id} from {before} to {offset}")
+                    self.committed[queue_id] = offset
+            await asyncio.sleep(0.1)
+
+    def check(self, count: int) -> None:
+        """So many messages were handled, once each, and no committed offset fell."""
+        assert self.fallen == []
+        times = Counter(handling.number for handling in self.crew.handlings())
+        assert times == Counter(range(count))
+
+
+@dataclass(slots=True)
+class Story:
+    """What happens to a cluster and its groups."""
+
+    cluster: LocalCluster
+    admin: Admin
+    groups: list[Group]
+    sent: int = 0
+
+    async def goes_on(self) -> None:
+        """Send more, and wait until every group has it."""
+        numbers = range(self.sent, self.sent + STEP)
+        self.sent += STEP
+        await send(self.cluster.nameserver, TOPIC, numbers)
+        for group in self.groups:
+            await group.has_all(self.sent)
+
+    async def others_join(self, *client_ids: str) -> None:
+        """Everybody leaves, and then others come."""
+        for group in self.groups:
+            await group.leave()
+            for client_id in client_ids:
+                await group.join(client_id)
+
+    async def goes_down_and_returns(self, service: str, broker: str = "") -> None:
+        """The master dies, a slave takes over, the master returns, and leads again."""
+        old = await leader(self.admin, self.cluster, service, broker=broker)
+        await self.cluster.kill(old)
+        await leader(self.admin, self.cluster, service, old, broker)
+        await self.goes_on()
+        await self.cluster.start(old)
+        await in_sync(self.admin, service, broker)
+        await self.others_join("third", "fourth")
+        await self.goes_on()
+        while (now := await leader(self.admin, self.cluster, service, broker=broker)) != old:
+            await self.cluster.stop(now)
+            await leader(self.admin, self.cluster, service, now, broker)
+            await self.cluster.start(now)
+            await in_sync(self.admin, service, broker)
+        await self.goes_on()
+        await self.others_join("fifth")
+        await self.goes_on()
+
+
+@asynccontextmanager
+async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[Story]:
+    """Two groups that work: one whose acks travel with pulls, and one whose acks don't."""
+    options = replace(
+        options, auto_restart=False, settings={"storage": {"segment_bytes": SEGMENT_BYTES}}
+    )
+    async with (
+        LocalCluster(folder / "cluster", options) as cluster,
+        Admin(cluster.nameserver) as admin,
+        crew_of(cluster.nameserver, TOPIC, folder) as alone,
+        crew_of(cluster.nameserver, TOPIC, folder) as riding,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await admin.create_topic(TOPIC, QUEUES)
+        alone.group, riding.group = "alone", "riding"
+        told = Story(cluster, admin, [Group(admin, alone, 0), Group(admin, riding, 1)])
+        looking = [tasks.create_task(group.look()) for group in told.groups]
+        await told.others_join("first", "second")
+        await told.goes_on()
+        yield told
+        for group in told.groups:
+            await group.leave()
+            group.check(told.sent)
+        for task in looking:
+            task.cancel()
+
+
+async def test_a_master_of_offsets_returns_with_an_old_file(tmp_path: Path) -> None:
+    async with story(tmp_path, ClusterOptions(offsets=3)) as told:
+        await told.goes_down_and_returns("offsets")
+
+
+async def test_a_master_of_storage_returns_with_an_old_log(tmp_path: Path) -> None:
+    async with story(tmp_path, ClusterOptions(storage_replicas=2)) as told:
+        await told.goes_down_and_returns("storage", BROKER)

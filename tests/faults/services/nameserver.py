@@ -1,0 +1,18 @@
+"""`python -m tests.faults.services.nameserver`: a nameserver whose clock may be upset."""
+
+from __future__ import annotations
+
+from batonmq.core import sql_parser
+from services.nameserver.__main__ import build
+from services.nameserver.config import NameserverSettings
+from services.runtime.process import run
+from tests.faults.upsets import UpsetClock, Upsets
+
+if __name__ == "__main__":
+    sql_parser.prepare()
+    run(
+        "nameserver",
+        NameserverSettings,
+        build,
+        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+    )

@@ -1,0 +1,102 @@
+"""Ways to one etcd that get stuck when told so, as a member of it that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Self
+
+from tests.support.waiting import until
+
+
+class StuckDoor:
+    """Passes on what comes until it is stuck; then it takes everything, and answers nothing.
+
+    Attributes:
+        passed: Pieces that went through to etcd.
+        swallowed: Pieces that did not.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint.split(":")
+        self.stuck = False
+        self.passed = self.swallowed = 0
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.free()
+        await until(lambda: not self._open)
+
+    def free(self) -> None:
+        """Be stuck no more; who went through has to come again."""
+        self.stuck = False
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        etcd_reader, etcd_writer = await asyncio.open_connection(*self._endpoint)
+        ends = {writer, etcd_writer}
+        self._open |= ends
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pass(etcd_reader, writer))
+            await self._pass(reader, etcd_writer, counts=True)
+        for end in ends:
+            with contextlib.suppress(ConnectionError):
+                await end.wait_closed()
+        self._open -= ends
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool = False
+    ) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(65_536):
+                if self.stuck:
+                    self.swallowed += counts
+                    continue
+                self.passed += counts
+                writer.write(piece)
+        writer.close()
+
+
+class Doors:
+    """Several, of which a session uses one at a time."""
+
+    def __init__(self, doors: list[StuckDoor]) -> None:
+        self._doors = doors
+        self.endpoint = ",".join(door.address for door in doors)
+        self._passed = [0] * len(doors)
+
+    def stick_the_used(self) -> StuckDoor:
+        """Let the one through which something went since the last time get stuck; that one."""
+        grown = [d for d, was in zip(self._doors, self._passed, strict=True) if d.passed > was]
+        assert len(grown) == 1, "a session asks one member at a time"
+        grown[0].stuck = True
+        self._note()
+        return grown[0]
+
+    def another_is_used(self, stuck: StuckDoor) -> bool:
+        """Whether something went through another one since `stick_the_used`."""
+        return any(
+            door.passed > was
+            for door, was in zip(self._doors, self._passed, strict=True)
+            if door is not stuck
+        )
+
+    def _note(self) -> None:
+        self._passed = [door.passed for door in self._doors]
+
+
+@asynccontextmanager
+async def two_doors(endpoint: str) -> AsyncIterator[Doors]:
+    """Two to the etcd at `endpoint`."""
+    async with StuckDoor(endpoint) as one, StuckDoor(endpoint) as other:
+        yield Doors([one, other])

@@ -1,0 +1,156 @@
+"""Which member of etcd is asked, and when it is given up.
+
+Goal: a member that stands still holds up what may be asked twice for a moment, and nothing for
+long; what may not is told to a member that lives; a copy of a prefix loses no event by it.
+Method: a real etcd behind two doors, each a member to the session, one of which gets stuck: it
+takes everything and answers nothing. Bounds of a minute, so that no call ends by its bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import pytest_asyncio
+
+from batonmq.common.clock import Clock
+from batonmq.common.errors import NoQuorum
+from services.runtime.etcd import EtcdSession
+from services.runtime.etcd_members import FRESH_S
+from services.runtime.mirror import Mirror
+from tests.runtime.doors import Doors, two_doors
+from tests.support.waiting import until
+
+MINUTE_MS = 60_000
+
+
+@pytest_asyncio.fixture
+async def doors(etcd_endpoint: str) -> AsyncIterator[Doors]:
+    async with two_doors(etcd_endpoint) as doors:
+        yield doors
+
+
+@asynccontextmanager
+async def session_at(
+    doors: Doors, cluster: str, *, looks: bool = True
+) -> AsyncIterator[EtcdSession]:
+    """A session that has asked one of the doors.
+
+    Args:
+        looks: Whether it notices by itself who stands still.
+    """
+    async with (
+        EtcdSession(doors.endpoint, cluster, Clock(), timeout_ms=MINUTE_MS) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+        looking = tasks.create_task(session.run()) if looks else None
+        await session.put("a", b"1")
+        yield session
+        if looking is not None:
+            looking.cancel()
+
+
+async def test_what_may_be_asked_twice_is_answered_by_another_member(
+    doors: Doors, cluster: str
+) -> None:
+    async with session_at(doors, cluster, looks=False) as session:
+        lease = await session.lease(MINUTE_MS)
+        for call in (
+            session.get("a"),
+            session.lease(MINUTE_MS),
+            lease.refresh(),
+            session.time_to_live(lease.lease_id),
+            lease.revoke(),
+        ):
+            stuck = doors.stick_the_used()
+            async with asyncio.timeout(10):
+                await call
+            assert stuck.swallowed
+            stuck.free()
+
+
+async def test_transaction_goes_to_a_member_that_lives(doors: Doors, cluster: str) -> None:
+    async with session_at(doors, cluster, looks=False) as session:
+        now_s = asyncio.get_running_loop().time
+        heard_s = now_s()
+        doors.stick_the_used()
+        await until(lambda: now_s() - heard_s > FRESH_S)
+        async with asyncio.timeout(10):
+            await session.put("a", b"2")
+            stored = await session.get("a")
+        assert stored is not None
+        assert stored.value == b"2"
+
+
+async def test_transaction_under_way_at_a_member_that_stands_still_is_not_known(
+    doors: Doors, cluster: str
+) -> None:
+    async with session_at(doors, cluster) as session:
+        doors.stick_the_used()
+        async with asyncio.timeout(10):
+            with pytest.raises(NoQuorum, match="does not answer"):
+                await session.put("a", b"2")
+            await session.put("a", b"3")
+
+
+async def test_member_that_is_slow_but_lives_is_waited_for(
+    doors: Doors, cluster: str, etcd: EtcdSession
+) -> None:
+    """A watch that brings nothing owes nothing: its member says that it lives."""
+    async with session_at(doors, cluster) as session:
+        revision = await session.put("b/1", b"")
+        answers = session.watch("b/", revision + 1)
+        assert (await anext(answers)).created
+        coming = anext(answers)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(coming)
+            now_s = asyncio.get_running_loop().time
+            begin_s = now_s()
+            await until(lambda: now_s() - begin_s > 3)
+            assert not waiting.done()
+            await etcd.put("b/2", b"")
+        assert waiting.result().events
+        await answers.aclose()
+
+
+async def test_copy_of_a_prefix_follows_at_another_member_without_a_gap(
+    doors: Doors, cluster: str, etcd: EtcdSession
+) -> None:
+    async with session_at(doors, cluster) as session, asyncio.TaskGroup() as tasks:
+        mirror = Mirror(session, "topics/")
+        following = tasks.create_task(mirror.run())
+        await mirror.ready()
+        heard: set[str] = set()
+        mirror.on_change.append(heard.update)
+        for number in range(3):
+            stuck = doors.stick_the_used()
+            await etcd.put(f"topics/{number}", b"")
+            await etcd.delete(f"topics/{number - 1}")
+            revision = await etcd.put(f"topics/last-{number}", b"")
+            async with asyncio.timeout(10):
+                await mirror.reached(revision)
+            stuck.free()
+        assert heard == {"0", "1", "2", "last-0", "last-1", "last-2"}
+        assert mirror.values.keys() == {"2", "last-0", "last-1", "last-2"}
+        following.cancel()
+
+
+async def test_member_that_is_down_is_passed_over(
+    doors: Doors, etcd_endpoint: str, cluster: str
+) -> None:
+    """Whichever of the two is asked first."""
+    endpoint = f"127.0.0.1:1,{etcd_endpoint}"
+    for _ in range(8):
+        async with EtcdSession(endpoint, cluster, Clock()) as session:
+            await session.put("a", b"1")
+            assert await session.get("a") is not None
+
+
+async def test_calls_fail_at_once_when_no_member_is_there(cluster: str) -> None:
+    async with EtcdSession("127.0.0.1:1,127.0.0.1:2", cluster, Clock()) as session:
+        for call in (session.get("a"), session.put("a", b"")):
+            async with asyncio.timeout(2):
+                with pytest.raises(NoQuorum, match="UNAVAILABLE"):
+                    await call

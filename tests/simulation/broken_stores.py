@@ -1,0 +1,111 @@
+"""Replica sets of storage that leave out a rule of protocol section 12."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from baton.storage.v1 import replication_service_pb2 as replication_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from services.storage import node
+from services.storage.core.epochs import History, common_point
+from services.storage.core.producers import ProducerTable
+from services.storage.flush import Flusher, InThread
+from services.storage.following import Following
+from services.storage.mastership import Mastership
+from services.storage.role import Role
+from services.storage.serving import Serving, serve
+
+
+def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
+    """A master gives a receipt once it has a message on its own disk."""
+
+    async def reached(self: Flusher, position: int) -> None:
+        self.check()
+        if self._store.log.synced_position < position:
+            await self.sync()
+
+    patch.setattr(Flusher, "reached", reached)
+
+
+def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
+    """Two logs are taken to be alike as far as both go, whichever epochs wrote them."""
+
+    def shorter(_: History, one_end: int, __: History, other_end: int) -> int:
+        return min(one_end, other_end)
+
+    patch.setattr("services.storage.mastership.common_point", shorter)
+
+
+def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
+    """A slave that has more than the master keeps it, and goes on from there."""
+
+    def longer(one: History, one_end: int, other: History, other_end: int) -> int:
+        return other_end if other_end > one_end else common_point(one, one_end, other, other_end)
+
+    patch.setattr("services.storage.mastership.common_point", longer)
+
+
+def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
+    """Readers at a slave see what it has, and not what every member of the set has."""
+    real = Following._settle
+
+    async def settle(
+        self: Following, serving: Serving, answer: replication_pb.FetchResponse
+    ) -> None:
+        serving.flusher.confirmed(serving.node.store.log.synced_position)
+        await real(self, serving, answer)
+
+    patch.setattr(Following, "_settle", settle)
+
+
+def replicated_alone(patch: pytest.MonkeyPatch) -> None:
+    """What everybody in sync has is said to be REPLICATED, also if that is the master alone."""
+    real = Role.reached
+
+    def reached(self: Role, next_position: int) -> pb.Durability.ValueType:
+        durability = real(self, next_position)
+        safe = durability == pb.DURABILITY_FSYNCED
+        return pb.DURABILITY_REPLICATED if safe else durability
+
+    patch.setattr(Role, "reached", reached)
+
+
+def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """[two_delayers] What is due is delivered by every node that knows of it."""
+
+    def served(*args: Any) -> Serving:
+        serving = serve(*args)
+        return replace(serving, loops=(*serving.loops, serving.due.run))
+
+    patch.setattr("services.storage.app.serve", served)
+    patch.setattr(Role, "refusal", lambda *_: None)
+
+
+def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
+    """A member that has lost its disk counts again as soon as it has reached the last epoch."""
+    real = node._of_replica
+
+    def of_replica(attempt: node._Attempt, *, accept_loss: bool) -> History:
+        history = real(attempt, accept_loss=accept_loss)
+        return history if history.starts else History()
+
+    patch.setattr(node, "_of_replica", of_replica)
+
+
+def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
+    """A new master knows nothing of what producers had sent to the one before."""
+    real = Mastership.begin
+
+    async def begin(self: Mastership, in_thread: InThread) -> None:
+        self.serving.node.store.producers = ProducerTable()
+        await real(self, in_thread)
+
+    patch.setattr(Mastership, "begin", begin)
+
+
+def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
+    """Who was elected answers until it hears that it is over."""
+    patch.setattr(Role, "check", lambda _: None)

@@ -1,0 +1,329 @@
+"""What must hold of a replica set of storage, at every write to a disk or to etcd (section 12).
+
+Whoever may be elected has everything that anybody was shown, or told to be safe; two copies hold
+the same bytes wherever the same epoch wrote; only the acting master writes. What an epoch has
+written, and where, the checker keeps by itself. A message counts as stored once somebody can see
+it: before that its master may lose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import BatonError
+from batonmq.core.records import read_header
+from batonmq.testing.disks import MemoryDisk
+from batonmq.testing.network import Call
+from services.runtime.position import NOWHERE, Position
+from services.storage.core.commitlog import FOLDER
+from services.storage.core.epochs import History
+from services.storage.core.producers import QueueKey, Receipt
+from services.storage.core.store import Checked, QueueRange, TopicQueues
+from services.storage.node import Node
+from tests.simulation.books import Books
+from tests.simulation.replica_checks import ReplicaChecks, Standpoint, says_nothing
+
+SET_KEY, MASTER_KEY = "replicas/storage/broker-a", "elections/storage/broker-a"
+_SERVICES = "/baton.storage.v1."
+_ANYWHERE = frozenset({"Describe", "Pull", "SearchOffset", "Read", "FindByKey", "GetMessage"})
+_SAFE = (pb.DURABILITY_FSYNCED, pb.DURABILITY_REPLICATED)
+
+
+@dataclass(frozen=True, slots=True)
+class LogStand(Standpoint):
+    """Where a copy of the log stands, durably; its version is where it ends, in bytes.
+
+    Attributes:
+        damaged: It knows that it has lost something.
+    """
+
+    damaged: bool = False
+
+    @property
+    def position(self) -> Position:
+        """See base."""
+        if self.damaged or not self.history:
+            return NOWHERE
+        return Position(self.history[-1][0], self.version)
+
+    def epoch_before(self, end: int) -> int:
+        """The epoch that wrote the last byte before `end`; 0 for none."""
+        return max((epoch for epoch, first in self.history if first < end), default=0)
+
+    def has(self, change: Position) -> bool:
+        """Whether it has everything up to there, by that epoch."""
+        return change.version <= self.version and self.epoch_before(change.version) == change.epoch
+
+    def same_until(self, other: LogStand) -> int:
+        """Up to where the same epochs wrote both."""
+        end = min(self.version, other.version)
+        starts = {first for _, first in (*self.history, *other.history) if first < end}
+        for at in sorted({*starts, 0}):
+            if self.epoch_before(at + 1) != other.epoch_before(at + 1):
+                return min(at, end)
+        return end
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A batch that a master has written, in its epoch."""
+
+    epoch: int
+    checked: Checked
+    receipt: Receipt
+    topic_id: int
+
+    @property
+    def place(self) -> Position:
+        """Who has this has the batch."""
+        return Position(self.epoch, self.receipt.next_position)
+
+
+class StoreChecks(ReplicaChecks):
+    """Sees the copies of all nodes of the set, its keys in etcd, and its answers.
+
+    Args:
+        master: Who is master, as etcd has it now; empty for nobody.
+        kept: Called with every batch that somebody can see, in the order of the log.
+    """
+
+    def __init__(
+        self, books: Books, master: Callable[[], str], kept: Callable[[Written], None]
+    ) -> None:
+        super().__init__(books, master)
+        self._kept = kept
+        self._nodes: dict[str, Node] = {}
+        self._rotten: dict[str, int] = {}
+        self._bytes: dict[int, tuple[int, bytearray]] = {}
+        self._waiting: list[Written] = []
+        self._seen = LogStand(0, ())
+        self._batches: list[Receipt] = []
+
+    # ---- copies
+
+    def copy_opened(self, name: str, node: Node) -> None:
+        """A node has opened its copy: of a new life, or after it was cut."""
+        before = self._stand(name)
+        self._nodes[name] = node
+        end = node.store.log.next_position
+        if end < before.version and not node.history.damaged:
+            self._fail(f"the copy of {name} has come back with {end} of {before.version} bytes")
+        self._stands[name] = LogStand(min(end, before.version), before.history, before.damaged)
+        self._stood(name, node)
+        self._shown(name, node)
+        self._watch(name, node)
+
+    def lost(self, name: str) -> None:
+        """The disk of a node is empty."""
+        self._stands[name] = LogStand(0, ())
+        self._rotten.pop(name, None)
+
+    def rot(self, name: str, disk: MemoryDisk, random: Random) -> bool:
+        """Flip a bit of a batch on the disk of a node that does not run; whether there is one."""
+        stand = self._stand(name)
+        batches = [one for one in self._batches if one.next_position <= stand.version]
+        if not batches:
+            return False
+        batch = random.choice(batches)
+        position = random.randrange(batch.position, batch.next_position)
+        first, segment = max(
+            (int(segment), segment) for segment in disk.names(FOLDER) if int(segment) <= position
+        )
+        file, bit = disk.files[f"{FOLDER}/{segment}"], 1 << random.randrange(8)
+        for content in (file.content, file.durable):
+            content[position - first] ^= bit
+        self._rotten[name] = min(batch.position, self._rotten.get(name, batch.position))
+        return True
+
+    def may_lose(self, node: str) -> bool:
+        """See base; one that has rotted somewhere does not count."""
+        others = [one for one in self._standing.in_sync if one != node]
+        return any(self._electable(one) and one not in self._rotten for one in others)
+
+    def alike(self) -> bool:
+        """Whether every node is in sync, and all copies are whole and end at the same place."""
+        if self._rotten or {*self._standing.in_sync} != self._nodes.keys() or not self.quiet():
+            return False
+        copies = [(self._stand(name), _queues(node)) for name, node in self._nodes.items()]
+        return all(copy == copies[0] for copy in copies)
+
+    def quiet(self) -> bool:
+        """Whether no node has anything that nobody can see."""
+        return all(stand.version == self._seen.version for stand in self._stands.values())
+
+    def _stand(self, name: str) -> LogStand:
+        stand = self._stands.get(name, LogStand(0, ()))
+        assert isinstance(stand, LogStand)
+        return stand
+
+    def _stood(self, name: str, node: Node) -> None:
+        """Look at what a node has made durable, or given up."""
+        log, before, history = node.store.log, self._stand(name), node.history
+        end = min(log.synced_position, log.next_position)
+        now = LogStand(end, history.starts, history.damaged)
+        if self._nodes[name] is not node:
+            return
+        if self._rotten.get(name, end) >= end:
+            self._rotten.pop(name, None)
+        if now == before:
+            return
+        self._stands[name] = now
+        self._compare(name, node, now, now.same_until(before))
+        self._check_electable(f"{name} stands at {now.position}")
+
+    def _compare(self, name: str, node: Node, stand: LogStand, at: int) -> None:
+        """What is new from `at` on has to be what the same epoch has written elsewhere."""
+        while at < stand.version:
+            epoch = stand.epoch_before(at + 1)
+            ends = [first for _, first in stand.history if first > at]
+            end = min([stand.version, node.store.log.segment_end(at), *ends])
+            begin, content = self._bytes.setdefault(epoch, (at, bytearray()))
+            raw, inside = node.store.log.read(at, end - at), at - begin
+            known = bytes(content[inside : inside + len(raw)]) if inside >= 0 else b""
+            if not epoch or not 0 <= inside <= len(content):
+                self._fail(f"{name} has {at} to {end} of epoch {epoch}, which did not write that")
+            elif len(raw) < end - at or raw[: len(known)] != known:
+                self._fail(f"{name} has other bytes of epoch {epoch} at {at} to {end}")
+            else:
+                content[inside : inside + len(raw)] = raw
+            at = end
+
+    # ---- what is seen
+
+    def _shown(self, name: str, node: Node) -> None:
+        """Readers at a node can see what it has up to here."""
+        stand, end = self._stand(name), node.store.readable_position
+        if not end or self._nodes[name] is not node:
+            return
+        place = Position(stand.epoch_before(end), end)
+        if end <= self._seen.version:
+            if not self._seen.has(place):
+                self._fail(f"{name} shows {place}, and another node has shown something else")
+            return
+        if not stand.has(place) or not stand.has(self._confirmed):
+            self._fail(f"{name} shows {place}, stands at {stand.position}, had {self._confirmed}")
+        self._seen, self._confirmed = LogStand(end, stand.history), place
+        self._check_electable(f"{name} shows {place}")
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if one.receipt.next_position > end:
+                self._waiting.append(one)
+            elif self._seen.has(one.place):
+                self._batches.append(one.receipt)
+                self._kept(one)
+            else:
+                self._books.counts["given up"] += 1
+
+    def _watch(self, name: str, node: Node) -> None:
+        """See everything that a node does to its copy from now on."""
+        store = node.store
+        real = {each: getattr(store, each) for each in ("append", "synced", "confirmed")}
+        keep, cut, begin_epoch = node.keep, node.cut, node.begin_epoch
+
+        def append(
+            batches: Sequence[Checked], topics: Mapping[str, TopicQueues], *more: Any
+        ) -> Any:
+            outcomes = real["append"](batches, topics, *more)
+            self._appended(name, node, batches, outcomes, topics)
+            return outcomes
+
+        def synced(position: int) -> Any:
+            grown = real["synced"](position)
+            self._stood(name, node)
+            self._shown(name, node)
+            return grown
+
+        def confirmed(position: int) -> Any:
+            grown = real["confirmed"](position)
+            self._shown(name, node)
+            return grown
+
+        def kept(history: History) -> None:
+            keep(history)
+            self._stood(name, node)
+
+        def was_cut(position: int, *, damaged: bool = False) -> None:
+            cut(position, damaged=damaged)
+            self._books.counts["copies cut"] += 1
+            self._stood(name, node)
+
+        def began(epoch: int) -> None:
+            begin_epoch(epoch)
+            self._books.trace.note(name, f"begins epoch {epoch}")
+            self._books.counts["masterships of storage"] += 1
+            if not self._stand(name).has(self._confirmed):
+                self._fail(f"{name} is master, and lacks {self._confirmed}, which was confirmed")
+
+        vars(store).update(append=append, synced=synced, confirmed=confirmed)
+        vars(node).update(keep=kept, cut=was_cut, begin_epoch=began)
+
+    def _appended(
+        self,
+        name: str,
+        node: Node,
+        batches: Sequence[Checked],
+        outcomes: Sequence[Receipt | BatonError],
+        topics: Mapping[str, TopicQueues],
+    ) -> None:
+        """Only the acting master writes; what it has written counts once somebody can see it."""
+        fresh = [
+            Written(node.store.epoch, checked, outcome, topics[checked.header.topic].topic_id)
+            for checked, outcome in zip(batches, outcomes, strict=True)
+            if isinstance(outcome, Receipt) and not outcome.duplicate
+        ]
+        self._waiting += fresh
+        if fresh and (master := self._master()) != name:
+            self._books.fail("section 8", f"{name} writes, and the master is {master or 'nobody'}")
+
+    # ---- answers
+
+    def served(self, call: Call, request: Any, answer: Any) -> None:
+        """A node answers: as master only if it is; and what it says of safety is true."""
+        if call.target not in self._nodes or not call.path.startswith(_SERVICES):
+            return
+        if isinstance(answer, BatonError) and says_nothing(answer):
+            return
+        master = self._master()
+        if call.method not in _ANYWHERE and master != call.target:
+            text = f"{call.target} answers {call.method}, and the master is {master or 'nobody'}"
+            self._books.fail("section 8", text)
+        if isinstance(answer, pb.AppendResponse):
+            for batch, outcome in zip(request.batches, answer.outcomes, strict=True):
+                if outcome.HasField("receipt"):
+                    self._check_receipt(call.target, outcome.receipt, len(batch))
+        elif isinstance(answer, pb.PullResponse):
+            if answer.batches and master != call.target:
+                self._books.counts["pulls from slaves"] += 1
+            for batch in answer.batches:
+                self._check_delivered(call.target, batch)
+
+    def _check_receipt(self, name: str, receipt: pb.AppendReceipt, length: int) -> None:
+        end = receipt.position + length
+        text = f"{name} says {pb.Durability.Name(receipt.durability)} of what ends at {end}"
+        if receipt.durability in _SAFE and end > self._seen.version:
+            self._books.fail("receipts", f"{text}; confirmed is {self._confirmed}")
+        elif receipt.durability == pb.DURABILITY_REPLICATED:
+            place = Position(self._seen.epoch_before(end), end)
+            self._books.counts["replicated receipts"] += 1
+            if sum(stand.has(place) for stand in self._stands.values()) < 2:
+                self._books.fail("receipts", f"{text}; nobody else has it")
+
+    def _check_delivered(self, name: str, batch: bytes) -> None:
+        header = read_header(batch)
+        epoch = self._seen.epoch_before(header.position + 1)
+        begin, content = self._bytes.get(epoch, (0, bytearray()))
+        at = header.position - begin
+        if header.position + header.length > self._seen.version:
+            self._fail(f"{name} delivers what is at {header.position}, beyond {self._confirmed}")
+        elif content[at : at + header.length] != batch:
+            self._fail(f"{name} delivers other bytes than epoch {epoch} wrote at {header.position}")
+
+
+def _queues(node: Node) -> dict[QueueKey, QueueRange]:
+    """What a copy lets readers see of its queues."""
+    return {key: node.store.offsets(key) for key in sorted(node.store.queues)}

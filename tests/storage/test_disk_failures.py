@@ -1,0 +1,157 @@
+"""A node of a replica set whose disk fails, or is full at a bad moment.
+
+Goal: it answers for nothing that may not be on its disk, gives way to who can go on, and comes
+back by itself, with the bytes of the others; a sync that has failed is never believed afterwards.
+Method: real nodes in one process (tests/storage/replicas.py); calls of their disks raise what the
+kernel would (tests/storage/failing.py). T26 and T28 of the standing test list.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.batches import batch
+from tests.storage.failing import Disks, Failing, failing_disks
+from tests.storage.replicas import Replica, Scene, replica_set
+from tests.storage.test_replication import numbered, others, three
+from tests.support.waiting import until
+
+SYNC, REPLACE, CREATE = (frozenset({name}) for name in ("sync", "replace", "create"))
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
+    name = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
+        yield scene
+
+
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
+    return failing_disks(monkeypatch)
+
+
+def numbers(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+async def back(scene: Scene, node: Replica) -> None:
+    """All are in sync again, with the same bytes; `node` has not ended."""
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+    assert not node.ended.is_set()
+
+
+async def test_a_master_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
+    scene: Scene, disks: Disks
+) -> None:
+    """The next sync would succeed, as the kernel has dropped what it could not write."""
+    first = await three(scene)
+    await first.append(*numbered(0, 3))
+    failing = disks.failing[first.folder] = Failing(errno.EIO, SYNC, left=1)
+    error = await first.refusal(*numbered(3, 1))
+    assert error.reason == "NOT_SERVING"
+    assert failing.met == 1
+    second = await scene.master()
+    assert second is not first
+    assert await second.bodies() == numbers(3)
+    (receipt,) = await second.append(*numbered(3, 1))
+    assert (receipt.first_offset, receipt.duplicate) == (3, False)
+    await back(scene, first)
+
+
+async def test_a_slave_whose_sync_fails_counts_no_more_until_it_has_it_all(
+    scene: Scene, disks: Disks
+) -> None:
+    master = await three(scene)
+    slave = scene.nodes[others(scene, master)[0]]
+    failing = disks.failing[slave.folder] = Failing(errno.EIO, SYNC)
+    await master.append(*numbered(0, 3))
+    assert slave.name not in (await scene.standing()).in_sync
+    await until(lambda: failing.met > 3)
+    disks.failing.clear()
+    await back(scene, slave)
+    assert await slave.bodies() == numbers(3)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+async def test_who_can_not_note_its_epoch_leads_once_it_can(
+    scene: Scene, disks: Disks, number: int
+) -> None:
+    scene.members = ("a", "b")
+    await scene.start("a", "b")
+    first = await scene.master()
+    await scene.in_sync("a", "b")
+    await first.append(*numbered(0, 3))
+    heir = scene.nodes[others(scene, first)[0]]
+
+    async def seen() -> bool:
+        return await heir.bodies() == numbers(3)
+
+    await until(seen)
+    failing = disks.failing[heir.folder] = Failing(number, REPLACE)
+    await first.crash()
+    await until(lambda: failing.met > 0)
+    assert not await heir.serves()
+    assert await seen(), "what is there is read"
+    disks.failing.clear()
+    assert await scene.master() is heir
+    (receipt,) = await heir.append(*numbered(3, 1))
+    assert receipt.first_offset == 3
+
+
+async def test_a_master_leaves_it_to_another_if_it_can_not_note_its_epoch(
+    scene: Scene, disks: Disks
+) -> None:
+    first = await three(scene)
+    await first.append(*numbered(0, 3))
+    await scene.alike()
+    failing = {
+        name: Failing(errno.ENOSPC, REPLACE) for name in others(scene, first)
+    }  # whoever is elected first finds no room, and nobody else lacks it then
+    for name, failure in failing.items():
+        disks.failing[scene.nodes[name].folder] = failure
+    await first.crash()
+
+    def somebody_tried() -> bool:
+        tried = [name for name, failure in failing.items() if failure.met]
+        for name in set(failing) - set(tried[:1]):
+            if tried:
+                disks.failing.pop(scene.nodes[name].folder, None)
+        return bool(tried)
+
+    await until(somebody_tried)
+    (full,) = {name for name in failing if scene.nodes[name].folder in disks.failing}
+    second = await scene.master()
+    assert second.name != full
+    assert await second.bodies() == numbers(3)
+
+
+@pytest.mark.parametrize(
+    ("calls", "number"), [(REPLACE, errno.ENOSPC), (CREATE, errno.EIO), (REPLACE, errno.EIO)]
+)
+async def test_a_slave_that_can_not_begin_anew_does_so_later(
+    scene: Scene, disks: Disks, calls: frozenset[str], number: int
+) -> None:
+    scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
+    master = await three(scene)
+    slave = scene.nodes[others(scene, master)[0]]
+    await slave.stop()
+    for _ in range(40):
+        await master.append(batch(bytes(20_000)), batch(bytes(20_000), queue_id=1))
+
+    async def removed() -> bool:
+        return (await master.describe()).first_position > 0
+
+    await until(removed)
+    (slave,) = await scene.start(slave.name)
+    failing = disks.failing[slave.folder] = Failing(number, calls)
+    await until(lambda: failing.met > 3)
+    assert slave.name not in (await scene.standing()).in_sync
+    disks.failing.clear()
+    await back(scene, slave)
