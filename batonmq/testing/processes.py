@@ -272,6 +272,11 @@ class ServiceProcess(Process):
     async def _register(runtime: Runtime, app: App) -> None:
         while not runtime.registered:
             try:
-                await runtime.register(epoch=app.epoch, leader=app.leader)
+                await runtime.register(
+                    epoch=app.epoch,
+                    leader=app.leader,
+                    room=app.room,
+                    replica_set=app.replica_set,
+                )
             except NoQuorum:
                 await asyncio.sleep(0.5)

@@ -4,6 +4,7 @@
     ns-a ns-b       nameserver, two replicas
     lock-a lock-b   lock manager, leader and standby
     offsets         one node, on a disk that outlives it; or
+    offsets, offsets-far   two replica sets of one node each, between which the group moves; or
     offsets-a b c   three of them, a replica set
     broker-a        storage, likewise
     c1 c2 ...       consumers of one group
@@ -47,6 +48,8 @@ from tests.simulation.trace import Trace
 GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
 OFFSETS = "offsets"
 """The node of a cluster that has one."""
+FAR = "offsets-far"
+"""The other one, of a cluster that has two sets; both are called as their set."""
 REPLICAS = ("offsets-a", "offsets-b", "offsets-c")
 NAMESERVERS = "ns-a:1,ns-b:1"
 LEASE_MS = 12_000
@@ -77,7 +80,7 @@ class World(processes.World):
         """See base; what a node without slaves has written counts at once."""
         known = node_id in self.offsets_disks
         disk = super().offsets_disk_of(node_id)
-        if not known and node_id == OFFSETS:
+        if not known and node_id in (OFFSETS, FAR):
             disk.on_write.append(self.checker.offsets.written)
         elif not known:
             self.checker.replicas.watch_disk(node_id, disk)
@@ -108,7 +111,8 @@ class World(processes.World):
         if self.checker.replicas.opened(offsets):
             self.checker.watch_mastership(offsets)
         else:
-            self.checker.offsets.watch_table(offsets.table)
+            near = offsets.disk is self.offsets_disks.get(OFFSETS)
+            self.checker.offsets.watch_table(offsets.table, OFFSETS if near else FAR)
 
     def storage_opened(self, broker: str, node: Node) -> None:
         self.checker.watch_store(node.store, broker)
@@ -240,6 +244,7 @@ def services(world: World, random: Random, options: Options) -> list[Service]:
             if options.replicated
             else (progress(OFFSETS),)
         ),
+        *((progress(FAR, replica_set=FAR),) if options.moves else ()),
         storage(
             world,
             StorageSettings(

@@ -16,6 +16,7 @@ from batonmq.testing.network import Faults
 from tests.simulation import (
     broken_clients,
     broken_lockmgr,
+    broken_moves,
     broken_offsets,
     broken_replicas,
     broken_serving,
@@ -95,6 +96,11 @@ BEHIND = Options(
     steps=80, queues=8, consumers=4, replicated=True, kept_bytes_max=500, master_faults=12,
     splits=20, joins=8, leaves=8, pause_ms_max=4_000, faults=Faults(delay_ms_max=150),
 )  # fmt: skip
+MOVES = Options(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))
+TO_AND_FRO = Options(
+    steps=60, moves=60, consumers=2, queues=2,
+    faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
+)  # fmt: skip
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
@@ -161,5 +167,29 @@ MUTANTS = (
         ("section 12",),
     ),
     Mutant("let in too early", broken_replicas.let_in_too_early, BEHIND, ("section 12",)),
+    Mutant(
+        "adopt a group without seal",
+        broken_moves.adopt_without_seal,
+        MOVES,
+        ("V1", "V3", "V5", "V7", "V9"),
+    ),
+    Mutant(
+        "serve a group after its seal",
+        broken_moves.serve_after_seal,
+        MOVES,
+        ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+    ),
+    Mutant(
+        "seal by a lower move",
+        broken_moves.seal_by_a_lower_move,
+        TO_AND_FRO,
+        ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+    ),
+    Mutant(
+        "adopt a lower move",
+        broken_moves.adopt_a_lower_move,
+        TO_AND_FRO,
+        ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+    ),
     Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
 )

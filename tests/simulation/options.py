@@ -17,7 +17,8 @@ Fault model. The cluster must keep its promises while
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
 - an operator moves the group back and forth, undoes that, takes queues from their owners, stops
-  the group for a while; a new version with another subscription is rolled out.
+  the group for a while; a new version with another subscription is rolled out;
+- the group is moved between two sets of offsets, whose nodes die, stand still and are cut off.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
 rates, damaged disks, replicas of storage.
@@ -80,6 +81,8 @@ class Options:
         master_faults: Weight of the acting master of offsets that is killed, frozen or cut off.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
+        moves: Weight of an operator who moves the group to the other of two sets of offsets, of one
+            node each. 0: there is one set.
     """
 
     steps: int = 30
@@ -116,6 +119,7 @@ class Options:
     master_faults: int = 0
     splits: int = 0
     lost_disks: int = 0
+    moves: int = 0
 
     @staticmethod
     def drawn(random: Random, steps: int) -> Options:
@@ -163,7 +167,7 @@ class Options:
         fails = random.choice([0, 0.3, 0.3, 0.6])
         found = found if found.jumps else replace(found, fails=fails)
         if random.random() < 0.5:
-            return found
+            return replace(found, moves=some(4))
         return replace(
             found,
             replicated=True,
@@ -177,7 +181,7 @@ class Options:
     @staticmethod
     def graceful(random: Random, steps: int) -> Options:
         """Members come and go, services are replaced one by one; nothing breaks."""
-        return Options(
+        found = Options(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -195,6 +199,7 @@ class Options:
             replicated=random.random() < 0.5,
             min_in_sync=random.choice([1, 2]),
         )
+        return found if found.replicated else replace(found, moves=random.choice([0, 3]))
 
     def __str__(self) -> str:
         """The options that are not as they are by default."""
