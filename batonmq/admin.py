@@ -348,7 +348,8 @@ class Admin:
         request = offsets_pb.QueryGroupRequest(group=group)
 
         async def ask(limit_s: float) -> offsets_pb.QueryGroupResponse:
-            return await (await self.directory.offsets()).QueryGroup(request, timeout=limit_s)
+            stub = await self.directory.offsets(group)
+            return await stub.QueryGroup(request, timeout=limit_s)
 
         return (await self.ask(ask)).queues
 

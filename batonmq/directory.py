@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
@@ -23,7 +24,14 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq.channels import connect
 from batonmq.common.backoff import Backoff
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, InvalidArgument, NoQuorum, Retry, Unreachable
+from batonmq.common.errors import (
+    BatonError,
+    GroupMoved,
+    InvalidArgument,
+    NoQuorum,
+    Retry,
+    Unreachable,
+)
 from batonmq.common.rpc import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -45,6 +53,13 @@ class Surroundings:
     clock: Clock = field(default_factory=Clock)
     random: Random = field(default_factory=_fresh_random)
     connect: Callable[[str], grpc.aio.Channel] = connect
+
+
+class Keeper(NamedTuple):
+    """Who keeps a group's progress: an offsets set, and its master."""
+
+    offsets_set: str
+    stub: offsets_grpc.OffsetsServiceAsyncStub
 
 
 class Directory:
@@ -76,6 +91,7 @@ class Directory:
         self._turn = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._nodes: list[pb.Node] = []
+        self._places: dict[str, pb.Place] = {}
         self._refreshing = asyncio.Lock()
 
     async def close(self) -> None:
@@ -172,14 +188,52 @@ class Directory:
             address = self._random.choice(slaves).address
         return query_grpc.QueryServiceStub(self._channel(address))
 
-    async def offsets(self) -> offsets_grpc.OffsetsServiceAsyncStub:
-        """A stub for the offsets master.
+    async def offsets(self, group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
+        """A stub for the master of the offsets set that keeps `group`.
 
         Raises:
             Unreachable: none is registered, or no nameserver answers.
         """
-        address = await self._address(pb.SERVICE_KIND_OFFSETS)
-        return offsets_grpc.OffsetsServiceStub(self._channel(address))
+        return (await self.keeper(group)).stub
+
+    async def keeper(self, group: str) -> Keeper:
+        """As `offsets`, with the name of the set."""
+        name = await self.offsets_set(group)
+        address = await self._address(pb.SERVICE_KIND_OFFSETS, name)
+        return Keeper(name, offsets_grpc.OffsetsServiceStub(self._channel(address)))
+
+    async def offsets_set(self, group: str) -> str:
+        """Name of the offsets set that keeps `group`, as far as is known; empty if there is none.
+
+        Raises:
+            Unreachable: no nameserver answers.
+        """
+        place = self._places.get(group)
+        if place is not None:
+            return place.offsets_set
+        nodes = self._nodes or await self.refresh()
+        names = {
+            node.replica_set or node.node_id
+            for node in nodes
+            if node.service == pb.SERVICE_KIND_OFFSETS
+        }
+        if len(names) <= 1:
+            return next(iter(names), "")
+        request = pb.LocateGroupRequest(group=group)
+        try:
+            answer = await self.nameserver().LocateGroup(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self._places[group] = answer.place
+        return answer.place.offsets_set
+
+    def moved(self, error: GroupMoved) -> None:
+        """Note where an offsets set says that a group is."""
+        group, move = error.facts["group"], int(error.facts["move"])
+        known = self._places.get(group)
+        if known is None or known.move < move:
+            place = pb.Place(offsets_set=error.facts["offsets_set"], move=move)
+            self._places[group] = place
 
     async def storage_replication(
         self, broker: str
@@ -192,13 +246,15 @@ class Directory:
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return storage_replication_grpc.ReplicationServiceStub(self._channel(address))
 
-    async def offsets_replication(self) -> replication_grpc.ReplicationServiceAsyncStub:
-        """A stub for the replication of offsets, at its master; a node without slaves has none.
+    async def offsets_replication(
+        self, offsets_set: str
+    ) -> replication_grpc.ReplicationServiceAsyncStub:
+        """A stub for the replication of an offsets set, at its master; a node alone has none.
 
         Raises:
             Unreachable: none is registered, or no nameserver answers.
         """
-        address = await self._address(pb.SERVICE_KIND_OFFSETS)
+        address = await self._address(pb.SERVICE_KIND_OFFSETS, offsets_set)
         return replication_grpc.ReplicationServiceStub(self._channel(address))
 
     async def lockmgr(self) -> lockmgr_grpc.LockmgrServiceAsyncStub:
@@ -235,8 +291,12 @@ class Directory:
 
         Looks the nodes up again if the error says that somebody moved.
         """
+        if isinstance(error, GroupMoved):
+            self.moved(error)
         await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000)
         if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
+            if not isinstance(error, GroupMoved):
+                self._places.clear()  # who could tell that a group has moved may be away
             try:
                 await self.refresh()
             except BatonError as failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -31,12 +31,14 @@ from batonmq.consuming.lanes import Extent, Fetched, Lane, OutOfRange, Source
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.pulling import AWAY
 from batonmq.consuming.session import queue_to_pb
+from batonmq.core.epochs import Epochs
 from batonmq.core.flow import ByteBudget, FlowLimits
 from batonmq.core.names import check_group
 from batonmq.core.route import QueueId
 from batonmq.core.starting import TIMESTAMP_AGE_MS, ConsumeFrom, first_offset
 from batonmq.core.subscription import Filter, TagFilter, parse_filter
 from batonmq.directory import CALL_TIMEOUT_S, Directory, Surroundings
+from batonmq.keeping import asked_of_keeper, check_kept
 from batonmq.routes import query_route, queues_of
 
 T = TypeVar("T")
@@ -135,7 +137,7 @@ class Puller:
         self._running: dict[QueueId, asyncio.Task[None]] = {}
         self._reset_epochs: dict[QueueId, int] = {}
         self._readers: dict[QueueId, str] = {}
-        self._offsets_epoch = 0
+        self._epochs = Epochs()
         self._available = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
 
@@ -301,13 +303,19 @@ class Puller:
             InvalidArgument: the puller has no group.
         """
         self._need_group()
-        request = offsets_pb.QueryRequest(
-            offsets_epoch=self._offsets_epoch, queues=[self._key(queue)]
-        )
-        stub = await self._directory.offsets()
-        answer = await self._answered(partial(stub.Query, request, timeout=CALL_TIMEOUT_S))
-        self._see_epoch(answer.offsets_epoch)
-        (outcome,) = answer.outcomes
+
+        async def ask() -> offsets_pb.QueryOutcome:
+            name, stub = await self._directory.keeper(self._group)
+            request = offsets_pb.QueryRequest(
+                offsets_epoch=self._epochs.of(name), queues=[self._key(queue)]
+            )
+            answer = await self._answered(partial(stub.Query, request, timeout=CALL_TIMEOUT_S))
+            self._see_epoch(name, answer.offsets_epoch)
+            (outcome,) = answer.outcomes
+            check_kept([outcome])
+            return outcome
+
+        outcome = await asked_of_keeper(self._directory, ask)
         if not outcome.HasField("error"):
             self._reset_epochs[queue] = outcome.progress.reset_epoch
             return outcome.progress.committed_offset
@@ -382,21 +390,24 @@ class Puller:
                 self._lanes[queue].end_offset = end
 
     async def _commit(self, items: list[offsets_pb.CommitItem]) -> None:
-        request = offsets_pb.CommitRequest(offsets_epoch=self._offsets_epoch, items=items)
-        stub = await self._directory.offsets()
-        answer = await self._answered(partial(stub.Commit, request, timeout=CALL_TIMEOUT_S))
-        self._see_epoch(answer.offsets_epoch)
-        for outcome in answer.outcomes:
+        async def ask() -> Sequence[offsets_pb.CommitOutcome]:
+            name, stub = await self._directory.keeper(self._group)
+            request = offsets_pb.CommitRequest(offsets_epoch=self._epochs.of(name), items=items)
+            answer = await self._answered(partial(stub.Commit, request, timeout=CALL_TIMEOUT_S))
+            self._see_epoch(name, answer.offsets_epoch)
+            check_kept(answer.outcomes)
+            return answer.outcomes
+
+        for outcome in await asked_of_keeper(self._directory, ask):
             if outcome.HasField("error"):
                 error = error_from_pb(outcome.error)
                 if isinstance(error, Fenced):
                     error.remedy = "Seek to what committed() says, and go on from there."
                 raise self._with_remedy(error)
 
-    def _see_epoch(self, epoch: int) -> None:
-        if epoch < self._offsets_epoch:
+    def _see_epoch(self, offsets_set: str, epoch: int) -> None:
+        if not self._epochs.saw(offsets_set, epoch):
             raise Unreachable("an offsets node of an older epoch has answered")
-        self._offsets_epoch = epoch
 
     def _key(self, queue: QueueId) -> queue_pb2.GroupQueue:
         return queue_pb2.GroupQueue(group=self._group, queue=queue_to_pb(queue))

@@ -33,6 +33,7 @@ from batonmq.core.redriving import DeadLetter, copy_of, destination, once_id
 from batonmq.core.retries import dead_letter_topic, retry_topic
 from batonmq.core.route import QueueId
 from batonmq.core.sending import ONCE_EPOCH
+from batonmq.keeping import check_kept
 from batonmq.operation import Operation
 from batonmq.reports import queue_to_pb
 from batonmq.routes import query_route, writable_queues_of
@@ -255,7 +256,10 @@ class Redriving:
         request = offsets_pb.CommitRequest(items=items)
 
         async def ask(limit_s: float) -> offsets_pb.CommitResponse:
-            return await (await self._admin.directory.offsets()).Commit(request, timeout=limit_s)
+            stub = await self._admin.directory.offsets(books)
+            answer = await stub.Commit(request, timeout=limit_s)
+            check_kept(answer.outcomes)
+            return answer
 
         outcomes = (await self._admin.ask(ask)).outcomes
         return {

@@ -99,7 +99,7 @@ async def replicas_of(
                 storage = await admin.directory.storage_replication(replica_set)
                 request = storage_pb.DescribeReplicasRequest()
                 return await storage.DescribeReplicas(request, timeout=limit_s)
-            offsets = await admin.directory.offsets_replication()
+            offsets = await admin.directory.offsets_replication(replica_set)
             return await offsets.DescribeReplicas(
                 offsets_pb.DescribeReplicasRequest(), timeout=limit_s
             )

@@ -175,7 +175,7 @@ class Resets:
                 )
                 for queue, offset in part
             ]
-            outcomes = await self._reset(_request(operation, dry_run, items=items))
+            outcomes = await self._reset(plan.group, _request(operation, dry_run, items=items))
             for (queue, _), outcome in zip(part, outcomes, strict=True):
                 if outcome.HasField("step"):
                     steps.append(_step_from_pb(outcome.step))
@@ -192,7 +192,7 @@ class Resets:
             OperationNotFound: no recorded operation of the group has this id.
         """
         outcomes = await self._reset(
-            _request(operation, dry_run, undo_group=group, undo_op_id=op_id)
+            group, _request(operation, dry_run, undo_group=group, undo_op_id=op_id)
         )
         return Done(
             tuple(_step_from_pb(o.step) for o in outcomes if o.HasField("step")),
@@ -217,6 +217,7 @@ class Resets:
         Raises:
             GroupNotFound: nobody ever joined or created `from_group`.
             OperationExists: the id was used for something else.
+            GroupsApart: the groups are kept by two offsets sets; the remedy says which to move.
         """
         await self._admin.describe_group(from_group)
         request = pb.CloneRequest(
@@ -230,7 +231,8 @@ class Resets:
         )
 
         async def ask(limit_s: float) -> pb.CloneResponse:
-            return await (await self._admin.directory.offsets()).Clone(request, timeout=limit_s)
+            stub = await self._admin.directory.offsets(to_group)
+            return await stub.Clone(request, timeout=limit_s)
 
         return Done(tuple(map(_step_from_pb, (await self._admin.ask(ask)).steps)))
 
@@ -239,7 +241,7 @@ class Resets:
         request = pb.ListResetsRequest(group=group)
 
         async def ask(limit_s: float) -> pb.ListResetsResponse:
-            stub = await self._admin.directory.offsets()
+            stub = await self._admin.directory.offsets(group)
             return await stub.ListResets(request, timeout=limit_s)
 
         return tuple(map(_recorded_from_pb, (await self._admin.ask(ask)).resets))
@@ -268,9 +270,10 @@ class Resets:
             if (queue := QueueId(step.topic, step.broker, step.queue_id)) in queues
         }
 
-    async def _reset(self, request: pb.ResetRequest) -> Sequence[pb.ResetOutcome]:
+    async def _reset(self, group: str, request: pb.ResetRequest) -> Sequence[pb.ResetOutcome]:
         async def ask(limit_s: float) -> pb.ResetResponse:
-            return await (await self._admin.directory.offsets()).Reset(request, timeout=limit_s)
+            stub = await self._admin.directory.offsets(group)
+            return await stub.Reset(request, timeout=limit_s)
 
         return (await self._admin.ask(ask)).outcomes
 

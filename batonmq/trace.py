@@ -31,6 +31,7 @@ from batonmq.core.route import QueueId
 from batonmq.core.subscription import parse_filter
 from batonmq.core.tracing import Hold, Standing, State, Stay, stay
 from batonmq.group_reports import Group
+from batonmq.keeping import check_kept
 from batonmq.query import Queries, StoredMessage
 from batonmq.reports import enum_name, queue_to_pb
 
@@ -248,23 +249,32 @@ class Tracer:
         self, groups: Iterable[Group], queues: Sequence[QueueId]
     ) -> dict[tuple[str, QueueId], Standing]:
         """Where groups are on queues, of those that have progress there."""
-        pairs = [(group, queue) for group in groups for queue in dict.fromkeys(queues)]
         found = {}
-        for start in range(0, len(pairs), QUERIES_PER_CALL):
-            part = pairs[start : start + QUERIES_PER_CALL]
-            keys = [_key(group.name, queue) for group, queue in part]
-            request = pb.QueryRequest(queues=keys)
-
-            async def ask(limit_s: float, request: pb.QueryRequest = request) -> pb.QueryResponse:
-                stub = await self._admin.directory.offsets()
-                return await stub.Query(request, timeout=limit_s)
-
-            outcomes = (await self._admin.ask(ask)).outcomes
-            for (group, queue), outcome in zip(part, outcomes, strict=True):
-                if outcome.HasField("progress"):
-                    owned = group.ownership == "on"
-                    found[group.name, queue] = _standing(outcome.progress, owned=owned)
+        for group in groups:
+            asked = list(dict.fromkeys(queues))
+            for start in range(0, len(asked), QUERIES_PER_CALL):
+                part = asked[start : start + QUERIES_PER_CALL]
+                for queue, standing in (await self._standing_of(group, part)).items():
+                    found[group.name, queue] = standing
         return found
+
+    async def _standing_of(
+        self, group: Group, queues: Sequence[QueueId]
+    ) -> dict[QueueId, Standing]:
+        request = pb.QueryRequest(queues=[_key(group.name, queue) for queue in queues])
+
+        async def ask(limit_s: float) -> pb.QueryResponse:
+            stub = await self._admin.directory.offsets(group.name)
+            answer = await stub.Query(request, timeout=limit_s)
+            check_kept(answer.outcomes)
+            return answer
+
+        outcomes = (await self._admin.ask(ask)).outcomes
+        return {
+            queue: _standing(outcome.progress, owned=group.ownership == "on")
+            for queue, outcome in zip(queues, outcomes, strict=True)
+            if outcome.HasField("progress")
+        }
 
     async def _with_stay(self, copy: Copy, group: Group, standing: Standing | None) -> Copy:
         if standing is None:
@@ -272,7 +282,7 @@ class Tracer:
         request = pb.ListHoldsRequest(queue=_key(group.name, copy.queue))
 
         async def ask(limit_s: float) -> pb.ListHoldsResponse:
-            stub = await self._admin.directory.offsets()
+            stub = await self._admin.directory.offsets(group.name)
             return await stub.ListHolds(request, timeout=limit_s)
 
         try:

@@ -28,6 +28,7 @@ from batonmq.cli.consume import consume
 from batonmq.cli.context_file import Context, ContextError
 from batonmq.cli.demo import demo
 from batonmq.cli.fsck import fsck
+from batonmq.cli.moving import move, spread_groups
 from batonmq.cli.output import Form, Output
 from batonmq.cli.produce import produce
 from batonmq.cli.resets import clone, reset_offsets, resets
@@ -148,12 +149,13 @@ app.add_typer(topic.app, name="topic")
 message.app.command()(cancel)
 message.app.command()(trace)
 app.add_typer(message.app, name="message")
-for command in (reset_offsets, resets, clone, why_stuck, lag):
+for command in (reset_offsets, resets, clone, why_stuck, lag, move):
     group.app.command()(command)
 group.app.command("reset", hidden=True)(reset_offsets)
 app.add_typer(group.app, name="group")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lock.app, name="lock")
+cluster.app.command()(spread_groups)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")

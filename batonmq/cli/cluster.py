@@ -126,11 +126,8 @@ async def _status(session: Session) -> None:
     led = {(node.service, node.replica_set) for node in found.nodes if node.leader}
     services = {service for service, _ in led}
     missing = [service for service in SERVICES if service not in services]
-    missing += [
-        f"storage {name}"
-        for name in sorted({n.replica_set for n in found.nodes if n.service == "storage"})
-        if ("storage", name) not in led and "storage" in services
-    ]
+    sets = {(n.service, n.replica_set) for n in found.nodes if n.service in ("offsets", "storage")}
+    missing += [f"{service} {name}" for service, name in sorted(sets - led) if service in services]
     session.output.detail(
         {"name": found.name, "generation": found.generation, "nodes": nodes, "missing": missing},
         nodes,

@@ -524,6 +524,48 @@ class StillInSync(BatonError):
     remedy = "Wait until it is elected; stop it for good if it can't be."
 
 
+class SetNotFound(BatonError):
+    """No node of this offsets replica set is registered."""
+
+    reason = "SET_NOT_FOUND"
+    kind = "NOT_FOUND"
+    remedy = "Name one that `baton cluster replication` shows."
+
+
+class GroupMoving(BatonError):
+    """The group is being moved to another offsets replica set already."""
+
+    reason = "GROUP_MOVING"
+    kind = "ABORTED"
+    retry = Retry.SAME_CALL
+    remedy = "Wait until it has arrived: baton group describe NAME."
+
+
+class GroupsApart(BatonError):
+    """Two groups would have to be kept by one offsets replica set, and are not."""
+
+    reason = "GROUPS_APART"
+    kind = "FAILED_PRECONDITION"
+    remedy = "Move one of them to the set of the other: baton group move NAME --to SET."
+
+
+class GroupMoved(BatonError):
+    """The group is kept by another offsets replica set."""
+
+    reason = "GROUP_MOVED"
+    kind = "FAILED_PRECONDITION"
+    retry = Retry.REFRESH_ROUTE
+    remedy = "Ask the set that is named."
+
+
+class OldMove(BatonError):
+    """A later move of the group is known."""
+
+    reason = "OLD_MOVE"
+    kind = "FAILED_PRECONDITION"
+    remedy = "Drop this call."
+
+
 class NotLeader(BatonError):
     """This node does not lead."""
 

@@ -136,10 +136,12 @@ async def _local_progress(runner: QueueRunner, local: LocalOffsets) -> Start:
 
 async def _query(runner: QueueRunner) -> Start:
     session = runner.session
-    request = offsets_pb.QueryRequest(offsets_epoch=session.offsets_epoch, queues=[runner.key])
-    stub = await session.directory.offsets()
-    answer = await _answered(partial(stub.Query, request, timeout=CALL_TIMEOUT_S))
-    if not session.saw_epoch(answer.offsets_epoch):
+    keeper = await session.keeper()
+    request = offsets_pb.QueryRequest(
+        offsets_epoch=session.epochs.of(keeper.offsets_set), queues=[runner.key]
+    )
+    answer = await _answered(partial(keeper.stub.Query, request, timeout=CALL_TIMEOUT_S))
+    if not session.epochs.saw(keeper.offsets_set, answer.offsets_epoch):
         raise Unreachable("an offsets node of an older epoch has answered")
     outcome = answer.outcomes[0]
     if outcome.HasField("error"):
@@ -152,12 +154,12 @@ async def _query(runner: QueueRunner) -> Start:
 async def _begin_progress(runner: QueueRunner, offset: int) -> None:
     """Commit where the group starts; an earlier topic of the name may have left a reset epoch."""
     session, reset_epoch = runner.session, 0
-    stub = await session.directory.offsets()
+    name, stub = await session.keeper()
     for _ in range(2):
         item = offsets_pb.CommitItem(
             queue=runner.key, reset_epoch=reset_epoch, committed_offset=offset
         )
-        request = offsets_pb.CommitRequest(offsets_epoch=session.offsets_epoch, items=[item])
+        request = offsets_pb.CommitRequest(offsets_epoch=session.epochs.of(name), items=[item])
         answer = await _answered(partial(stub.Commit, request, timeout=CALL_TIMEOUT_S))
         if not answer.outcomes[0].HasField("error"):
             return

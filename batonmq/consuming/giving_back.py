@@ -17,6 +17,7 @@ from batonmq.consuming.local_offsets import LocalProgress
 from batonmq.consuming.session import Session, ranges_to_pb
 from batonmq.core.inflight import Closing
 from batonmq.directory import CALL_TIMEOUT_S
+from batonmq.keeping import ELSEWHERE
 
 if TYPE_CHECKING:
     from batonmq.consuming.runner import QueueRunner
@@ -73,6 +74,8 @@ async def close(runner: QueueRunner, closing: Closing) -> None:
         outcome = await runner.calls.close(item)
         if outcome.HasField("error"):
             error = error_from_pb(outcome.error)
+            if isinstance(error, ELSEWHERE):
+                raise error
             log.warning("close refused queue=%s error=%s", runner.queue, error)
 
     await _repeat(session, 2 * runner.lease_ms, call)
@@ -102,11 +105,15 @@ async def _commit_last(runner: QueueRunner, closing: Closing) -> None:
     )
 
     async def call() -> None:
-        request = offsets_pb.CommitRequest(offsets_epoch=session.offsets_epoch, items=[item])
-        stub = await session.directory.offsets()
-        (outcome,) = (await stub.Commit(request, timeout=CALL_TIMEOUT_S)).outcomes
+        keeper = await session.keeper()
+        request = offsets_pb.CommitRequest(
+            offsets_epoch=session.epochs.of(keeper.offsets_set), items=[item]
+        )
+        (outcome,) = (await keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S)).outcomes
         if outcome.HasField("error"):
             error = error_from_pb(outcome.error)
+            if isinstance(error, ELSEWHERE):
+                raise error
             log.warning("last commit refused queue=%s error=%s", runner.queue, error)
 
     await _repeat(session, 2 * runner.lease_ms, call)

@@ -218,7 +218,7 @@ class JointCalls:
                 elif wish.outcome.done():
                     tasks.create_task(self._give_back(wish.item, answer.grant))
                 else:
-                    session.saw_epoch(answer.grant.offsets_epoch)
+                    session.epochs.saw(answer.grant.offsets_set, answer.grant.offsets_epoch)
                     wish.settle(Granted(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
@@ -267,9 +267,12 @@ class JointCalls:
     async def _close(
         self, items: Sequence[offsets_pb.CloseItem]
     ) -> Sequence[offsets_pb.CloseOutcome]:
-        request = offsets_pb.CloseRequest(offsets_epoch=self._session.offsets_epoch, items=items)
-        stub = await self._session.directory.offsets()
-        return (await _answered(stub.Close(request, timeout=CALL_TIMEOUT_S))).outcomes
+        session = self._session
+        keeper = await session.keeper()
+        request = offsets_pb.CloseRequest(
+            offsets_epoch=session.epochs.of(keeper.offsets_set), items=items
+        )
+        return (await _answered(keeper.stub.Close(request, timeout=CALL_TIMEOUT_S))).outcomes
 
     async def _release(self, holds: Sequence[lockmgr_pb.Hold]) -> list[None]:
         request = lockmgr_pb.ReleaseRequest(incarnation=self._session.incarnation, holds=holds)

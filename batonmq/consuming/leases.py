@@ -22,6 +22,7 @@ from batonmq.consuming.session import Session, queue_of, ranges_to_pb
 from batonmq.core.inflight import Acks, QueueProgress
 from batonmq.core.route import QueueId
 from batonmq.directory import CALL_TIMEOUT_S
+from batonmq.keeping import ELSEWHERE
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +104,9 @@ class Leases:
 
     async def _commit(self, found: Sequence[tuple[QueueRunner, QueueProgress, Acks]]) -> None:
         session = self._session
+        keeper = await session.keeper()
         request = offsets_pb.CommitRequest(
-            offsets_epoch=session.offsets_epoch,
+            offsets_epoch=session.epochs.of(keeper.offsets_set),
             items=[
                 offsets_pb.CommitItem(
                     queue=runner.key,
@@ -117,21 +119,26 @@ class Leases:
             ],
         )
         sent_ms = session.clock.monotonic_ms()
-        stub = await session.directory.offsets()
         try:
-            answer = await stub.Commit(request, timeout=CALL_TIMEOUT_S)
+            answer = await keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        if not session.saw_epoch(answer.offsets_epoch):
+        if not session.epochs.saw(keeper.offsets_set, answer.offsets_epoch):
             return
+        elsewhere: BatonError | None = None
         for (runner, progress, acks), outcome in zip(found, answer.outcomes, strict=True):
             if not outcome.HasField("error"):
                 runner.committed(progress, acks, sent_ms)
                 continue
             refusal = error_from_pb(outcome.error)
+            if isinstance(refusal, ELSEWHERE):
+                elsewhere = refusal
+                continue
             log.info("commit refused queue=%s error=%s", runner.queue, refusal)
             if runner.progress is progress and isinstance(refusal, OVER):
                 runner.refused(refusal)
+        if elsewhere is not None:
+            raise elsewhere
 
     async def _keep_alive(self) -> None:
         """Renew everything; more than fits into one call takes several.

@@ -127,7 +127,8 @@ async def pull(runner: QueueRunner) -> None:
         bytes_max=min(settings.pull_bytes_max, session.budget.share()),
         messages_max=min(settings.pull_messages_max, settings.span_max - progress.span),
         hold_ms=settings.pull_hold_ms,
-        offsets_epoch=session.offsets_epoch,
+        offsets_epoch=session.epochs.of(session.epochs.newest_set),
+        offsets_set=session.epochs.newest_set,
         progress=None if riding is None else _acks_to_pb(progress, riding),
     )
     wanted = runner.filter
@@ -140,7 +141,7 @@ async def pull(runner: QueueRunner) -> None:
     runner.reads_from = answer.next_node_id
     if runner.progress is not progress or answer.pull_id != request.pull_id:
         return
-    if runner.owned and not session.saw_epoch(answer.offsets_epoch):
+    if runner.owned and not session.epochs.saw(answer.offsets_set, answer.offsets_epoch):
         return  # of an older epoch, or nothing was found and nothing recorded
     if riding is not None and answer.progress_taken:
         runner.committed(progress, riding, sent_ms)

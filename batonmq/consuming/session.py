@@ -16,12 +16,13 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import InvalidArgument
 from batonmq.consuming.group import GroupView
 from batonmq.consuming.local_offsets import LocalOffsets
+from batonmq.core.epochs import Epochs
 from batonmq.core.flow import ByteBudget, FlowLimits
 from batonmq.core.ranges import Range
 from batonmq.core.retries import RETRIES_MAX, Policy
 from batonmq.core.route import QueueId
 from batonmq.core.starting import TIMESTAMP_AGE_MS, ConsumeFrom
-from batonmq.directory import Directory
+from batonmq.directory import Directory, Keeper
 from batonmq.metrics import ConsumerMetrics
 
 MODELS: Mapping[Literal["clustering", "broadcasting"], pb.MessageModel.ValueType] = {
@@ -187,7 +188,7 @@ class Session:
 
     Attributes:
         view: The group by the newest generation of its record.
-        offsets_epoch: Highest epoch of offsets seen in any answer.
+        epochs: Of offsets, seen in any answer.
         acquire_seq: Number of the last Acquire.
         available: Set when some queue may have a message to handle.
         commit_soon: Set when enough acks wait to be committed.
@@ -211,7 +212,7 @@ class Session:
     on_ownership: Callable[[OwnershipEvent], None]
     local: LocalOffsets | None = None
     view: GroupView = field(default_factory=GroupView)
-    offsets_epoch: int = 0
+    epochs: Epochs = field(default_factory=Epochs)
     acquire_seq: int = 0
     available: asyncio.Event = field(default_factory=asyncio.Event)
     commit_soon: asyncio.Event = field(default_factory=asyncio.Event)
@@ -253,12 +254,13 @@ class Session:
         self.acquire_seq += 1
         return self.acquire_seq
 
-    def saw_epoch(self, epoch: int) -> bool:
-        """Note an epoch of offsets; False if it is older than one seen: drop the answer."""
-        if epoch < self.offsets_epoch:
-            return False
-        self.offsets_epoch = epoch
-        return True
+    async def keeper(self) -> Keeper:
+        """Who keeps the group's progress.
+
+        Raises:
+            Unreachable: nobody is registered, or no nameserver answers.
+        """
+        return await self.directory.keeper(self.group)
 
     def key(self, queue: QueueId) -> queue_pb2.GroupQueue:
         """The queue as offsets and lockmgr name it."""

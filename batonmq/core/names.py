@@ -41,6 +41,11 @@ def check_broker(name: str) -> str:
     return _check("broker", name, _BROKER, "1 to 63 characters of a-z 0-9 -")
 
 
+def check_offsets_set(name: str) -> str:
+    """`name`, if it may name an offsets replica set."""
+    return _check("offsets_set", name, _BROKER, "1 to 63 characters of a-z 0-9 -")
+
+
 def check_client_id(name: str) -> str:
     """`name`, if it may be a client id."""
     return _check("client_id", name, _CLIENT, "1 to 255 visible ASCII characters without /")

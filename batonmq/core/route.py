@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 TOPICS_REVISION = "baton-topics-revision"
 """Trailing metadata of storage's QueryOffsets: the etcd revision of the topic that the answer is
 by, decimal; of several topics the lowest. What a node answers by a revision in which a queue takes
 no more messages is final: it waits for the last message, and no other can come."""
+Scores: TypeAlias = NDArray[np.uint64]
 _REMEMBERED_MAX = 10_000
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -46,8 +50,7 @@ class KeyedQueues:
 
     def __init__(self, queues: tuple[QueueId, ...]) -> None:
         self.queues = queues
-        names = [f"{queue.broker}/{queue.queue_id}" for queue in queues]
-        self._lower = np.array([zlib.crc32(name.encode()) for name in names], np.uint64)
+        self._lower = _lower_halves([f"{queue.broker}/{queue.queue_id}" for queue in queues])
         self._remembered: dict[str, QueueId] = {}
 
     def of(self, ordering_key: str) -> QueueId:
@@ -56,14 +59,25 @@ class KeyedQueues:
         if queue is None:
             if len(self._remembered) >= _REMEMBERED_MAX:
                 self._remembered.clear()
-            queue = self._remembered[ordering_key] = self._highest(ordering_key)
+            queue = self.queues[_highest(ordering_key, self._lower)]
+            self._remembered[ordering_key] = queue
         return queue
 
-    def _highest(self, ordering_key: str) -> QueueId:
-        score = self._lower | np.uint64(zlib.crc32(ordering_key.encode()) << 32)
-        score ^= score >> _SHIFTS[0]
-        score *= _MIX[0]
-        score ^= score >> _SHIFTS[1]
-        score *= _MIX[1]
-        score ^= score >> _SHIFTS[2]
-        return self.queues[int(score.argmax())]
+
+def highest(key: str, names: Sequence[str]) -> int:
+    """Index of the name that a key goes to, by the same hashing."""
+    return _highest(key, _lower_halves(names))
+
+
+def _lower_halves(names: Sequence[str]) -> Scores:
+    return np.array([zlib.crc32(name.encode()) for name in names], np.uint64)
+
+
+def _highest(key: str, lower: Scores) -> int:
+    score = lower | np.uint64(zlib.crc32(key.encode()) << 32)
+    score ^= score >> _SHIFTS[0]
+    score *= _MIX[0]
+    score ^= score >> _SHIFTS[1]
+    score *= _MIX[1]
+    score ^= score >> _SHIFTS[2]
+    return int(score.argmax())

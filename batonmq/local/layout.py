@@ -57,7 +57,9 @@ class ClusterOptions:
         etcds: How many etcd members there are, if they are its own.
         brokers: How many brokers there are, at least 1: `broker-0` and so on.
         storage_replicas: Nodes of each broker, 1 to 5: with several, `storage-0-a` and so on.
-        offsets: Nodes of offsets, 1 to 5.
+        offsets: Nodes of each offsets set, 1 to 5.
+        offsets_sets: How many offsets sets there are, 1 to 5, over which the groups are spread:
+            `offsets`, and `offsets-b` and so on, whose nodes are `offsets-b-0` and so on.
         lockmgrs: How many lock managers there are, of which one leads.
         nameservers: How many nameservers there are.
         nameserver_port: Port the first nameserver gets if it is free and none was kept; 0 for any.
@@ -75,6 +77,7 @@ class ClusterOptions:
     brokers: int = 1
     storage_replicas: int = 1
     offsets: int = 1
+    offsets_sets: int = 1
     lockmgrs: int = 1
     nameservers: int = 1
     nameserver_port: int = 0
@@ -88,7 +91,7 @@ class ClusterOptions:
     def members(self) -> tuple[Member, ...]:
         """The processes of the services, in the order in which they are started."""
         return (
-            *self._offsets(),
+            *(one for letter in "abcde"[: self.offsets_sets] for one in self._offsets(letter)),
             *(one for number in range(self.brokers) for one in self._storage(number)),
             *(Member(_nth("lockmgr", i), "lockmgr", f"lockmgr-{i}") for i in range(self.lockmgrs)),
             *(
@@ -116,14 +119,15 @@ class ClusterOptions:
             Member(f"storage-{number}-{node[-1]}", "storage", node, replicated) for node in nodes
         ]
 
-    def _offsets(self) -> list[Member]:
-        nodes = [f"offsets-{number}" for number in range(self.offsets)]
-        replicated: dict[str, object] = {}
+    def _offsets(self, letter: str) -> list[Member]:
+        name = "offsets" if letter == "a" else f"offsets-{letter}"
+        nodes = [f"{name}-{number}" for number in range(self.offsets)]
+        settings: dict[str, object] = {"replica_set": name}
         if self.offsets > 1:
             # A majority: what was answered for survives the loss of the rest.
-            replicated = {"replicas": ",".join(nodes), "min_in_sync": self.offsets // 2 + 1}
+            settings |= {"replicas": ",".join(nodes), "min_in_sync": self.offsets // 2 + 1}
         return [
-            Member(_nth("offsets", number), "offsets", node, replicated)
+            Member(_nth(name, number) if letter == "a" else node, "offsets", node, settings)
             for number, node in enumerate(nodes)
         ]
 

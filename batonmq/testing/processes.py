@@ -273,7 +273,10 @@ class ServiceProcess(Process):
         while not runtime.registered:
             try:
                 await runtime.register(
-                    epoch=app.epoch, leader=app.leader, room=app.room, replica_set=app.replica_set
+                    epoch=app.epoch,
+                    leader=app.leader,
+                    room=app.room,
+                    replica_set=app.replica_set,
                 )
             except NoQuorum:
                 await asyncio.sleep(0.5)

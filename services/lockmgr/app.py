@@ -12,11 +12,13 @@ from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.leader import Leader
 from services.lockmgr.membership import PREFIX as GROUPS
 from services.lockmgr.membership import Membership
-from services.lockmgr.offsets import OffsetsPeer
+from services.lockmgr.offsets import OffsetsPeers
 from services.lockmgr.server import LockmgrServicer
 from services.runtime.gates import PREFIX as GATES
 from services.runtime.mirror import Mirror
-from services.runtime.peers import Peer
+from services.runtime.peers import Peers
+from services.runtime.places import OFFSETS, Places
+from services.runtime.places import PREFIX as PLACES
 from services.runtime.process import App, Runtime
 
 SERVICE = "baton.lockmgr.v1.LockmgrService"
@@ -26,10 +28,13 @@ SERVICE = "baton.lockmgr.v1.LockmgrService"
 async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The parts of a lock manager, for the runtime to run."""
     groups, gates = Mirror(runtime.etcd, GROUPS), Mirror(runtime.etcd, GATES)
-    peer: OffsetsPeer = Peer(
-        runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect
+    places = Mirror(runtime.etcd, PLACES)
+    peers: OffsetsPeers = Peers(
+        runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect
     )
-    leader = Leader(settings, runtime, Membership(groups, gates), peer)
+    leader = Leader(
+        settings, runtime, Membership(groups, gates), peers, Places(places, runtime.nodes)
+    )
     servicer = LockmgrServicer(leader, runtime.clock, settings.hold_ms_max)
     try:
         yield App(
@@ -39,9 +44,9 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
                 )
             },
             leader=False,
-            loops=[groups.run, gates.run, leader.run, leader.registration.run],
+            loops=[groups.run, gates.run, places.run, leader.run, leader.registration.run],
             held=frozenset({"Acquire"}),
             drain=leader.settle,
         )
     finally:
-        await peer.close()
+        await peers.close()

@@ -163,6 +163,10 @@ class Desk:
         """Wait, but not for long, until no change is under way."""
         await self._changes.settle()
 
+    def confirmed(self, key: QueueKey) -> None:
+        """A lock of the leader before counts now."""
+        self._waiting.settled(key)
+
     def close(self) -> None:
         """End the streams: the term is over."""
         self._waiting.watchers.close()

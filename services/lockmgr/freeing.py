@@ -58,6 +58,7 @@ class Freeing:
         self._looks, self._waiting, self._changes = looks, waiting, changes
         self._hand_overs = hand_overs
         self._forced: dict[QueueKey, tuple[str, Forced]] = {}
+        self._clearing: set[str] = set()
 
     # Released by the owner
 
@@ -231,20 +232,29 @@ class Freeing:
     # Cleared because the subscription changes
 
     async def clear_draining(self) -> None:
-        """Free what the owners of draining groups can't free by themselves, for ever."""
-        while True:
-            await asyncio.sleep(_CLEAR_INTERVAL_S)
-            keys = [
-                key
-                for group in self._table.owning_groups()
-                if self._members.is_draining(group)
-                for key in self._table.owned_in(group)
-            ]
-            for key, seen in zip(keys, await self._looks.all_of(keys), strict=True):
-                if isinstance(seen, BatonError):
-                    log.info("queue not observed key=%s error=%s", key, seen)
-                else:
-                    self._clear(key, seen)
+        """Free what the owners of draining groups can't free by themselves, for ever.
+
+        No group waits for another one, whose set of offsets may not answer.
+        """
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                await asyncio.sleep(_CLEAR_INTERVAL_S)
+                for group in self._table.owning_groups():
+                    if self._members.is_draining(group) and group not in self._clearing:
+                        self._clearing.add(group)
+                        looks.create_task(self._clear_group(group))
+
+    async def _clear_group(self, group: str) -> None:
+        keys = self._table.owned_in(group)
+        try:
+            found = await self._looks.all_of(keys)
+        finally:
+            self._clearing.discard(group)
+        for key, seen in zip(keys, found, strict=True):
+            if isinstance(seen, BatonError):
+                log.info("queue not observed key=%s error=%s", key, seen)
+            else:
+                self._clear(key, seen)
 
     def _clear(self, key: QueueKey, seen: Observation) -> None:
         entry = self._table.get(key)

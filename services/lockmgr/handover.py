@@ -40,7 +40,7 @@ from services.lockmgr.core.access import Condition, Grant, held
 from services.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, QueueKey, Step
 from services.lockmgr.core.table import LockTable
 from services.lockmgr.metrics import Recorder
-from services.lockmgr.offsets import Offsets, Verdict, unreachable
+from services.lockmgr.offsets import Fenced, Offsets, Verdict, unreachable
 from services.lockmgr.store import BACKOFF, Change, Conflict, LockStore
 from services.lockmgr.translate import incarnation_to_pb, key_to_pb
 from services.runtime.etcd import Compare
@@ -159,7 +159,7 @@ class _Passed:
 
     attempt: str
     condition: Condition
-    answer: pb.Fenced
+    fenced: Fenced
 
 
 class HandOvers:
@@ -185,7 +185,7 @@ class HandOvers:
         fenced_ms, pending.step = self._now_ms(), Step.PERSIST
         lock = Lock(
             owner=wish.asker.incarnation,
-            token=passed.answer.token,
+            token=passed.fenced.answer.token,
             acquire_seq=wish.asker.acquire_seq,
             attempt=passed.attempt,
             generation=wish.asker.generation,
@@ -200,7 +200,7 @@ class HandOvers:
         self._term.recorder.phases(
             fence=fenced_ms - start_ms, persist=end_ms - fenced_ms, total=end_ms - start_ms
         )
-        return self.answer(passed.answer, lock, newly_acquired=grant.newly_acquired)
+        return self.answer(passed.fenced, lock, newly_acquired=grant.newly_acquired)
 
     async def free(
         self, taking: Force | Clear, grant: Grant, pending: Pending
@@ -213,12 +213,12 @@ class HandOvers:
             return self._not_fenced(taking.key, passed)
         pending.step = Step.PERSIST
         op_id = taking.op_id if isinstance(taking, Force) else entry.lock.forced_op_id
-        lock = replace(entry.lock.freed(), token=passed.answer.token, forced_op_id=op_id)
+        lock = replace(entry.lock.freed(), token=passed.fenced.answer.token, forced_op_id=op_id)
         outcome = await self._term.store.persist(Change(taking.key, lock, entry.revision))
         if isinstance(outcome, Conflict):
             return self._not_persisted(taking.key, outcome)
         self._table.freed(taking.key, lock, outcome)
-        return passed.answer
+        return passed.fenced.answer
 
     async def repeat(self, wish: Wish, entry: Entry) -> lockmgr_pb.Grant | Refusal:
         """Answer the grant once more, if offsets confirms that its token is in force.
@@ -237,24 +237,26 @@ class HandOvers:
             return Refusal(unreachable(error))
         if entry.stamp != stamp or entry.pending is not None:
             return Refusal(self._pending_error(wish.key), clears=True, again=True)
-        if isinstance(verdict, BatonError) or verdict.token != lock.token:
+        if isinstance(verdict, BatonError) or verdict.answer.token != lock.token:
             self._table.distrust(wish.key)
             return Refusal(self._pending_error(wish.key), clears=True, again=True)
         self._table.renew(wish.key, self._now_ms())
         self._term.recorder.repeated()
         return self.answer(verdict, lock, newly_acquired=entry.newly_acquired)
 
-    def answer(self, fenced: pb.Fenced, lock: Lock, *, newly_acquired: bool) -> lockmgr_pb.Grant:
+    def answer(self, fenced: Fenced, lock: Lock, *, newly_acquired: bool) -> lockmgr_pb.Grant:
         """What the new owner is told."""
+        start = fenced.answer
         return lockmgr_pb.Grant(
-            token=fenced.token,
-            committed_offset=fenced.committed_offset,
-            acked=fenced.acked,
-            maybe_seen=fenced.maybe_seen,
-            reset_epoch=fenced.reset_epoch,
+            token=start.token,
+            committed_offset=start.committed_offset,
+            acked=start.acked,
+            maybe_seen=start.maybe_seen,
+            reset_epoch=start.reset_epoch,
             lease_ms=self._term.policy.lease_ms,
             newly_acquired=newly_acquired,
-            offsets_epoch=self._term.offsets.epoch,
+            offsets_set=fenced.offsets_set,
+            offsets_epoch=fenced.offsets_epoch,
             subscription_generation=lock.subscription_generation,
         )
 
@@ -302,7 +304,7 @@ class HandOvers:
                 verdict = await self._term.offsets.fence(item)
                 if not isinstance(verdict, OldEpoch):
                     return verdict
-                if not await self._announced():
+                if not await self._announced(item.queue.group):
                     return NotLeader("a newer lock manager leads", retry_after_ms=200)
             except (Unreachable, Internal) as error:
                 unknown = True
@@ -314,10 +316,11 @@ class HandOvers:
             await asyncio.sleep(BACKOFF.delay_ms(tries, self._term.random) / 1000)
             tries += 1
 
-    async def _announced(self) -> bool:
-        """Tell offsets our term, which it may have lost; False if it knows a newer one."""
+    async def _announced(self, group: str) -> bool:
+        """Tell the group's set our term, which it may have lost; False if it knows a newer one."""
+        offsets = self._term.offsets
         try:
-            await self._term.offsets.announce()
+            await offsets.announce(offsets.set_of(group))
         except OldEpoch:
             return False
         return True

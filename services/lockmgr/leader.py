@@ -9,16 +9,18 @@ from typing import TypeVar
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 
-from batonmq.common.errors import BatonError, NotLeader, NotServing, OldEpoch
+from batonmq.common.errors import BatonError, NotLeader, NotServing
 from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.core.table import LockTable
 from services.lockmgr.desk import Desk
 from services.lockmgr.handover import Term
 from services.lockmgr.membership import Membership
 from services.lockmgr.metrics import Recorder
-from services.lockmgr.offsets import Offsets, OffsetsPeer
+from services.lockmgr.offsets import Offsets, OffsetsPeers
 from services.lockmgr.store import BACKOFF, LockStore
+from services.lockmgr.taking_over import TakingOver
 from services.runtime.election import Election
+from services.runtime.places import Places
 from services.runtime.process import Runtime
 from services.runtime.registration import Registration
 
@@ -32,14 +34,19 @@ class Leader:
 
     Args:
         members: Of the groups, by live copies.
-        peer: Where offsets is.
+        peers: Where offsets is, and `places` which of its sets keeps which group.
     """
 
     def __init__(
-        self, settings: LockmgrSettings, runtime: Runtime, members: Membership, peer: OffsetsPeer
+        self,
+        settings: LockmgrSettings,
+        runtime: Runtime,
+        members: Membership,
+        peers: OffsetsPeers,
+        places: Places,
     ) -> None:
         self._settings, self._runtime = settings, runtime
-        self._members, self._peer = members, peer
+        self._members, self._peers, self._places = members, peers, places
         self._recorder = Recorder(runtime.registry, runtime.hub)
         self._election = Election(
             runtime.etcd, "lockmgr", settings.node_id, ttl_ms=settings.leader_lease_ms
@@ -75,15 +82,16 @@ class Leader:
             await self._desk.settle()
 
     async def _lead(self, number: int) -> None:
-        """Load, announce, mark, and only then serve (protocol section 12)."""
+        """Load, announce, confirm, and only then serve (protocol section 12)."""
         term = self._term(number)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(term.store.run())
                 tasks.create_task(term.offsets.run())
-                await self._take_over(term)
+                taking_over = await self._take_over(term)
                 limit = self._settings.watchers_max
                 self._desk = Desk(term, self._members, self._election.valid, tasks, limit)
+                tasks.create_task(taking_over.run(self._desk.confirmed))
                 self.registration.leads(number)
         finally:
             if self._desk is not None:
@@ -98,29 +106,27 @@ class Leader:
             number=number,
             policy=policy,
             table=LockTable(policy),
-            offsets=Offsets(self._peer, number),
+            offsets=Offsets(self._peers, self._places, number),
             store=LockStore(runtime.etcd, self._election.compare(), runtime.random),
             clock=runtime.clock,
             random=runtime.random,
             recorder=self._recorder,
         )
 
-    async def _take_over(self, term: Term) -> None:
+    async def _take_over(self, term: Term) -> TakingOver:
         await self._members.ready()
+        await self._places.ready()
         entries = await self._until_answered("load", term.store.load)
-        tokens = await self._until_answered("announce", term.offsets.announce)
-        now_ms = term.clock.monotonic_ms()
-        for key, lock, revision in entries:
-            term.table.load(key, lock, revision, tokens.get(key, 0), now_ms)
+        taking_over = TakingOver(term, entries)
+        await taking_over.begin()
         log.info("leading term=%d locks=%d", term.number, len(entries))
+        return taking_over
 
     async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
         tries = 0
         while True:
             try:
                 return await ask()
-            except OldEpoch as error:
-                log.error("offsets knows a newer leader what=%s error=%s", what, error)
             except BatonError as error:
                 log.warning("taking over waits what=%s error=%s", what, error)
             await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)

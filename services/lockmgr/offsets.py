@@ -1,9 +1,13 @@
-"""What the lock manager asks of offsets, many queues per call."""
+"""What the lock manager asks of offsets, many queues per call, of each replica set its own.
+
+What one set does not answer, the groups of the others don't wait for.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc.aio
@@ -13,6 +17,8 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq.common.batcher import Batcher
 from batonmq.common.errors import (
     BatonError,
+    GroupMoved,
+    NotServing,
     OffsetsUnreachable,
     UnknownQueue,
     Unreachable,
@@ -20,24 +26,93 @@ from batonmq.common.errors import (
 from batonmq.common.rpc import error_from_pb, from_rpc_error
 from services.lockmgr.core.locks import Observation, QueueKey
 from services.lockmgr.translate import key_from_pb, key_to_pb
-from services.runtime.peers import Peer
+from services.runtime.by_set import BySet
+from services.runtime.peers import Peers
+from services.runtime.places import Places
 
 RPC_TIMEOUT_S = 2.0
 _FENCES_MAX = 64
 """Fences per call; each may bring thousands of ranges along and be answered with more."""
-Verdict = pb.Fenced | BatonError
-OffsetsPeer: TypeAlias = "Peer[pb_grpc.OffsetsServiceAsyncStub]"
+OffsetsPeers: TypeAlias = "Peers[pb_grpc.OffsetsServiceAsyncStub]"
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """A queue that was passed on, by a master of `offsets_set` in its epoch."""
+
+    answer: pb.Fenced
+    offsets_set: str
+    offsets_epoch: int
+
+
+Verdict = Fenced | BatonError
 
 
 class Offsets:
-    """Calls of one term of leadership. Answers of a deposed offsets node are not used.
+    """Calls of one term of leadership, to the set that keeps the group.
 
     Args:
         term: Sent with every fence, so that none lands after a newer leader's Announce.
     """
 
-    def __init__(self, peer: OffsetsPeer, term: int) -> None:
-        self._peer, self._term = peer, term
+    def __init__(self, peers: OffsetsPeers, places: Places, term: int) -> None:
+        self._places = places
+        self._sets = BySet(lambda name: _Set(peers, name, term))
+
+    async def run(self) -> None:
+        """Send what is asked for, for ever; to be run as one task."""
+        await self._sets.run()
+
+    def set_of(self, group: str) -> str:
+        """The set that is asked about a group."""
+        return self._places.set_of(group)
+
+    def sets(self) -> frozenset[str]:
+        """Every set there is."""
+        return self._places.sets()
+
+    async def announce(self, offsets_set: str) -> dict[QueueKey, int]:
+        """Make the term known: no older one's fence is accepted again. Repeating is harmless.
+
+        Returns:
+            The token of every queue of the set that has one.
+
+        Raises:
+            OldEpoch: a newer term has announced itself.
+            OffsetsUnreachable, Unreachable: not known.
+        """
+        return await self._sets[offsets_set].announce()
+
+    async def observe(self, key: QueueKey) -> Observation:
+        """The queue as it is now; without progress, closed under the token to be expected.
+
+        Raises:
+            OffsetsUnreachable: it can't be seen.
+        """
+        return await self._of(key.group).observe(key)
+
+    async def fence(self, item: pb.FenceItem) -> Verdict:
+        """What offsets decided about `item`; an error means that nothing changed.
+
+        Raises:
+            OffsetsUnreachable: it was never sent, or the group is not at the set that was asked.
+            Unreachable, Internal: not known; to be repeated with the same attempt.
+            BatonError: the whole call was refused; this time nothing changed.
+        """
+        verdict = await self._of(item.queue.group).fence(item)
+        if isinstance(verdict, GroupMoved | NotServing):
+            raise unreachable(verdict)
+        return verdict
+
+    def _of(self, group: str) -> _Set:
+        return self._sets[self._places.set_of(group)]
+
+
+class _Set:
+    """Calls to one set. Answers of a deposed node are not used."""
+
+    def __init__(self, peers: OffsetsPeers, name: str, term: int) -> None:
+        self._peers, self._name, self._term = peers, name, term
         self.epoch = 0
         self._queries: Batcher[QueueKey, Observation | BatonError] = Batcher(
             self._send_queries, items_max=1_024
@@ -53,15 +128,7 @@ class Offsets:
             tasks.create_task(self._fences.run())
 
     async def announce(self) -> dict[QueueKey, int]:
-        """Make the term known: no older one's fence is accepted again. Repeating is harmless.
-
-        Returns:
-            The token of every queue that has one.
-
-        Raises:
-            OldEpoch: a newer term has announced itself.
-            OffsetsUnreachable, Unreachable: not known.
-        """
+        """See `Offsets.announce`."""
         # Without an epoch, so that OldEpoch can only be about the term.
         request = pb.AnnounceRequest(term=self._term)
         try:
@@ -72,11 +139,7 @@ class Offsets:
         return {key_from_pb(queue.queue): queue.token for queue in answer.queues}
 
     async def observe(self, key: QueueKey) -> Observation:
-        """The queue as it is now; without progress, closed under the token to be expected.
-
-        Raises:
-            OffsetsUnreachable: it can't be seen.
-        """
+        """See `Offsets.observe`."""
         try:
             outcome = await self._queries.call(key)
         except OffsetsUnreachable:
@@ -91,13 +154,7 @@ class Offsets:
         return outcome
 
     async def fence(self, item: pb.FenceItem) -> Verdict:
-        """What offsets decided about `item`; an error means that nothing changed.
-
-        Raises:
-            OffsetsUnreachable: it was never sent.
-            Unreachable, Internal: not known; to be repeated with the same attempt.
-            BatonError: the whole call was refused; this time nothing changed.
-        """
+        """See `Offsets.fence`."""
         return await self._fences.call(item)
 
     async def _send_queries(self, keys: Sequence[QueueKey]) -> Sequence[Observation | BatonError]:
@@ -128,13 +185,15 @@ class Offsets:
             return [verdict for item in items for verdict in await self._send_fences([item])]
         self._check_epoch(answer.offsets_epoch)
         return [
-            error_from_pb(outcome.error) if outcome.HasField("error") else outcome.fenced
+            error_from_pb(outcome.error)
+            if outcome.HasField("error")
+            else Fenced(outcome.fenced, self._name, answer.offsets_epoch)
             for outcome in answer.outcomes
         ]
 
     def _stub(self) -> pb_grpc.OffsetsServiceAsyncStub:
         try:
-            return self._peer.stub()
+            return self._peers.stub(self._name)
         except Unreachable as error:
             raise unreachable(error) from error
 

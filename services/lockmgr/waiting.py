@@ -16,6 +16,8 @@ from services.lockmgr.watching import Watchers
 
 log = logging.getLogger(__name__)
 
+_LOOK_AGAIN_MS = 50
+
 
 class Waiting:
     """Wakes held requests and tells watching clients.
@@ -36,6 +38,7 @@ class Waiting:
         self._table, self._members, self._clock, self._look = table, members, clock, look
         self.watchers = Watchers(watchers_max)
         self._parked: dict[QueueKey, dict[asyncio.Event, None]] = {}
+        self._looked_at: set[QueueKey] = set()
         self._anybody_parked = asyncio.Event()
 
     # What happens
@@ -98,18 +101,23 @@ class Waiting:
         return True
 
     async def watch_parked(self) -> None:
-        """Observe the queues that somebody waits for, one by one when its slot has passed."""
-        while True:
-            await self._anybody_parked.wait()
-            now_ms = self._clock.monotonic_ms()
-            due = {key: self._table.due_ms(key, now_ms) for key in self._parked}
-            ripe = [key for key, ms in due.items() if ms <= 0]
-            if ripe:
-                async with asyncio.TaskGroup() as looks:
-                    for key in ripe:
-                        looks.create_task(self._look_and_wake(key))
-            else:
-                await asyncio.sleep(min(due.values()) / 1000)
+        """Observe the queues that somebody waits for, one by one when its slot has passed.
+
+        None waits for another one, whose set of offsets may not answer.
+        """
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                await self._anybody_parked.wait()
+                now_ms = self._clock.monotonic_ms()
+                due = {
+                    key: self._table.due_ms(key, now_ms)
+                    for key in self._parked.keys() - self._looked_at
+                }
+                for key in sorted(key for key, ms in due.items() if ms <= 0):
+                    self._looked_at.add(key)
+                    looks.create_task(self._look_and_wake(key))
+                later = [ms for ms in due.values() if ms > 0]
+                await asyncio.sleep(min(later, default=_LOOK_AGAIN_MS) / 1000)
 
     # Streams
 
@@ -156,6 +164,8 @@ class Waiting:
         except BatonError as error:
             log.info("queue not observed key=%s error=%s", key, error)
             return
+        finally:
+            self._looked_at.discard(key)
         self._wake(key)
 
     def _wake(self, key: QueueKey) -> None:

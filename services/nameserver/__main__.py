@@ -19,6 +19,7 @@ from services.nameserver.group_calls import GroupCalls
 from services.nameserver.group_store import GroupStore
 from services.nameserver.inspector import Inspector
 from services.nameserver.lookout import Lookout, StuckMetrics
+from services.nameserver.placing import Placing
 from services.nameserver.progress import Progress
 from services.nameserver.questions import Brokers, Questions
 from services.nameserver.refusals import Refusals
@@ -31,7 +32,8 @@ from services.nameserver.tending import Tending
 from services.nameserver.topic_calls import TopicCalls
 from services.nameserver.topic_store import TopicStore
 from services.nameserver.turns import Turns
-from services.runtime.peers import Peer
+from services.runtime.peers import Peer, Peers
+from services.runtime.places import OFFSETS, Places
 from services.runtime.process import App, Runtime, run
 
 
@@ -53,8 +55,13 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     sessions = Sessions(
         runtime.etcd, catalog, group_store, telemetry, grace_ms=settings.session_grace_ms
     )
-    offsets = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect)
-    progress = Progress(offsets.stub)
+    offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
+    places = Places(catalog.places, runtime.nodes)
+
+    def keeper_of(group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
+        return offsets.stub(places.set_of(group))
+
+    progress = Progress(offsets.stub, places)
     topics = TopicCalls(settings, catalog, topic_store, progress)
     refusals = Refusals(runtime.etcd, catalog, lease_ms=settings.member_lease_ms)
     groups = GroupCalls(
@@ -66,11 +73,12 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         sessions=sessions,
         refusals=refusals,
         progress=progress,
+        placing=Placing(runtime.etcd, turns, catalog, places, group_store),
         telemetry=telemetry,
     )
     lockmgr = Peer(runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect)
     brokers = Brokers(lambda: catalog.addresses, runtime.connect)
-    questions = Questions(lockmgr.stub, offsets.stub, brokers)
+    questions = Questions(lockmgr.stub, keeper_of, brokers)
     inspector = Inspector(catalog, refusals.of, questions, runtime.clock)
     lookout = Lookout(
         catalog,
@@ -92,7 +100,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     shrinking = Shrinking(
         catalog,
         topic_store,
-        offsets.stub,
+        keeper_of,
         runtime.connect,
         interval_ms=settings.shrink_interval_ms,
     )

@@ -25,6 +25,7 @@ from services.nameserver.core.topics import Route, Topic, build_route
 from services.nameserver.group_store import is_owned
 from services.runtime.etcd import EtcdSession
 from services.runtime.mirror import Mirror
+from services.runtime.places import PREFIX as PLACES
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,16 @@ class Catalog:
         self.group_mirror = Mirror(etcd, "groups/")
         self.live = Mirror(etcd, "live/")
         self.refused = Mirror(etcd, "refused/")
+        self.places = Mirror(etcd, PLACES)
         self.locks = Mirror(etcd, "locks/")
         self._nodes, self._watchers_max = nodes, watchers_max
-        self._needed = (self.topic_mirror, self.group_mirror, self.live, self.refused)
+        self._needed = (
+            self.topic_mirror,
+            self.group_mirror,
+            self.live,
+            self.refused,
+            self.places,
+        )
         self.mirrors = (*self._needed, self.locks)
         self.topics: dict[str, Topic] = {}
         self.groups: dict[str, Group] = {}
@@ -82,7 +90,9 @@ class Catalog:
         for mirror in (*self._needed, self._nodes):
             await mirror.ready()
 
-    async def caught_up(self, *, topics: int = 0, groups: int = 0, live: int = 0) -> None:
+    async def caught_up(
+        self, *, topics: int = 0, groups: int = 0, live: int = 0, places: int = 0
+    ) -> None:
         """Until the copies hold what was written at these revisions.
 
         Raises:
@@ -93,6 +103,7 @@ class Catalog:
                 await self.topic_mirror.reached(topics)
                 await self.group_mirror.reached(groups)
                 await self.live.reached(live)
+                await self.places.reached(places)
         except TimeoutError as error:
             raise NotServing(
                 "the change is stored, but this replica does not see it yet", retry_after_ms=500

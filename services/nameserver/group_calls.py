@@ -24,6 +24,7 @@ from services.nameserver.convert_groups import (
 from services.nameserver.core.groups import Group, Heartbeat, hash_of
 from services.nameserver.core.ledger import ACCEPTED, Verdict
 from services.nameserver.group_store import GroupStore, group_not_found
+from services.nameserver.placing import Placing
 from services.nameserver.progress import Progress
 from services.nameserver.refusals import Refusals
 from services.nameserver.sessions import SessionKey, Sessions
@@ -45,6 +46,7 @@ class GroupCalls:
     sessions: Sessions
     refusals: Refusals
     progress: Progress
+    placing: Placing
     telemetry: Telemetry
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
@@ -119,6 +121,7 @@ class GroupCalls:
         name = check_group(request.group)
         settings = settings_from_pb(request, self.clock.unix_ms())
         self.catalog.check_ready()
+        await self.placing.given_if_possible(name)
         outcome = await self.store.update(name, settings)
         await self.catalog.caught_up(groups=outcome.group_revision)
         assert outcome.group is not None
@@ -180,6 +183,7 @@ class GroupCalls:
 
     async def _join(self, heartbeat: Heartbeat) -> Verdict:
         await self._check_topics_exist(heartbeat)
+        await self.placing.given_if_possible(heartbeat.group)
         try:
             outcome = await self.store.join(heartbeat)
         except (SubscriptionConflict, ClientIdInUse) as error:

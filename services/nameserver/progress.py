@@ -1,9 +1,11 @@
-"""What the nameserver has offsets forget."""
+"""What the nameserver has offsets forget: topics at every set, a group at the one that keeps it."""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import grpc.aio
@@ -12,6 +14,8 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 
 from batonmq.common.errors import BatonError, GroupInUse, OffsetsUnreachable, Unreachable
 from batonmq.common.rpc import from_rpc_error
+from services.nameserver.turns import at_once
+from services.runtime.places import Places
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +27,14 @@ class Progress:
     """The groups' progress at offsets.
 
     Args:
-        offsets: A stub for the leader of offsets; raises `Unreachable` if there is none.
+        offsets: A stub for the leader of a set; raises `Unreachable` if there is none.
     """
 
-    def __init__(self, offsets: Callable[[], pb_grpc.OffsetsServiceAsyncStub]) -> None:
-        self._offsets = offsets
-        self._epoch = 0
+    def __init__(
+        self, offsets: Callable[[str], pb_grpc.OffsetsServiceAsyncStub], places: Places
+    ) -> None:
+        self._offsets, self._places = offsets, places
+        self._epochs: dict[str, int] = defaultdict(int)
 
     async def forget(self, topic: str, topic_id: int) -> None:
         """End the progress on earlier topics of a name, before one is created as `topic_id`.
@@ -38,10 +44,10 @@ class Progress:
         Raises:
             OffsetsUnreachable: not known whether it has ended.
         """
-        request = pb.DeleteTopicRequest(topic=topic, offsets_epoch=self._epoch, topic_id=topic_id)
-        answer = await self._call(lambda stub: stub.DeleteTopic(request, timeout=CALL_TIMEOUT_S))
-        if answer.queue_count:
-            log.info("progress forgotten topic=%s queues=%d", topic, answer.queue_count)
+        sets = sorted(self._places.sets()) or [self._places.set_of("")]
+        counts = await at_once([partial(self._forget, name, topic, topic_id) for name in sets])
+        if sum(counts):
+            log.info("progress forgotten topic=%s queues=%d", topic, sum(counts))
 
     async def forget_group(self, group: str) -> int:
         """End the progress of a deleted group; the number of queues that had some.
@@ -52,26 +58,38 @@ class Progress:
             GroupInUse: it does, as it was created again.
             OffsetsUnreachable: not known whether the progress has ended.
         """
-        request = pb.DeleteGroupRequest(group=group, offsets_epoch=self._epoch)
-        answer = await self._call(lambda stub: stub.DeleteGroup(request, timeout=CALL_TIMEOUT_S))
+        name = self._places.set_of(group)
+        request = pb.DeleteGroupRequest(group=group, offsets_epoch=self._epochs[name])
+        answer = await self._call(
+            name, lambda stub: stub.DeleteGroup(request, timeout=CALL_TIMEOUT_S)
+        )
+        return answer.queue_count
+
+    async def _forget(self, name: str, topic: str, topic_id: int) -> int:
+        request = pb.DeleteTopicRequest(
+            topic=topic, offsets_epoch=self._epochs[name], topic_id=topic_id
+        )
+        answer = await self._call(
+            name, lambda stub: stub.DeleteTopic(request, timeout=CALL_TIMEOUT_S)
+        )
         return answer.queue_count
 
     async def _call(
-        self, call: Callable[[pb_grpc.OffsetsServiceAsyncStub], Awaitable[Answer]]
+        self, name: str, call: Callable[[pb_grpc.OffsetsServiceAsyncStub], Awaitable[Answer]]
     ) -> Answer:
         try:
-            answer = await call(self._offsets())
+            answer = await call(self._offsets(name))
         except grpc.aio.AioRpcError as failure:
             error = from_rpc_error(failure)
             raise (error if isinstance(error, GroupInUse) else _unreachable(error)) from failure
         except Unreachable as error:
             raise _unreachable(error) from error
-        if answer.offsets_epoch < self._epoch:
+        if answer.offsets_epoch < self._epochs[name]:
             raise OffsetsUnreachable(
-                f"offsets answered with epoch {answer.offsets_epoch} after {self._epoch}",
+                f"offsets answered with epoch {answer.offsets_epoch} after {self._epochs[name]}",
                 retry_after_ms=500,
             )
-        self._epoch = answer.offsets_epoch
+        self._epochs[name] = answer.offsets_epoch
         return answer
 
 

@@ -110,14 +110,14 @@ class Questions:
 
     Args:
         lockmgr: A stub for the leader; raises `Unreachable` if there is none.
-        offsets: The same.
+        offsets: The same, of the set that keeps a group.
         timeout_s: Deadline of each question.
     """
 
     def __init__(
         self,
         lockmgr: Callable[[], lockmgr_grpc.LockmgrServiceAsyncStub],
-        offsets: Callable[[], offsets_grpc.OffsetsServiceAsyncStub],
+        offsets: Callable[[str], offsets_grpc.OffsetsServiceAsyncStub],
         brokers: Brokers,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
@@ -146,7 +146,7 @@ class Questions:
         """The progress of a group, by queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
         answer = await self._ask(
-            lambda: self._offsets().QueryGroup(request, timeout=self._timeout_s)
+            lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
         )
         if answer.value is None:
             return Answer(failure=answer.failure)

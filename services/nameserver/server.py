@@ -39,6 +39,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     ) -> None:
         self._settings, self._catalog, self._electing = settings, catalog, electing
         self._topics, self._groups, self._stuck = topics, groups, stuck
+        self._placing = groups.placing
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
@@ -145,3 +146,15 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
     async def WhyStuck(self, request: pb.WhyStuckRequest, context: Context) -> pb.WhyStuckResponse:
         """See the proto."""
         return await self._stuck.why(request)
+
+    async def LocateGroup(
+        self, request: pb.LocateGroupRequest, context: Context
+    ) -> pb.LocateGroupResponse:
+        """See the proto."""
+        return await self._placing.locate(request)
+
+    async def MoveGroup(
+        self, request: pb.MoveGroupRequest, context: Context
+    ) -> pb.MoveGroupResponse:
+        """See the proto."""
+        return await self._placing.move(request)

@@ -34,7 +34,8 @@ class Shrinking:
     """Looks after the topics that give up queues.
 
     Args:
-        offsets: A stub for the leader of offsets; raises `Unreachable` if there is none.
+        offsets: A stub for the leader of the set that keeps a group; raises `Unreachable` if there
+            is none.
         connect: Makes a channel to `host:port`.
     """
 
@@ -42,7 +43,7 @@ class Shrinking:
         self,
         catalog: Catalog,
         store: TopicStore,
-        offsets: Callable[[], offsets_grpc.OffsetsServiceAsyncStub],
+        offsets: Callable[[str], offsets_grpc.OffsetsServiceAsyncStub],
         connect: Callable[[str], grpc.aio.Channel],
         *,
         interval_ms: int,
@@ -102,7 +103,7 @@ class Shrinking:
         """The group's committed offsets on the topic, by broker and queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
         try:
-            answer = await self._offsets().QueryGroup(request, timeout=CALL_TIMEOUT_S)
+            answer = await self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         return {

@@ -11,6 +11,7 @@ from typing import cast
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 
+from services.offsets.arriving import Origin
 from services.offsets.config import OffsetsSettings
 from services.offsets.disk import Disk, set_aside_damage
 from services.offsets.following import Following, ReplicationPeer
@@ -22,7 +23,9 @@ from services.offsets.role import Role
 from services.offsets.serving import Offsets, Surroundings, alone, elected
 from services.runtime.gates import PREFIX as GATES
 from services.runtime.mirror import Mirror
-from services.runtime.peers import Peer
+from services.runtime.peers import Peer, Peers
+from services.runtime.places import OFFSETS
+from services.runtime.places import PREFIX as PLACES
 from services.runtime.process import App, Runtime
 from services.runtime.replicas import check_alone
 from services.runtime.stuck import Stuck
@@ -55,35 +58,57 @@ async def served(
     Args:
         opened: Told of the service of each epoch, before anything is answered.
     """
+    others: Peers[pb_grpc.OffsetsServiceAsyncStub] = Peers(
+        runtime.nodes, OFFSETS, pb_grpc.OffsetsServiceStub, runtime.connect
+    )
+    places = Mirror(runtime.etcd, PLACES)
     around = Surroundings(
         limits=settings.limits,
         clock=runtime.clock,
         metrics=OffsetsMetrics(runtime.registry),
         hub=runtime.hub,
         gates=Mirror(runtime.etcd, GATES),
+        origin=Origin(settings.replica_set, runtime.etcd, places, others.stub),
     )
-    if len(settings.members) <= 1:
-        yield _alone(disk, around, opened)
-        return
     peer: ReplicationPeer = Peer(
-        runtime.nodes, "offsets", replication_grpc.ReplicationServiceStub, runtime.connect
+        runtime.nodes,
+        OFFSETS,
+        replication_grpc.ReplicationServiceStub,
+        runtime.connect,
+        replica_set=settings.replica_set,
     )
-    changes = read_changes(disk, kept_bytes_max=settings.replica_kept_bytes_max)
-    following = Following(disk, changes, peer, settings, runtime, Stuck(around.metrics.stuck))
     try:
-        yield _replicated(settings, runtime, following, around, opened)
+        if len(settings.members) <= 1:
+            yield _alone(settings, disk, around, opened)
+        else:
+            changes = read_changes(disk, kept_bytes_max=settings.replica_kept_bytes_max)
+            stuck = Stuck(around.metrics.stuck)
+            following = Following(disk, changes, peer, settings, runtime, stuck)
+            yield _replicated(settings, runtime, following, around, opened)
     finally:
         await peer.close()
+        await others.close()
 
 
-def _alone(disk: Stored, around: Surroundings, opened: Callable[[Offsets], None]) -> App:
+def _alone(
+    settings: OffsetsSettings,
+    disk: Stored,
+    around: Surroundings,
+    opened: Callable[[Offsets], None],
+) -> App:
     """A node without slaves: it serves from its start to its end."""
     offsets = alone(disk, around)
     opened(offsets)
     return App(
         servicers={SERVICE: offsets.add},
-        loops=[offsets.commits.run, around.gates.run],
+        loops=[
+            offsets.commits.run,
+            offsets.arriving.run,
+            around.gates.run,
+            around.origin.places.run,
+        ],
         epoch=offsets.table.epoch,
+        replica_set=settings.replica_set,
         drain=offsets.commits.drain,
     )
 
@@ -115,7 +140,13 @@ def _replicated(
                 ReplicationServicer(role, disk),
             ),
         },
-        loops=[role.run, role.member.registration.run, following.run, around.gates.run],
+        loops=[
+            role.run,
+            role.member.registration.run,
+            following.run,
+            around.gates.run,
+            around.origin.places.run,
+        ],
         held=frozenset({"Fetch"}),
         leader=False,
         leave=role.member.leave,

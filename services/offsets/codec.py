@@ -26,6 +26,7 @@ from services.offsets.core.calls import (
     Tombstone,
 )
 from services.offsets.core.holds import Ended, Handover, HoldEnd, Reach
+from services.offsets.core.homes import Home, HomeState
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 from services.offsets.core.resets import Operation, Order, Step
@@ -249,6 +250,29 @@ def decode_operation(stored: bytes) -> Operation:
         )
     except (DecodeError, ValueError) as error:
         raise DataLoss(f"a stored operation can't be read: {error}") from error
+
+
+def encode_home(home: Home) -> bytes:
+    """What became of a group, on the disk."""
+    return stored_progress_pb2.StoredHome(
+        move=home.move,
+        state=stored_progress_pb2.HomeState.ValueType(home.state),
+        gone_to=home.gone_to,
+        topic_ids=home.topic_ids,
+    ).SerializeToString(deterministic=True)
+
+
+def decode_home(stored: bytes) -> Home:
+    """Inverse of `encode_home`.
+
+    Raises:
+        DataLoss: these bytes are no entry of a group.
+    """
+    try:
+        read = stored_progress_pb2.StoredHome.FromString(stored)
+        return Home(read.move, HomeState(read.state), read.gone_to, dict(read.topic_ids))
+    except (DecodeError, ValueError) as error:
+        raise DataLoss(f"the stored home of a group can't be read: {error}") from error
 
 
 def _encode_step(step: Step) -> stored_progress_pb2.StoredResetStep:

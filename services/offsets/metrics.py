@@ -72,7 +72,16 @@ class OffsetsMetrics:
             registry=registry,
         )
         self._queues = Gauge("baton_offsets_queues", "Queues with progress.", registry=registry)
-
+        self._arriving = Gauge(
+            "baton_offsets_arriving_groups",
+            "Groups that another replica set is handing over to this one.",
+            registry=registry,
+        )
+        self._gone = Gauge(
+            "baton_offsets_gone_groups",
+            "Groups that were handed over to another replica set, and are sealed here.",
+            registry=registry,
+        )
         self._epoch = Gauge(
             "baton_offsets_epoch",
             "Epoch in which this node serves; 0 for a slave.",
@@ -116,6 +125,8 @@ class OffsetsMetrics:
         self._capped.set_function(lambda: len(table.capped))
         self._full.set_function(disk_full)
         self._queues.set_function(lambda: len(table))
+        self._arriving.set_function(lambda: table.homes.counts()[0])
+        self._gone.set_function(lambda: table.homes.counts()[1])
 
     def fenced(self, op: str, error: Fenced) -> None:
         """Count an item whose token is not in force."""

@@ -11,10 +11,12 @@ from batonmq.common.errors import DataLoss
 from services.offsets.codec import (
     META,
     decode_handover,
+    decode_home,
     decode_key,
     decode_operation,
     decode_progress,
     encode_handover,
+    encode_home,
     encode_key,
     encode_operation,
     encode_progress,
@@ -24,6 +26,7 @@ from services.offsets.codec import (
 from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
 from services.offsets.core.changes import HISTORY, POSITION, Change, ChangeLog, Entry, read_log
 from services.offsets.core.holds import HOLDS_MAX, Handover
+from services.offsets.core.homes import Home
 from services.offsets.core.resets import RecordKey, Records
 from services.offsets.core.table import ProgressTable
 from services.offsets.disk import Found
@@ -39,9 +42,23 @@ class HandedOver:
     handover: Handover
 
 
-DurableKey = QueueKey | HandedOver | RecordKey | str | None
-"""What can change: a queue, who holds it, a recorded operation, by its name for which id a topic
-was deleted, or, as None, the term of the lock manager."""
+@dataclass(frozen=True, slots=True)
+class HomeKey:
+    """What became of a group that has come here, or left."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """Entries as they are, of a group that arrives or is forgotten: a fact, like `HandedOver`."""
+
+    entries: Sequence[Entry]
+
+
+DurableKey = QueueKey | HandedOver | RecordKey | HomeKey | Written | str | None
+"""What can change: a queue, who holds it, a recorded operation, where a group is, what arrives of
+it, by its name for which id a topic was deleted, or, as None, the term of the lock manager."""
 
 FORMAT = META + b"format"
 TERM = META + b"term"
@@ -51,6 +68,8 @@ RESET = META + b"reset\0"
 """Followed by `group NUL slot`."""
 HOLDS = META + b"hold\0"
 """Followed by `queue NUL slot`. Not in memory: read when somebody asks."""
+HOME = META + b"home\0"
+"""Followed by the name of a group."""
 _FORMAT_VERSION = b"3"
 
 
@@ -166,24 +185,33 @@ def recover(
         raise DataLoss("the stored progress has queues, but no position")
     table = ProgressTable(limits, epoch, _number(meta, TERM), now)
     records = Records()
+    _restore_meta(table, records, meta)
+    for key, value in queues:
+        queue = decode_key(key)
+        if table.homes.keeps(queue.group):
+            table.restore(queue, decode_progress(queue, value))
+    log.info("recovered queues=%d epoch=%d term=%d", len(table), table.epoch, table.term)
+    return table, records
+
+
+def _restore_meta(table: ProgressTable, records: Records, meta: dict[bytes, bytes]) -> None:
+    """Homes first: of a group that is not here nothing else counts."""
+    for key, value in meta.items():
+        if key.startswith(HOME):
+            table.homes.put(key.removeprefix(HOME).decode(), decode_home(value))
     for key, value in meta.items():
         if key.startswith(TOPIC):
             table.restore_topic(key.removeprefix(TOPIC).decode(), _number(meta, key))
         elif key.startswith(RESET):
             group = key.removeprefix(RESET).partition(b"\0")[0].decode()
-            records.put(group, decode_operation(value))
-    for key, value in queues:
-        queue = decode_key(key)
-        table.restore(queue, decode_progress(queue, value))
-    log.info("recovered queues=%d epoch=%d term=%d", len(table), table.epoch, table.term)
-    return table, records
+            if table.homes.keeps(group):
+                records.put(group, decode_operation(value))
 
 
 def entries_of(table: ProgressTable, records: Records) -> Callable[[DurableKey], Sequence[Entry]]:
     """How the present state of a key stands on the disk."""
 
     def entries(key: DurableKey) -> Sequence[Entry]:
-        forgotten: list[Entry] = []
         match key:
             case None:
                 found = TERM, b"%d" % table.term
@@ -192,16 +220,41 @@ def entries_of(table: ProgressTable, records: Records) -> Callable[[DurableKey],
             case RecordKey():
                 at = RESET + key.group.encode() + b"\0%d" % key.slot
                 found = at, encode_operation(records.at(key))
+            case HomeKey():
+                home = table.homes.get(key.group)
+                assert home is not None
+                found = home_entry(key.group, home)
+            case Written():
+                return key.entries
             case HandedOver():
                 found = _hold_key(key.key, key.handover.slot), encode_handover(key.handover)
             case QueueKey():
                 state = table.state(key)
-                found = encode_key(key), encode_progress(state)
                 if isinstance(state, Tombstone):
-                    forgotten = [(_hold_key(key, slot), None) for slot in range(HOLDS_MAX)]
-        return [(found[0], seal(*found)), *forgotten]
+                    return tombstone_entries(key, state)
+                found = encode_key(key), encode_progress(state)
+        return [(found[0], seal(*found))]
 
     return entries
+
+
+def home_entry(group: str, home: Home) -> tuple[bytes, bytes]:
+    """How it stands on the disk what became of a group; not sealed yet."""
+    return HOME + group.encode(), encode_home(home)
+
+
+def tombstone_entries(key: QueueKey, tombstone: Tombstone) -> list[Entry]:
+    """How a queue stands on the disk whose progress has ended."""
+    at = encode_key(key)
+    forgotten = [(_hold_key(key, slot), None) for slot in range(HOLDS_MAX)]
+    return [(at, seal(at, encode_progress(tombstone))), *forgotten]
+
+
+async def entries_of_group(disk: Stored, group: str) -> list[Found]:
+    """All that is kept of a group, by key, but what became of it."""
+    begin = group.encode() + b"\0"
+    parts = [await disk.find(prefix + begin) for prefix in (HOLDS, RESET, b"")]
+    return [found for part in parts for found in part]
 
 
 async def find_handovers(disk: Stored, key: QueueKey) -> list[Handover]:

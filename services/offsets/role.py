@@ -127,6 +127,7 @@ class Role:
                     tasks.create_task(keeper.tend())
                     await mastership.begin()
                     self._offsets = self._serve(mastership)
+                    tasks.create_task(self._offsets.arriving.run())
                     await self._offsets.commits.run()
             finally:
                 self._mastership = self._offsets = None

@@ -6,8 +6,9 @@ a refusal too, waits for the newest change of the queues it speaks of (protocol 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,9 +18,9 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 
 from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, Fenced
+from batonmq.common.errors import BatonError, Fenced, GroupMoved, GroupsApart
 from batonmq.common.rpc import error_to_pb
-from batonmq.core.names import check_group, check_topic
+from batonmq.core.names import check_group, check_offsets_set, check_topic
 from services.offsets.answers import (
     committed_pb,
     fenced_pb,
@@ -36,15 +37,20 @@ from services.offsets.core.calls import (
     Committed,
     Delivered,
     Delivery,
+    Grant,
     Instant,
     QueueKey,
     Source,
 )
+from services.offsets.core.calls import Fence as Wish
 from services.offsets.core.holds import Handover, holds
+from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 from services.offsets.core.resets import Outcome, Resets, Step
 from services.offsets.core.table import ProgressTable
 from services.offsets.group_commit import GroupCommit
+from services.offsets.here import Here
+from services.offsets.leaving import Leaving
 from services.offsets.modes import Modes, group_in_use
 from services.offsets.persistence import DurableKey, HandedOver
 from services.offsets.telemetry import Telemetry
@@ -68,6 +74,9 @@ class Parts:
     modes: Modes
     telemetry: Telemetry
     handovers: Callable[[QueueKey], Awaitable[list[Handover]]]
+    here: Here
+    leaving: Leaving
+    moving: asyncio.Lock
 
 
 class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
@@ -76,7 +85,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def __init__(self, parts: Parts) -> None:
         self._table, self._commits, self._clock = parts.table, parts.commits, parts.clock
         self._resets, self._modes, self._telemetry = parts.resets, parts.modes, parts.telemetry
-        self._handovers = parts.handovers
+        self._handovers, self._here, self._leaving = parts.handovers, parts.here, parts.leaving
+        self._moving = parts.moving
         self._read = Reader(parts.table, parts.table.limits.ack_ranges_max)
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
@@ -94,9 +104,10 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._check_change(request.offsets_epoch)
         term = number(request.term, "term", 1)
         wishes = self._read.items(request.items, self._read.fence)
+        await self._find(key for key, _ in wishes)
         now, outcomes = self._now(), []
         for key, wish in wishes:
-            grant = _attempt(self._table.fence, key, term, wish, now)
+            grant = _attempt(self._fence, key, term, wish, now)
             self._telemetry.fence(key, wish, grant)
             if isinstance(grant, BatonError):
                 outcomes.append(pb.FenceOutcome(error=error_to_pb(grant)))
@@ -113,6 +124,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.delivery)
+        await self._find(item[0] for item in items)
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
         await self._commits.settled(item[0] for item in items)
@@ -125,9 +137,10 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
         touches = self._read.items(request.items, self._read.touch)
+        await self._find(key for key, _ in touches)
         now, outcomes = self._now(), []
         for key, token in touches:
-            error = _attempt(self._table.touch, key, token, now)
+            error = _attempt(self._touch, key, token, now)
             refused = self._refused("touch", error) if isinstance(error, BatonError) else None
             outcomes.append(pb.TouchOutcome(error=refused))
         await self._commits.settled(key for key, _ in touches)
@@ -138,6 +151,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.commit)
         check_single(item[0] for item in items)
+        await self._find(item[0] for item in items)
         now, outcomes = self._now(), []
         results = [_attempt(self._commit, *item, now, Source.COMMIT) for item in items]
         for result in results:
@@ -154,6 +168,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.close)
         check_single(item[0] for item in items)
+        await self._find(item[0] for item in items)
         now, outcomes = self._now(), []
         results = [_attempt(self._close, *item, now) for item in items]
         for result in results:
@@ -169,9 +184,10 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
         keys = self._read.items(request.queues, self._read.queue)
+        await self._find(keys)
         now, outcomes = self._now(), []
         for key in keys:
-            progress = _attempt(self._table.query, key)
+            progress = _attempt(self._query, key)
             if isinstance(progress, BatonError):
                 outcomes.append(pb.QueryOutcome(error=error_to_pb(progress)))
             else:
@@ -184,7 +200,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self, request: pb.QueryGroupRequest, context: Context
     ) -> pb.QueryGroupResponse:
         """See the proto."""
-        keys, now = self._table.group(check_group(request.group)), self._now()
+        await self._check_here(check_group(request.group))
+        keys, now = self._table.group(request.group), self._now()
         limits = self._table.limits
         queues = [progress_pb(key, self._table.query(key), limits, now) for key in keys]
         await self._commits.settled(keys)
@@ -196,13 +213,14 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         self._check_change(request.offsets_epoch)
         topic, topic_id = check_topic(request.topic), number(request.topic_id, "topic_id", 1)
-        ended = self._table.delete_topic(topic, topic_id, self._now())
-        if ended is not None:
-            # All in one step, so in one write: whoever waits for the name waits for the queues.
-            self._commits.changed(topic)
-            for key in ended:
-                self._commits.changed(key)
-            log.info("progress deleted topic=%s queues=%d", topic, len(ended))
+        async with self._moving:  # what is about to be here is, and what is sealed is gone
+            ended = self._table.delete_topic(topic, topic_id, self._now())
+            if ended is not None:
+                # All in one step, so in one write: whoever waits for the name waits for the queues.
+                self._commits.changed(topic)
+                for key in ended:
+                    self._commits.changed(key)
+                log.info("progress deleted topic=%s queues=%d", topic, len(ended))
         await self._commits.settled([topic])
         return pb.DeleteTopicResponse(offsets_epoch=self._table.epoch, queue_count=len(ended or ()))
 
@@ -216,9 +234,11 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """
         self._check_change(request.offsets_epoch)
         group, topic = check_group(request.group), topic_or_all(request.topic)
+        await self._check_here(group)
         before = self._table.standing(group)
         await self._modes.check_deleted(group)
         self._check_change(request.offsets_epoch)
+        self._here.check(group)
         if self._table.standing(group) != before:
             raise group_in_use(group)
         ended = self._table.delete_group(group, topic, self._now())
@@ -233,6 +253,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         self._check_change(request.offsets_epoch)
         group, order, targets = self._read.reset(request)
+        await self._check_here(group)
         now, dry_run = self._now(), request.dry_run
         if order.undone_op_id:
             outcome = self._resets.undo(group, order, now, dry_run=dry_run)
@@ -249,6 +270,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         """See the proto."""
         self._check_change(request.offsets_epoch)
         to_group, order, topic = self._read.clone(request)
+        await self._check_here(to_group)
+        await self._check_beside(order.from_group, to_group)
         now, dry_run = self._now(), request.dry_run
         outcome = self._resets.clone(to_group, order, topic, now, dry_run=dry_run)
         await self._carried_out(outcome)
@@ -261,7 +284,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self, request: pb.ListResetsRequest, context: Context
     ) -> pb.ListResetsResponse:
         """See the proto."""
-        found = self._resets.records.newest_first(check_group(request.group))
+        await self._check_here(check_group(request.group))
+        found = self._resets.records.newest_first(request.group)
         await self._commits.settled_all()
         return pb.ListResetsResponse(
             offsets_epoch=self._table.epoch, resets=map(operation_pb, found)
@@ -272,6 +296,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     ) -> pb.ListHoldsResponse:
         """See the proto. The disk may know more by then than was true when this began."""
         key = self._read.queue(request.queue)
+        await self._check_here(key.group)
         answer = pb.ListHoldsResponse(offsets_epoch=self._table.epoch)
         if key in self._table:
             progress = self._table.query(key)
@@ -280,6 +305,24 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             found = holds(await self._handovers(key), token, reach)
             answer.holds.extend(map(hold_pb, found))
         return answer
+
+    async def HandOver(self, request: pb.HandOverRequest, context: Context) -> pb.HandOverResponse:
+        """See the proto."""
+        self._check_change(0)
+        return await self._leaving.hand_over(
+            check_group(request.group),
+            number(request.move, "move", 1),
+            check_offsets_set(request.to_set),
+            request.after_key,
+        )
+
+    async def ForgetGroup(
+        self, request: pb.ForgetGroupRequest, context: Context
+    ) -> pb.ForgetGroupResponse:
+        """See the proto."""
+        self._check_change(0)
+        await self._leaving.forget(check_group(request.group), number(request.move, "move", 1))
+        return pb.ForgetGroupResponse(offsets_epoch=self._table.epoch)
 
     # ---- one item
 
@@ -309,7 +352,20 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         )
         return pb.DeliveryOutcome(delivered=answer), committed
 
+    def _fence(self, key: QueueKey, term: int, wish: Wish, now: Instant) -> Grant:
+        self._here.check(key.group)
+        return self._table.fence(key, term, wish, now)
+
+    def _touch(self, key: QueueKey, token: int, now: Instant) -> None:
+        self._here.check(key.group)
+        self._table.touch(key, token, now)
+
+    def _query(self, key: QueueKey) -> Progress:
+        self._here.check(key.group)
+        return self._table.query(key)
+
     def _record(self, key: QueueKey, token: int, delivery: Delivery, now: Instant) -> Delivered:
+        self._here.check(key.group)
         self._modes.check(key.group, token)
         delivered = self._table.record_delivered(key, token, delivery, now)
         if delivered.changed:
@@ -319,6 +375,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def _commit(
         self, key: QueueKey, token: int, acks: Acks, now: Instant, source: Source
     ) -> Committed:
+        self._here.check(key.group)
         self._modes.check(key.group, token)
         if token:
             committed = self._table.commit(key, token, acks, now, source)
@@ -331,6 +388,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def _close(
         self, key: QueueKey, token: int, acks: Acks, unfinished: RangeSet, now: Instant
     ) -> Committed:
+        self._here.check(key.group)
         self._modes.check(key.group, token)
         committed = self._table.close(key, token, acks, unfinished, now)
         if committed.changed:
@@ -348,6 +406,35 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
+
+    async def _find(self, keys: Iterable[QueueKey]) -> None:
+        """Before anything is applied: learn where groups are of which nothing is known here."""
+        await self._here.find({key.group for key in keys})
+
+    async def _check_here(self, group: str) -> None:
+        """Refuse a call about a group that this set does not keep."""
+        await self._here.find([group])
+        self._here.check(group)
+
+    async def _check_beside(self, from_group: str, to_group: str) -> None:
+        """Refuse to clone what another set keeps.
+
+        Raises:
+            GroupsApart: it does.
+        """
+        try:
+            await self._check_here(from_group)
+        except GroupMoved as error:
+            raise GroupsApart(
+                f"group {from_group} is kept by another offsets set than group {to_group}",
+                remedy=f"Move it here, or {to_group} there: "
+                f"baton group move {to_group} --to {error.facts['offsets_set']}.",
+                facts={
+                    "group": from_group,
+                    "other_group": to_group,
+                    "offsets_set": error.facts["offsets_set"],
+                },
+            ) from error
 
     def _check_change(self, seen_epoch: int) -> None:
         """Refuse a call that may change something."""

@@ -10,11 +10,14 @@ import grpc.aio
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 
 from batonmq.common.clock import Clock
+from services.offsets.arriving import Arriving, Origin
 from services.offsets.core.calls import Instant, Limits
 from services.offsets.core.changes import Entry
 from services.offsets.core.resets import Records, Resets
 from services.offsets.core.table import ProgressTable
 from services.offsets.group_commit import GroupCommit
+from services.offsets.here import Here
+from services.offsets.leaving import Keeping, Leaving
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.modes import Modes
 from services.offsets.persistence import (
@@ -43,17 +46,19 @@ class Surroundings:
     metrics: OffsetsMetrics
     hub: EventHub
     gates: Mirror
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """A service for one epoch; `commits.run` and `gates.run` run beside it."""
+    """A service for one epoch; `commits.run` and `arriving.run` run beside it."""
 
     disk: Stored
     table: ProgressTable
     commits: GroupCommit[DurableKey]
     gates: Mirror
     servicer: OffsetsServicer
+    arriving: Arriving
 
     def add(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -112,6 +117,8 @@ def _serving(
 
     commits: GroupCommit[DurableKey] = GroupCommit(timed, entries_of(table, records), check_room)
     metrics.show(table, lambda: commits.full is not None)
+    keeping = Keeping(table=table, records=records, commits=commits, disk=disk)
+    origin = around.origin
     parts = Parts(
         table=table,
         resets=Resets(table, records),
@@ -120,8 +127,12 @@ def _serving(
         modes=Modes(around.gates),
         telemetry=Telemetry(metrics, around.hub),
         handovers=partial(find_handovers, disk),
+        here=Here(table, origin.offsets_set, origin.etcd, origin.places),
+        leaving=Leaving(keeping),
+        moving=keeping.moving,
     )
-    return Offsets(disk, table, commits, around.gates, OffsetsServicer(parts))
+    arriving = Arriving(keeping, origin, around.clock)
+    return Offsets(disk, table, commits, around.gates, OffsetsServicer(parts), arriving)
 
 
 def _now(clock: Clock) -> Instant:

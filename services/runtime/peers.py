@@ -56,7 +56,7 @@ class Peer(Generic[Stub]):
         ]
         if not found:
             raise Unreachable(
-                f"no {self._service} node is registered",
+                f"no {self._service} node {self._replica_set} is registered".replace("  ", " "),
                 retry_after_ms=200,
                 facts={"service": self._service},
             )
@@ -85,3 +85,41 @@ class Peer(Generic[Stub]):
         for channel in current + self._retired:
             await channel.close()
         self._current, self._retired = None, []
+
+
+class Peers(Generic[Stub]):
+    """A `Peer` for each replica set of one service; see there."""
+
+    def __init__(
+        self,
+        nodes: Mirror,
+        service: str,
+        stub: Callable[[grpc.aio.Channel], Stub],
+        connect: Callable[[str], grpc.aio.Channel] = connect,
+    ) -> None:
+        self._nodes, self._service, self._make_stub = nodes, service, stub
+        self._connect = connect
+        self._peers: dict[str, Peer[Stub]] = {}
+
+    def stub(self, replica_set: str) -> Stub:
+        """A stub for the leader of a set; of whichever there is if the name is empty.
+
+        Raises:
+            Unreachable: none is registered.
+        """
+        peer = self._peers.get(replica_set)
+        if peer is None:
+            peer = self._peers[replica_set] = Peer(
+                self._nodes,
+                self._service,
+                self._make_stub,
+                self._connect,
+                replica_set=replica_set,
+            )
+        return peer.stub()
+
+    async def close(self) -> None:
+        """Close the channels; calls under way are cancelled."""
+        for peer in self._peers.values():
+            await peer.close()
+        self._peers.clear()

@@ -18,7 +18,9 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from services.runtime.gates import PREFIX as GATES_PREFIX
 from services.runtime.gates import Gates
 from services.runtime.mirror import Mirror
-from services.runtime.peers import Peer
+from services.runtime.peers import Peer, Peers
+from services.runtime.places import OFFSETS, Places
+from services.runtime.places import PREFIX as PLACES_PREFIX
 from services.runtime.process import App, Runtime
 from services.runtime.replicas import check_alone
 from services.runtime.stuck import Stuck
@@ -27,6 +29,7 @@ from services.storage.copies import Copy
 from services.storage.core.files import Disk
 from services.storage.core.recovery import RecoveryReport
 from services.storage.deliveries import Deliveries
+from services.storage.delivery_sets import DeliverySets
 from services.storage.disk import RealDisk, locked
 from services.storage.flush import InThread
 from services.storage.following import Following
@@ -99,6 +102,7 @@ async def served(
             loops=(
                 mirrors.topics.run,
                 mirrors.gates.run,
+                mirrors.places.run,
                 around.deliveries.run,
                 *serving.loops,
                 serving.due.run,
@@ -191,6 +195,7 @@ async def replicated(
                 loops=(
                     mirrors.topics.run,
                     mirrors.gates.run,
+                    mirrors.places.run,
                     around.deliveries.run,
                     copy.run,
                     role.run,
@@ -212,8 +217,8 @@ async def replicated(
 class _Mirrors:
     """Copies of what etcd has, which wake the pulls of whatever serves at the moment."""
 
-    def __init__(self, topics: Mirror, gates: Mirror) -> None:
-        self.topics, self.gates = topics, gates
+    def __init__(self, topics: Mirror, gates: Mirror, places: Mirror) -> None:
+        self.topics, self.gates, self.places = topics, gates, places
         self._serving: Serving | None = None
         self.topics.on_change.append(self._topics_changed)
         self.gates.on_change.append(self._gates_changed)
@@ -235,26 +240,36 @@ class _Mirrors:
 async def _surroundings(
     settings: StorageSettings, runtime: Runtime, in_thread: InThread
 ) -> AsyncIterator[tuple[Surroundings, _Mirrors]]:
-    peer = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub, runtime.connect)
-    topics_mirror, gates_mirror = (
+    peers = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
+    topics_mirror, gates_mirror, places_mirror = (
         Mirror(runtime.etcd, "topics/"),
         Mirror(runtime.etcd, GATES_PREFIX),
+        Mirror(runtime.etcd, PLACES_PREFIX),
     )
+
+    def deliveries(offsets_set: str) -> Deliveries:
+        return Deliveries(
+            partial(peers.stub, offsets_set),
+            runtime.clock,
+            age_ms_max=settings.verdict_age_ms_max,
+            offsets_set=offsets_set,
+        )
+
     topics = Topics(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
-    mirrors = _Mirrors(topics_mirror, gates_mirror)
+    mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
     around = Surroundings(
         settings=settings,
         runtime=runtime,
         metrics=StorageMetrics(runtime.registry),
         topics=topics,
         gates=Gates(gates_mirror),
-        deliveries=Deliveries(peer.stub, runtime.clock, age_ms_max=settings.verdict_age_ms_max),
+        deliveries=DeliverySets(Places(places_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )
     try:
         yield around, mirrors
     finally:
-        await peer.close()
+        await peers.close()
 
 
 def _monotonic_ms() -> Callable[[], int]:

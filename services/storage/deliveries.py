@@ -29,9 +29,10 @@ class Delivery:
     """A range that is about to be delivered.
 
     Attributes:
-        offsets_epoch: Highest epoch of offsets the puller has seen.
+        offsets_epoch: Highest epoch of `offsets_set` the puller has seen.
         subscription_generation: Of the filter that was used.
         progress: Acks that ride along.
+        offsets_set: That keeps the group, as far as the puller knows; empty for the one that does.
     """
 
     holder: Holder
@@ -40,6 +41,7 @@ class Delivery:
     offsets_epoch: int
     subscription_generation: int = 0
     progress: pb.Acks | None = None
+    offsets_set: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +51,22 @@ class Verdict:
     Attributes:
         redelivered: Offsets that an earlier holder may have started.
         sent_ms: Monotonic time at which it was asked for.
+        offsets_set: Whose epoch `offsets_epoch` is.
     """
 
     redelivered: Sequence[queue_pb2.OffsetRange]
     offsets_epoch: int
     sent_ms: int
+    offsets_set: str = ""
 
 
 class Deliveries:
-    """Talks to the leader of offsets.
+    """Talks to the leader of one replica set of offsets.
 
     Args:
         stub: A stub for the present leader; raises `Unreachable` if there is none.
         age_ms_max: An older verdict is not used; also the bound of each call.
+        offsets_set: Name of the set.
     """
 
     def __init__(
@@ -70,8 +75,10 @@ class Deliveries:
         clock: Clock,
         *,
         age_ms_max: int = 2_000,
+        offsets_set: str = "",
     ) -> None:
         self._stub, self._clock, self._age_ms_max = stub, clock, age_ms_max
+        self._set = offsets_set
         self._epoch = 0
         self._batcher: Batcher[Delivery, Verdict | BatonError] = Batcher(
             self._send, items_max=ITEMS_MAX
@@ -154,13 +161,13 @@ class Deliveries:
             answer = await self._stub().RecordDelivered(request, timeout=self._age_ms_max / 1000)
             self._check_answer(answer.offsets_epoch, epoch, len(answer.outcomes), len(deliveries))
         except grpc.aio.AioRpcError as error:
-            return [_unrecorded(from_rpc_error(error)) for _ in deliveries]
+            return [unrecorded(from_rpc_error(error)) for _ in deliveries]
         except BatonError as error:
-            return [_unrecorded(error) for _ in deliveries]
+            return [unrecorded(error) for _ in deliveries]
         return [
             error_from_pb(outcome.error)
             if outcome.HasField("error")
-            else Verdict(outcome.delivered.maybe_seen, answer.offsets_epoch, sent_ms)
+            else Verdict(outcome.delivered.maybe_seen, answer.offsets_epoch, sent_ms, self._set)
             for outcome in answer.outcomes
         ]
 
@@ -172,7 +179,8 @@ class Deliveries:
         self._epoch = epoch
 
 
-def _unrecorded(error: BatonError) -> DeliveryUnrecorded:
+def unrecorded(error: BatonError) -> DeliveryUnrecorded:
+    """The same failure, as a puller is told it."""
     return DeliveryUnrecorded(
         f"the delivery is not recorded: {error.message}",
         retry_after_ms=max(100, error.retry_after_ms),

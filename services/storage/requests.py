@@ -12,7 +12,7 @@ from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.errors import InvalidArgument, LimitExceeded, WrongBroker
-from batonmq.core.names import check_broker, check_group, check_topic
+from batonmq.core.names import check_broker, check_group, check_offsets_set, check_topic
 from batonmq.core.subscription import SqlFilter, parse_filter
 from services.storage.core.filter import HashFilter
 from services.storage.core.store import Wanted
@@ -43,6 +43,7 @@ class Pull:
     offsets_epoch: int
     subscription_generation: int
     progress: offsets_pb.Acks | None
+    offsets_set: str
 
 
 def append_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
@@ -101,6 +102,7 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
         request.offsets_epoch,
         request.subscription_generation,
         request.progress if request.HasField("progress") else None,
+        check_offsets_set(request.offsets_set) if request.offsets_set else "",
     )
 
 

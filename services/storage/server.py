@@ -33,7 +33,8 @@ from services.storage.core.store import (
     check_readable,
 )
 from services.storage.damage import Damage
-from services.storage.deliveries import Deliveries, Delivery, Verdict
+from services.storage.deliveries import Delivery, Verdict
+from services.storage.delivery_sets import DeliverySets
 from services.storage.flush import Flusher
 from services.storage.guarantee import Guarantee
 from services.storage.losses import Losses
@@ -66,7 +67,7 @@ class Parts:
     gates: Gates
     flusher: Flusher
     pulls: ParkedPulls
-    deliveries: Deliveries
+    deliveries: DeliverySets
     retention: Retention
     guarantee: Guarantee
     losses: Losses
@@ -190,6 +191,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             pull.offsets_epoch,
             pull.subscription_generation,
             pull.progress,
+            pull.offsets_set,
         )
         try:
             return await self._parts.deliveries.record(delivery)
@@ -255,6 +257,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             queue_next_offset=held.next_offset,
             redelivered=verdict.redelivered if verdict else (),
             offsets_epoch=verdict.offsets_epoch if verdict else 0,
+            offsets_set=verdict.offsets_set if verdict else pull.offsets_set,
             filtered_count=reading.filtered_count if reading else 0,
             lost_count=reading.lost_count if reading else 0,
             progress_taken=verdict is not None and pull.progress is not None,

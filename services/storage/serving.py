@@ -15,7 +15,7 @@ from services.storage.cleaning import Bounds, Cleaner
 from services.storage.config import StorageSettings
 from services.storage.core.retention import Retention
 from services.storage.damage import Damage
-from services.storage.deliveries import Deliveries
+from services.storage.delivery_sets import DeliverySets
 from services.storage.due import DueBatches
 from services.storage.flush import Flusher, InThread
 from services.storage.guarantee import Guarantee
@@ -46,7 +46,7 @@ class Surroundings:
     metrics: StorageMetrics
     topics: Topics
     gates: Gates
-    deliveries: Deliveries
+    deliveries: DeliverySets
     in_thread: InThread
 
 

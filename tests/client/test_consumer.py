@@ -336,7 +336,7 @@ async def test_work_in_hand_outlasts_the_loss_of_a_token(nameserver: str) -> Non
 async def take_token(at: Scene) -> None:
     """Fence the one queue of the topic for its owner, who is not told."""
     directory = Directory(at.nameserver, Random(1))
-    lockmgr, offsets = await directory.lockmgr(), await directory.offsets()
+    lockmgr, offsets = await directory.lockmgr(), await directory.offsets(at.group)
     locks = await lockmgr.List(lockmgr_pb.ListRequest(group=at.group), timeout=10)
     (lock,) = locks.entries
     answer = await offsets.Fence(

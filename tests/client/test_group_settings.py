@@ -34,7 +34,7 @@ async def reset(at: Scene, to: int) -> None:
     )
     request = offsets_pb.ResetRequest(op_id="r1", by="test", reason="replay", items=[item])
     directory = Directory(at.nameserver, Random(1))
-    stub = await directory.offsets()
+    stub = await directory.offsets(at.group)
     (outcome,) = (await stub.Reset(request, timeout=10)).outcomes
     assert outcome.HasField("step")
     await directory.close()

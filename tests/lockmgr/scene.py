@@ -486,7 +486,7 @@ async def _served(
             loops = [runtime.nodes.run, *app.loops]
             running = [tasks.create_task(loop()) for loop in loops]
             if not runtime.registered:
-                await runtime.register()
+                await runtime.register(replica_set=app.replica_set)
             running.append(tasks.create_task(runtime.keep_registered()))
             yield channel
             for task in running:

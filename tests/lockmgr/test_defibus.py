@@ -179,7 +179,8 @@ def test_fencing_stays_late_and_repeated_requests_of_the_owner_are_told_apart() 
 
 def table_of_a(now_ms: int = START_MS) -> LockTable:
     table = LockTable(POLICY)
-    table.load(KEY, owned().lock, 1, 7, now_ms)
+    table.load(KEY, owned().lock, 1, now_ms)
+    table.confirm(KEY, 7, now_ms)
     return table
 
 

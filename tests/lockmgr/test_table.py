@@ -37,7 +37,8 @@ def lock_of(owner: Incarnation | None, token: int = 7, acquire_seq: int = 3) -> 
 
 def owned_by_a(*, now_ms: int = 0, offsets_token: int = 7) -> LockTable:
     table = LockTable(POLICY)
-    table.load(KEY, lock_of(A), 1, offsets_token, now_ms)
+    table.load(KEY, lock_of(A), 1, now_ms)
+    table.confirm(KEY, offsets_token, now_ms)
     return table
 
 
@@ -402,7 +403,8 @@ def test_entries_come_in_order_and_by_filter() -> None:
     table = LockTable(POLICY)
     keys = [QueueKey(g, t, "b", q) for g in ("g", "h") for t in ("t", "u") for q in (2, 10)]
     for key in reversed(keys):
-        table.load(key, lock_of(A), 1, 7, 0)
+        table.load(key, lock_of(A), 1, 0)
+        table.confirm(key, 7, 0)
     assert [entry.key for entry in table.entries()] == keys
     assert [entry.key for entry in table.entries("h", "u")] == keys[6:]
     assert table.counts()[LockState.HELD] == 8

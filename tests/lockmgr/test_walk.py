@@ -63,10 +63,8 @@ class IgnoresSeq(LockTable):
 class ForgetsOwners(LockTable):
     """Starts as a new leader with every queue free (story 18)."""
 
-    def load(
-        self, key: QueueKey, lock: Lock, revision: int, offsets_token: int, now_ms: int
-    ) -> None:
-        super().load(key, lock.freed(), revision, offsets_token, now_ms)
+    def load(self, key: QueueKey, lock: Lock, revision: int, now_ms: int) -> None:
+        super().load(key, lock.freed(), revision, now_ms)
 
 
 def walk(seed: int, kind: type[LockTable] = LockTable) -> Counter[str]:

@@ -244,7 +244,8 @@ class World:
         self.table = self.make_table(POLICY)
         if self.revision:
             token = self.progress().token
-            self.table.load(KEY, self.stored, self.revision, token, self.now_ms)
+            self.table.load(KEY, self.stored, self.revision, self.now_ms)
+            self.table.confirm(KEY, token, self.now_ms)
             phantom = self.stored.owner is not None and token != self.stored.token
             self.seen["phantom"] += phantom
         self.seen["leader"] += 1

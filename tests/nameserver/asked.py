@@ -279,7 +279,7 @@ async def scene() -> AsyncIterator[Scene]:
         refused: list[pb.RefusedClient] = []
         questions = Questions(
             lambda: lockmgr_grpc.LockmgrServiceStub(channel),
-            lambda: offsets_grpc.OffsetsServiceStub(channel),
+            lambda _: offsets_grpc.OffsetsServiceStub(channel),
             brokers,
             timeout_s=TIMEOUT_S,
         )

@@ -27,6 +27,7 @@ from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
 from services.nameserver.group_calls import GroupCalls
 from services.nameserver.group_store import GroupStore
+from services.nameserver.placing import Placing
 from services.nameserver.progress import Progress
 from services.nameserver.refusals import Refusals
 from services.nameserver.sessions import Sessions
@@ -42,8 +43,10 @@ from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
 from services.runtime.gates import PREFIX as GATES_PREFIX
 from services.runtime.mirror import Mirror
-from services.runtime.peers import Peer
+from services.runtime.peers import Peers
+from services.runtime.places import OFFSETS, Places
 from services.runtime.process import Runtime
+from tests.offsets.service import only_set
 from tests.support.serving import serving_at
 
 CALL_TIMEOUT_S = 10
@@ -136,8 +139,9 @@ class Direct:
         store = GroupStore(
             etcd, turns, topic_store, member_lease_ms=30_000, on_change=telemetry.group_changed
         )
-        self.offsets = Peer(runtime.nodes, "offsets", offsets_grpc.OffsetsServiceStub)
-        progress = Progress(self.offsets.stub)
+        self.offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub)
+        places = Places(self.catalog.places, runtime.nodes)
+        progress = Progress(self.offsets.stub, places)
         self.topics = TopicCalls(settings, self.catalog, topic_store, progress)
         self.groups = GroupCalls(
             settings=settings,
@@ -148,6 +152,7 @@ class Direct:
             sessions=Sessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
             refusals=Refusals(etcd, self.catalog, lease_ms=30_000),
             progress=progress,
+            placing=Placing(etcd, turns, self.catalog, places, store),
             telemetry=telemetry,
         )
         self._tasks = tasks
@@ -212,6 +217,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
                 metrics=OffsetsMetrics(registry),
                 hub=hub,
                 gates=gates,
+                origin=only_set(etcd),
             ),
         )
         async with asyncio.TaskGroup() as tasks, serving_at(offsets.add) as address:
@@ -230,6 +236,7 @@ async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
         address=address,
         epoch=epoch,
         leader=True,
+        replica_set=OFFSETS,
     )
     return await etcd.put(etcd.key("nodes", "offsets", "offsets-0"), node.SerializeToString())
 

@@ -23,7 +23,7 @@ from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
 from services.runtime.gates import PREFIX
 from services.runtime.mirror import Mirror
-from tests.offsets.service import Service
+from tests.offsets.service import Service, only_set
 from tests.support.serving import serving
 
 
@@ -49,6 +49,7 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
                 metrics=OffsetsMetrics(registry),
                 hub=hub,
                 gates=gates,
+                origin=only_set(etcd),
             ),
         )
         async with asyncio.TaskGroup() as tasks:

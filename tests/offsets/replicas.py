@@ -6,7 +6,7 @@ A node can be cut off from etcd, its slaves can be kept waiting, and it can end 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,15 +67,36 @@ class Session(EtcdSession):
             raise NoQuorum("cut off")
 
 
+Proceed = Callable[[], Awaitable[Any]]
+Rule = Callable[[Any, Proceed], Awaitable[Any]]
+
+
 class Gate(grpc.aio.ServerInterceptor):
-    """Holds up, at the master, the calls of slaves that a test has shut out."""
+    """Holds up, at the master, the calls of slaves that a test has shut out.
+
+    Attributes:
+        rules: What becomes of other calls, by method.
+    """
 
     def __init__(self) -> None:
         self.shut: set[str] = set()
+        self.rules: dict[str, Rule] = {}
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if details.method.rpartition("/")[2] != "Fetch":
+        method = details.method.rpartition("/")[2]
+        if method in self.rules:
+
+            async def ruled(request: Any, context: Any) -> Any:
+                rule = self.rules.get(method)
+                if rule is None:
+                    return await handler.unary_unary(request, context)
+                return await rule(request, lambda: handler.unary_unary(request, context))
+
+            return grpc.unary_unary_rpc_method_handler(
+                ruled, handler.request_deserializer, handler.response_serializer
+            )
+        if method != "Fetch":
             return handler
 
         async def fetch(request: Any, context: Any) -> Any:
@@ -140,15 +161,18 @@ class ReplicaSet:
         """Start nodes of the set a, b, c."""
         for name in names:
             started: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+            common: dict[str, Any] = {
+                "replicas": "a,b,c",
+                "replica_lag_ms_max": 1_000,
+                "master_lease_ms": LEASE_MS,
+                "node_lease_ms": LEASE_MS,
+            }
             settings = OffsetsSettings(
                 node_id=name,
                 data_dir=self.folder / name,
                 cluster=self.cluster,
                 etcd=self.endpoint,
-                replicas="a,b,c",
-                master_lease_ms=LEASE_MS,
-                node_lease_ms=LEASE_MS,
-                **({"replica_lag_ms_max": 1_000} | self.settings),
+                **(common | self.settings),
             )
             self._tasks.create_task(_run(settings, started))
             self.nodes[name] = await started
@@ -223,6 +247,8 @@ async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> N
                             runtime.nodes.run,
                             runtime.keep_registered,
                         ]
+                        if app.leader:
+                            await runtime.register(epoch=app.epoch, replica_set=app.replica_set)
                         running = [tasks.create_task(loop()) for loop in loops]
                         started.set_result(
                             Replica(

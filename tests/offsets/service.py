@@ -17,12 +17,15 @@ from prometheus_client import CollectorRegistry
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
+from services.offsets.arriving import Origin
 from services.offsets.codec import META
 from services.offsets.core.changes import POSITION
 from services.offsets.disk import Found
 from services.offsets.serving import Offsets
-from services.runtime.etcd import Stored
+from services.runtime.etcd import EtcdSession, Stored
 from services.runtime.events import EventHub
+from services.runtime.mirror import Mirror
+from services.runtime.places import OFFSETS, PREFIX, Place
 
 TERM = 7
 TIMEOUT_S = 20
@@ -85,6 +88,18 @@ class Service:
                 pb.RecordDeliveredRequest(items=[delivery]), timeout=TIMEOUT_S
             )
             assert done.outcomes[0].HasField("delivered")
+
+
+def only_set(etcd: EtcdSession, *groups: str) -> Origin:
+    """The surroundings of the only replica set, to which etcd has given `groups` already."""
+    places = Mirror(etcd, PREFIX)
+    for group in groups:
+        places.values[group] = Stored(group, Place(OFFSETS).encode(), 1, 1)
+
+    def stub(replica_set: str) -> pb_grpc.OffsetsServiceAsyncStub:
+        raise AssertionError(f"there is no set {replica_set}")
+
+    return Origin(OFFSETS, etcd, places, stub)
 
 
 async def call(service: Service, name: str, request: Any) -> Any:

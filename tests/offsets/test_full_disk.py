@@ -29,7 +29,7 @@ from services.offsets.serving import Surroundings, alone
 from services.runtime.etcd import EtcdSession
 from services.runtime.events import EventHub
 from services.runtime.mirror import Mirror
-from tests.offsets.service import TERM, Service, call, queue
+from tests.offsets.service import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -47,7 +47,8 @@ class Room:
 async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
-    gates = Mirror(EtcdSession("127.0.0.1:1", "unused", clock), "gates/")
+    etcd = EtcdSession("127.0.0.1:1", "unused", clock)
+    gates = Mirror(etcd, "gates/")
     with Disk(folder, free_bytes=room) as disk:
         offsets = alone(
             disk,
@@ -57,6 +58,7 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
                 metrics=OffsetsMetrics(registry),
                 hub=hub,
                 gates=gates,
+                origin=only_set(etcd, "readers"),
             ),
         )
         async with asyncio.TaskGroup() as tasks:

@@ -165,7 +165,7 @@ class Books:
         self.retries = retry_topic(group)
         self.topic_ids: dict[str, int] = {}
         self.copies: dict[int, Copy] = {}
-        self.table: ProgressTable | None = None
+        self.tables: dict[str, ProgressTable] = {}
         self.watching = True
         self.violation: Violation | None = None
         self.broken = asyncio.Event()
@@ -192,9 +192,14 @@ class Books:
 
     def in_force(self, key: QueueKey, durable: Progress) -> int:
         """The token that counts now."""
-        if self.table is not None and key in self.table:
-            return self.table.query(key).token
+        for table in self.tables.values():
+            if key in table and table.homes.keeps(key.group):
+                return table.query(key).token
         return durable.token
+
+    def watches(self, table: ProgressTable) -> bool:
+        """Whether a table is one of those that count: the newest of its replica set."""
+        return any(each is table for each in self.tables.values())
 
     def wanted(self, key: QueueKey, offset: int, tag: str, reset_epoch: int) -> bool:
         """Whether a message had to be handled: the filter let it pass, and it was not sent back."""

@@ -55,7 +55,7 @@ def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
         directory = queue.session.directory
         while True:
             try:
-                stub = await directory.offsets()
+                stub = await directory.offsets(queue.key.group)
                 await stub.Close(offsets_pb.CloseRequest(items=[item]), timeout=CALL_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as failure:

@@ -15,7 +15,9 @@ from services.lockmgr.core.locks import Asker, Entry, Lock, Observation, Pending
 from services.lockmgr.core.table import KeepAlive, LockTable, Report
 from services.lockmgr.handover import HandOvers, Refusal, Term, Wish, _Passed
 from services.lockmgr.leader import Leader
+from services.lockmgr.offsets import Fenced
 from services.lockmgr.store import Change, Conflict
+from services.lockmgr.taking_over import TakingOver
 from tests.simulation.background import in_background
 
 
@@ -30,7 +32,9 @@ def skip_fence(patch: pytest.MonkeyPatch) -> None:
             return await real(self, wish, grant, pending, entry)
         seen = await self._term.offsets.observe(wish.key)
         answer = offsets_pb.Fenced(token=seen.token, committed_offset=seen.committed)
-        return _Passed("none", Condition.CLOSED_OR_DRAINED, answer)
+        offsets = self._term.offsets
+        unfenced = Fenced(answer, offsets.set_of(wish.key.group), 0)
+        return _Passed("none", Condition.CLOSED_OR_DRAINED, unfenced)
 
     patch.setattr(HandOvers, "_fence", fence)
 
@@ -49,7 +53,7 @@ def grant_before_persist(patch: pytest.MonkeyPatch) -> None:
             return passed
         lock = Lock(
             owner=wish.asker.incarnation,
-            token=passed.answer.token,
+            token=passed.fenced.answer.token,
             acquire_seq=wish.asker.acquire_seq,
             attempt=passed.attempt,
             generation=wish.asker.generation,
@@ -63,7 +67,7 @@ def grant_before_persist(patch: pytest.MonkeyPatch) -> None:
                 self._granted(wish, grant, passed, lock, outcome)
 
         in_background(persist())
-        return self.answer(passed.answer, lock, newly_acquired=True)
+        return self.answer(passed.fenced, lock, newly_acquired=True)
 
     patch.setattr(HandOvers, "carry_out", carry_out)
 
@@ -106,9 +110,11 @@ def count_per_contender(patch: pytest.MonkeyPatch) -> None:
 def forget_the_table(patch: pytest.MonkeyPatch) -> None:
     """[forget_table] A new leader begins with nothing: every queue looks free."""
 
-    async def take_over(self: Leader, term: Term) -> None:
+    async def take_over(self: Leader, term: Term) -> TakingOver:
         await self._members.ready()
-        await self._until_answered("announce", term.offsets.announce)
+        taking_over = TakingOver(term, [])
+        await taking_over.begin()
+        return taking_over
 
     patch.setattr(Leader, "_take_over", take_over)
 

@@ -20,6 +20,7 @@ from batonmq.core.retries import ATTEMPTS
 from services.offsets.core.calls import QueueKey
 from services.offsets.disk import Entry
 from services.offsets.serving import Offsets
+from services.runtime.places import OFFSETS
 from services.storage.core import schedule
 from services.storage.core.producers import Receipt
 from services.storage.core.store import Checked, Store, TopicQueues
@@ -75,15 +76,16 @@ class Checker:
     def watch_mastership(self, offsets: Offsets) -> None:
         """See what a master of offsets begins with and does; what it writes counts once the
         in-sync set has it."""
-        if self.books.table is None or offsets.table.epoch > self.books.table.epoch:
+        table = self.books.tables.get(OFFSETS)
+        if table is None or offsets.table.epoch > table.epoch:
             self.offsets.began(dict(offsets.disk.read()))
-            self.offsets.watch_table(offsets.table)
+            self.offsets.watch_table(offsets.table, OFFSETS)
         write = offsets.commits._write
 
         async def watched(entries: Sequence[Entry]) -> None:
             await write(entries)
             self.replicas.confirmed(offsets)
-            if self.books.table is offsets.table:
+            if self.books.watches(offsets.table):
                 self.offsets.written(entries)
 
         offsets.commits._write = watched

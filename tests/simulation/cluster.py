@@ -4,6 +4,7 @@
     ns-a ns-b       nameserver, two replicas
     lock-a lock-b   lock manager, leader and standby
     offsets         one node, on a disk that outlives it; or
+    offsets, offsets-far   two replica sets of one node each, between which the group moves; or
     offsets-a b c   three of them, a replica set
     broker-a        storage, likewise; or
     broker-a-0 1 2  two or three of them, a replica set
@@ -49,6 +50,8 @@ from tests.simulation.trace import Trace
 GROUP, TOPIC, BROKER = "readers", "orders", "broker-a"
 OFFSETS = "offsets"
 """The node of a cluster that has one."""
+FAR = "offsets-far"
+"""The other one, of a cluster that has two sets; both are called as their set."""
 REPLICAS = ("offsets-a", "offsets-b", "offsets-c")
 STORES = ("broker-a-0", "broker-a-1", "broker-a-2")
 NAMESERVERS = "ns-a:1,ns-b:1"
@@ -80,7 +83,7 @@ class World(processes.World):
         """See base; what a node without slaves has written counts at once."""
         known = node_id in self.offsets_disks
         disk = super().offsets_disk_of(node_id)
-        if not known and node_id == OFFSETS:
+        if not known and node_id in (OFFSETS, FAR):
             disk.on_write.append(self.checker.offsets.written)
         elif not known:
             self.checker.replicas.watch_disk(node_id, disk)
@@ -117,7 +120,8 @@ class World(processes.World):
         if self.checker.replicas.opened(offsets):
             self.checker.watch_mastership(offsets)
         else:
-            self.checker.offsets.watch_table(offsets.table)
+            near = offsets.disk is self.offsets_disks.get(OFFSETS)
+            self.checker.offsets.watch_table(offsets.table, OFFSETS if near else FAR)
 
     def storage_opened(self, node_id: str, node: Node) -> None:
         if node_id == BROKER:
@@ -268,6 +272,7 @@ def services(world: World, random: Random, options: Options) -> list[Service]:
             if options.replicated
             else (progress(OFFSETS),)
         ),
+        *((progress(FAR, replica_set=FAR),) if options.moves else ()),
         *(
             (log(name, **log_replicated) for name in STORES[: options.stores])
             if options.stores > 1

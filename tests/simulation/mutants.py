@@ -16,6 +16,7 @@ from batonmq.testing.network import Faults
 from tests.simulation import (
     broken_clients,
     broken_lockmgr,
+    broken_moves,
     broken_offsets,
     broken_replicas,
     broken_serving,
@@ -100,6 +101,11 @@ STORES = Options(steps=40, stores=3, master_faults=6, splits=4, service_kills=4)
 STORES_SPLIT = Options(
     steps=60, stores=3, master_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
+)  # fmt: skip
+MOVES = Options(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))
+TO_AND_FRO = Options(
+    steps=60, moves=60, consumers=2, queues=2,
+    faults=Faults(slow=0.3, duplicate=0.8, slow_ms_max=5_000),
 )  # fmt: skip
 
 MUTANTS = (
@@ -216,6 +222,30 @@ MUTANTS = (
         broken_stores.answer_without_lease,
         STORES_SPLIT,
         ("section 8",),
+    ),
+    Mutant(
+        "adopt a group without seal",
+        broken_moves.adopt_without_seal,
+        MOVES,
+        ("V1", "V3", "V5", "V7", "V9"),
+    ),
+    Mutant(
+        "serve a group after its seal",
+        broken_moves.serve_after_seal,
+        MOVES,
+        ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+    ),
+    Mutant(
+        "seal by a lower move",
+        broken_moves.seal_by_a_lower_move,
+        TO_AND_FRO,
+        ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+    ),
+    Mutant(
+        "adopt a lower move",
+        broken_moves.adopt_a_lower_move,
+        TO_AND_FRO,
+        ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
     ),
     Mutant("pause known now and then", broken_serving.pause_known_now_and_then, PAUSES, ("pause",)),
 )

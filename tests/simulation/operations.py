@@ -17,7 +17,7 @@ from batonmq.common.rpc import from_rpc_error
 from batonmq.directory import CALL_TIMEOUT_S, Directory
 from batonmq.testing.processes import Process
 from services.offsets.core.calls import QueueKey
-from tests.simulation.cluster import GROUP, NAMESERVERS
+from tests.simulation.cluster import FAR, GROUP, NAMESERVERS, OFFSETS
 from tests.simulation.stage import Later, Stage
 
 T = TypeVar("T")
@@ -80,6 +80,12 @@ class Operator:
         self._stage.note(f"the group is to stop: {reason}", "group pauses")
         return self._pause(reason, self._stage.time_s())
 
+    def move(self) -> None:
+        """The group is to be kept by the other set of offsets."""
+        to_set = self._stage.random.choice([OFFSETS, FAR])
+        self._stage.note(f"the group is to move to {to_set}")
+        self._begin(self._move(to_set))
+
     def ask(self) -> None:
         """Why do queues not move?"""
         self._stage.counts["questions"] += 1
@@ -111,7 +117,7 @@ class Operator:
 
     async def _carry_out_reset(self, request: offsets_pb.ResetRequest) -> None:
         async def call() -> offsets_pb.ResetResponse:
-            stub = await self._directory.offsets()
+            stub = await self._directory.offsets(GROUP)
             return await stub.Reset(request, timeout=CALL_TIMEOUT_S)
 
         await self._until_answered(call)
@@ -126,6 +132,15 @@ class Operator:
             return await stub.ForceRelease(request, timeout=CALL_TIMEOUT_S)
 
         await self._until_answered(call)
+
+    async def _move(self, to_set: str) -> None:
+        async def call() -> pb.MoveGroupResponse:
+            request = pb.MoveGroupRequest(group=GROUP, to_set=to_set)
+            return await self._directory.nameserver().MoveGroup(request, timeout=CALL_TIMEOUT_S)
+
+        answer = await self._until_answered(call)
+        if isinstance(answer, pb.MoveGroupResponse) and answer.before != answer.place:
+            self._stage.note(f"move {answer.place.move} to {to_set}", "moves")
 
     async def _pause(self, reason: str, time_s: float) -> None:
         self._begin(self._update(_paused(True, reason)))

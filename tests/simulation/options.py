@@ -18,7 +18,8 @@ Fault model. The cluster must keep its promises while
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
 - an operator moves the group back and forth, undoes that, takes queues from their owners, stops
-  the group for a while; a new version with another subscription is rolled out.
+  the group for a while; a new version with another subscription is rolled out;
+- the group is moved between two sets of offsets, whose nodes die, stand still and are cut off.
 
 Not part of it: an etcd that loses what it has stored, monotonic clocks that run at different
 rates, a damaged disk without another copy.
@@ -87,6 +88,8 @@ class Options:
         rots: Weight of a node of storage that is killed and comes back with a damaged log.
         disk_failures: Weight of a node of storage whose disk can't be written to for a while, if it
             has others.
+        moves: Weight of an operator who moves the group to the other of two sets of offsets, of one
+            node each. 0: there is one set.
     """
 
     steps: int = 30
@@ -127,6 +130,7 @@ class Options:
     memory_window_bytes: int = 0
     rots: int = 0
     disk_failures: int = 0
+    moves: int = 0
 
     @staticmethod
     def drawn(random: Random, steps: int) -> Options:
@@ -174,7 +178,7 @@ class Options:
         fails = random.choice([0, 0.3, 0.3, 0.6])
         found = found if found.jumps else replace(found, fails=fails)
         if random.random() < 0.5:
-            return found
+            return replace(found, moves=some(4))
         return replace(
             found,
             replicated=True,
@@ -203,7 +207,7 @@ class Options:
     @staticmethod
     def graceful(random: Random, steps: int) -> Options:
         """Members come and go, services are replaced one by one; nothing breaks."""
-        return Options(
+        found = Options(
             steps=steps,
             queues=random.randint(2, 6),
             consumers=random.randint(2, 4),
@@ -222,6 +226,7 @@ class Options:
             min_in_sync=random.choice([1, 2]),
             stores=random.choice([1, 1, 2, 3]),
         )
+        return found if found.replicated else replace(found, moves=random.choice([0, 3]))
 
     def __str__(self) -> str:
         """The options that are not as they are by default."""

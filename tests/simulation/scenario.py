@@ -157,6 +157,7 @@ class Run:
             self._operator.force: options.forces,
             self._operator.pause: options.group_pauses,
             self._operator.ask: options.questions,
+            self._operator.move: options.moves,
         }
 
     async def _settle(self, tasks: asyncio.TaskGroup) -> None:

@@ -36,7 +36,7 @@ ENOUGH = {
     "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
     "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
     "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
-    "master faults": 1, "lost disks": 1,
+    "master faults": 1, "lost disks": 1, "moves": 5,
 }  # fmt: skip
 """What must have happened in a bunch, at least so often."""
 STORAGE_BUNCH = 15

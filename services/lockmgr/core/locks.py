@@ -124,6 +124,7 @@ class Observation:
 class Step(Enum):
     """How far a change of an entry has come."""
 
+    ANNOUNCE = "announce"
     FENCE = "fence"
     PERSIST = "persist"
     RELEASE = "release"

@@ -123,19 +123,23 @@ class LockTable:
 
     # A leader begins
 
-    def load(
-        self, key: QueueKey, lock: Lock, revision: int, offsets_token: int, now_ms: int
-    ) -> None:
-        """Take over an entry of the leader before: its lease starts now.
+    def load(self, key: QueueKey, lock: Lock, revision: int, now_ms: int) -> None:
+        """Take over an entry of the leader before, to be confirmed: until then nothing is done."""
+        entry = Entry(key, lease_start_ms=now_ms, held_since_ms=now_ms)
+        self._entries[key] = entry
+        self._put(entry, lock, revision)
+        entry.pending = Pending(Step.ANNOUNCE)
+
+    def confirm(self, key: QueueKey, offsets_token: int, now_ms: int) -> None:
+        """Begin with a loaded entry: its lease starts now.
 
         Args:
             offsets_token: Answered by offsets after it has learnt of this term. If it is not the
                 owner's, the owner was fenced and must not be renewed (story 12).
         """
-        entry = Entry(key, lease_start_ms=now_ms, held_since_ms=now_ms)
-        self._entries[key] = entry
-        self._put(entry, lock, revision)
-        entry.phantom = lock.owner is not None and lock.token != offsets_token
+        entry = self._settle(key)
+        entry.lease_start_ms = entry.held_since_ms = now_ms
+        entry.phantom = entry.lock.owner is not None and entry.lock.token != offsets_token
         entry.offsets_token = offsets_token
 
     # Observing

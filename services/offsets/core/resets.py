@@ -89,6 +89,11 @@ class Records:
         slots[slot] = self._by_id[group, operation.order.op_id] = operation
         return RecordKey(group, slot)
 
+    def drop(self, group: str) -> None:
+        """Forget those of a group that is kept elsewhere."""
+        for operation in self._slots.pop(group, {}).values():
+            del self._by_id[group, operation.order.op_id]
+
     def next_number(self, group: str) -> int:
         """For an operation that is new."""
         slots = self._slots.get(group, {})

@@ -25,6 +25,7 @@ from services.offsets.core.calls import (
     Source,
     Tombstone,
 )
+from services.offsets.core.homes import Homes
 from services.offsets.core.progress import Progress
 from services.offsets.core.ranges import RangeSet
 
@@ -38,10 +39,14 @@ class ProgressTable:
         epoch: Epoch of this replica set; one greater than in the life before.
         term: Highest announced term.
         now: Start of this life; counts as an access to every queue (protocol 12).
+
+    Attributes:
+        homes: Which groups have come here, or left.
     """
 
     def __init__(self, limits: Limits, epoch: int, term: int, now: Instant) -> None:
         self.limits, self.epoch, self.term, self._start = limits, epoch, term, now
+        self.homes = Homes()
         self._queues: dict[QueueKey, Progress] = {}
         self._groups: dict[str, dict[QueueKey, Progress]] = {}
         self._tombstones: dict[QueueKey, Tombstone] = {}
@@ -57,19 +62,42 @@ class ProgressTable:
     def __contains__(self, key: object) -> bool:
         return key in self._queues
 
-    def restore(self, key: QueueKey, stored: Progress | Tombstone) -> None:
-        """Take a queue over from the life before: D is what was reserved, ages begin anew."""
+    def restore(
+        self, key: QueueKey, stored: Progress | Tombstone, now: Instant | None = None
+    ) -> None:
+        """Take a queue over, from the life before or as of `now` from another replica set.
+
+        D is what was reserved, ages begin anew.
+        """
         if isinstance(stored, Tombstone):
             self._tombstones[key] = stored
             return
         stored.delivered_offset = stored.delivered_reserved
         stored.delivered_known, stored.handover = 0, None
-        stored.access_monotonic_ms = self._start.monotonic_ms
+        stored.access_monotonic_ms = (now or self._start).monotonic_ms
         self._put(key, stored)
 
     def restore_topic(self, topic: str, topic_id: int) -> None:
         """Take over for which id the progress of a topic's name was last deleted."""
         self._topic_ids[topic] = topic_id
+
+    @property
+    def topic_ids(self) -> dict[str, int]:
+        """By name the greatest id for which the progress on a topic was deleted."""
+        return dict(self._topic_ids)
+
+    def has(self, group: str) -> bool:
+        """Whether a group has progress."""
+        return group in self._groups
+
+    def drop(self, group: str) -> None:
+        """Forget a group that is kept elsewhere, tombstones too."""
+        for key in self._groups.pop(group, {}):
+            del self._queues[key]
+            self.ack_ranges.pop(key, None)
+            self.capped.discard(key)
+        for key in [key for key in self._tombstones if key.group == group]:
+            del self._tombstones[key]
 
     def check_epoch(self, seen_epoch: int) -> None:
         """Refuse a caller that has seen a newer life of this replica set.
@@ -116,7 +144,7 @@ class ProgressTable:
         if progress is None:
             if wish.holder is None:
                 raise self._unknown(key)
-            self._check_topic_id(key.topic, wish.topic_id)
+            self._check_topic_id(key, wish.topic_id)
             progress = self._first(key, wish.initial_offset)
         grant = progress.fence(wish, now)
         self._put(key, progress)
@@ -146,7 +174,12 @@ class ProgressTable:
         if topic_id <= self.deleted_for(topic):
             return None
         self._topic_ids[topic] = topic_id
-        return self._end((key for key in self._queues if key.topic == topic), now)
+        ended = (
+            key
+            for key in self._queues
+            if key.topic == topic and self.homes.topic_id(key.group, topic) < topic_id
+        )
+        return self._end(ended, now)
 
     def delete_group(self, group: str, topic: str, now: Instant) -> list[QueueKey]:
         """End the progress of `group` on `topic` or, if empty, on all; which queues had some."""
@@ -229,16 +262,17 @@ class ProgressTable:
         yield from self._queues.items()
         yield from self._tombstones.items()
 
-    def _check_topic_id(self, topic: str, topic_id: int) -> None:
+    def _check_topic_id(self, key: QueueKey, topic_id: int) -> None:
         """Refuse a start offset that was found before the topic was created anew.
 
         Raises:
             OldTopic: it was.
         """
-        current = self.deleted_for(topic)
+        current = max(self.deleted_for(key.topic), self.homes.topic_id(key.group, key.topic))
         if 0 < topic_id < current:
             raise OldTopic(
-                f"the start offset is of topic {topic} with id {topic_id}; the id is {current} now",
+                f"the start offset is of topic {key.topic} with id {topic_id}; "
+                f"the id is {current} now",
                 facts={"topic_id": topic_id, "current": current},
             )
 

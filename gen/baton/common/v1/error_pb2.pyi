@@ -99,6 +99,16 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """No recorded operation has this id. Facts: `op_id`."""
     REASON_OPERATION_EXISTS: _Reason.ValueType  # 32
     """This operation id was used for something else. Facts: `op_id`."""
+    REASON_SET_NOT_FOUND: _Reason.ValueType  # 33
+    """No such offsets replica set is registered. Facts: `offsets_set`, `known`."""
+    REASON_GROUP_MOVING: _Reason.ValueType  # 34
+    """The group is being moved to another offsets replica set already. Facts: `group`, `offsets_set`,
+    `from_set`, `move`.
+    """
+    REASON_GROUPS_APART: _Reason.ValueType  # 35
+    """Two groups would have to be kept by one offsets replica set, and are not. Facts: `group`,
+    `other_group`, `offsets_set`.
+    """
     REASON_OFFSET_OUT_OF_RANGE: _Reason.ValueType  # 40
     """Offset outside [first, next]. Facts: `offset`, `first_offset`, `next_offset`."""
     REASON_OFFSET_AHEAD_OF_LOG: _Reason.ValueType  # 41
@@ -173,7 +183,13 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """
     REASON_OLD_TOPIC: _Reason.ValueType  # 88
     """The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
-    REASON_STILL_IN_SYNC: _Reason.ValueType  # 89
+    REASON_GROUP_MOVED: _Reason.ValueType  # 89
+    """The group is kept by another offsets replica set. Facts: `group`, `offsets_set`, `move`."""
+    REASON_OLD_MOVE: _Reason.ValueType  # 90
+    """A later move of the group is known than the one the call is for. Facts: `group`, `move`,
+    `current`.
+    """
+    REASON_STILL_IN_SYNC: _Reason.ValueType  # 91
     """Somebody may be elected without a loss. Facts: `node_id` where known."""
     REASON_NOT_LEADER: _Reason.ValueType  # 100
     """This node does not lead; another may. Facts: `leader` where known."""
@@ -241,6 +257,16 @@ REASON_OPERATION_NOT_FOUND: Reason.ValueType  # 31
 """No recorded operation has this id. Facts: `op_id`."""
 REASON_OPERATION_EXISTS: Reason.ValueType  # 32
 """This operation id was used for something else. Facts: `op_id`."""
+REASON_SET_NOT_FOUND: Reason.ValueType  # 33
+"""No such offsets replica set is registered. Facts: `offsets_set`, `known`."""
+REASON_GROUP_MOVING: Reason.ValueType  # 34
+"""The group is being moved to another offsets replica set already. Facts: `group`, `offsets_set`,
+`from_set`, `move`.
+"""
+REASON_GROUPS_APART: Reason.ValueType  # 35
+"""Two groups would have to be kept by one offsets replica set, and are not. Facts: `group`,
+`other_group`, `offsets_set`.
+"""
 REASON_OFFSET_OUT_OF_RANGE: Reason.ValueType  # 40
 """Offset outside [first, next]. Facts: `offset`, `first_offset`, `next_offset`."""
 REASON_OFFSET_AHEAD_OF_LOG: Reason.ValueType  # 41
@@ -315,7 +341,13 @@ back. Facts: `group`, `subscription_generation`.
 """
 REASON_OLD_TOPIC: Reason.ValueType  # 88
 """The start offset was read of an earlier topic of the name. Facts: `topic_id`, `current`."""
-REASON_STILL_IN_SYNC: Reason.ValueType  # 89
+REASON_GROUP_MOVED: Reason.ValueType  # 89
+"""The group is kept by another offsets replica set. Facts: `group`, `offsets_set`, `move`."""
+REASON_OLD_MOVE: Reason.ValueType  # 90
+"""A later move of the group is known than the one the call is for. Facts: `group`, `move`,
+`current`.
+"""
+REASON_STILL_IN_SYNC: Reason.ValueType  # 91
 """Somebody may be elected without a loss. Facts: `node_id` where known."""
 REASON_NOT_LEADER: Reason.ValueType  # 100
 """This node does not lead; another may. Facts: `leader` where known."""

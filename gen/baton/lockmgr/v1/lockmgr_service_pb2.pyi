@@ -254,6 +254,7 @@ class Grant(_message.Message):
     NEWLY_ACQUIRED_FIELD_NUMBER: _builtins.int
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
+    OFFSETS_SET_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Fencing token; to be shown with every pull, commit and close."""
     committed_offset: _builtins.int
@@ -270,6 +271,8 @@ class Grant(_message.Message):
     """Generation of the subscription the queue is granted for; 0 if the group does not bind grants to
     one. Pulls under the token have to name it.
     """
+    offsets_set: _builtins.str
+    """Replica set of offsets that issued the token; empty if there is but one. `offsets_epoch` is its."""
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.OffsetRange]:
         """Acked offsets at or above `committed_offset`, ascending, disjoint: never handle these."""
@@ -290,10 +293,11 @@ class Grant(_message.Message):
         newly_acquired: _builtins.bool = ...,
         offsets_epoch: _builtins.int = ...,
         subscription_generation: _builtins.int = ...,
+        offsets_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "committed_offset", b"committed_offset", "lease_ms", b"lease_ms", "maybe_seen", b"maybe_seen", "newly_acquired", b"newly_acquired", "offsets_epoch", b"offsets_epoch", "reset_epoch", b"reset_epoch", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "committed_offset", b"committed_offset", "lease_ms", b"lease_ms", "maybe_seen", b"maybe_seen", "newly_acquired", b"newly_acquired", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "reset_epoch", b"reset_epoch", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

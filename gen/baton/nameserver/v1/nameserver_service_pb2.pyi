@@ -399,6 +399,146 @@ STUCK_REASON_DATA_LOSS: StuckReason.ValueType  # 22
 Global___StuckReason: _TypeAlias = StuckReason  # noqa: Y015
 
 @_typing.final
+class Place(_message.Message):
+    """Where a group's progress is kept. Stands in etcd as it is, under places/<group>, also after the
+    group is deleted: tokens of its queues are kept, so that none is issued twice.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_SET_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    FROM_SET_FIELD_NUMBER: _builtins.int
+    offsets_set: _builtins.str
+    """Offsets replica set that keeps it."""
+    move: _builtins.int
+    """Rises by one with every move; 0 for a group that is where it began."""
+    from_set: _builtins.str
+    """The set it comes from, until the move is finished; else empty."""
+    def __init__(
+        self,
+        *,
+        offsets_set: _builtins.str = ...,
+        move: _builtins.int = ...,
+        from_set: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_set", b"from_set", "move", b"move", "offsets_set", b"offsets_set"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
+
+@_typing.final
+class LocateGroupRequest(_message.Message):
+    """Request for LocateGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group; 1 to 127 characters of [A-Za-z0-9_%-]. Required."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateGroupRequest: _TypeAlias = LocateGroupRequest  # noqa: Y015
+
+@_typing.final
+class LocateGroupResponse(_message.Message):
+    """Response for LocateGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def place(self) -> Global___Place:
+        """Where it is."""
+
+    def __init__(
+        self,
+        *,
+        place: Global___Place | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateGroupResponse: _TypeAlias = LocateGroupResponse  # noqa: Y015
+
+@_typing.final
+class MoveGroupRequest(_message.Message):
+    """Request for MoveGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    TO_SET_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group. Required."""
+    to_set: _builtins.str
+    """Replica set to move it to; empty for the one that a new group of the name would be given, of those
+    that are registered: the one with the highest score of a hash of group and set.
+    """
+    dry_run: _builtins.bool
+    """Tell what would happen and change nothing."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        to_set: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "group", b"group", "to_set", b"to_set"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveGroupRequest: _TypeAlias = MoveGroupRequest  # noqa: Y015
+
+@_typing.final
+class MoveGroupResponse(_message.Message):
+    """Response for MoveGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def before(self) -> Global___Place:
+        """Where it was."""
+
+    @_builtins.property
+    def place(self) -> Global___Place:
+        """Where it is, or would be; equal to `before` if it stays."""
+
+    def __init__(
+        self,
+        *,
+        before: Global___Place | None = ...,
+        place: Global___Place | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "place", b"place"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "place", b"place"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveGroupResponse: _TypeAlias = MoveGroupResponse  # noqa: Y015
+
+@_typing.final
 class Topic(_message.Message):
     """A topic: its identity and where its queues are."""
 

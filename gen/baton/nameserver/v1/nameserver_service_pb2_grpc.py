@@ -120,6 +120,16 @@ class NameserverServiceStub:
                 request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckRequest.SerializeToString,
                 response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckResponse.FromString,
                 _registered_method=True)
+        self.LocateGroup = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/LocateGroup',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.LocateGroupRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.LocateGroupResponse.FromString,
+                _registered_method=True)
+        self.MoveGroup = channel.unary_unary(
+                '/baton.nameserver.v1.NameserverService/MoveGroup',
+                request_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveGroupRequest.SerializeToString,
+                response_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveGroupResponse.FromString,
+                _registered_method=True)
 
 
 class NameserverServiceServicer:
@@ -310,6 +320,28 @@ class NameserverServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LocateGroup(self, request, context):
+        """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+        OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveGroup(self, request, context):
+        """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
+        and a seal at the old one lets nobody use both. A group that is there already stays.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
+        the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NameserverServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -397,6 +429,16 @@ def add_NameserverServiceServicer_to_server(servicer, server):
                     servicer.WhyStuck,
                     request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckRequest.FromString,
                     response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckResponse.SerializeToString,
+            ),
+            'LocateGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateGroup,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.LocateGroupRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.LocateGroupResponse.SerializeToString,
+            ),
+            'MoveGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveGroup,
+                    request_deserializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveGroupRequest.FromString,
+                    response_serializer=baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -859,6 +901,60 @@ class NameserverService:
             '/baton.nameserver.v1.NameserverService/WhyStuck',
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckRequest.SerializeToString,
             baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.WhyStuckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/LocateGroup',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.LocateGroupRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.LocateGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.nameserver.v1.NameserverService/MoveGroup',
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveGroupRequest.SerializeToString,
+            baton_dot_nameserver_dot_v1_dot_nameserver__service__pb2.MoveGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

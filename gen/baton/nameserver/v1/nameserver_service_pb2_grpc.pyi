@@ -149,6 +149,20 @@ class NameserverServiceStub:
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
     UNAVAILABLE (NOT_SERVING).
     """
+    LocateGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.LocateGroupRequest, _nameserver_service_pb2.LocateGroupResponse]
+    """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+    OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+    """
+    MoveGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveGroupRequest, _nameserver_service_pb2.MoveGroupResponse]
+    """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
+    and a seal at the old one lets nobody use both. A group that is there already stays.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
+    the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
+    """
 
 @_typing.type_check_only
 class NameserverServiceAsyncStub(NameserverServiceStub):
@@ -270,6 +284,20 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
 
     Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
     UNAVAILABLE (NOT_SERVING).
+    """
+    LocateGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.LocateGroupRequest, _nameserver_service_pb2.LocateGroupResponse]  # type: ignore[assignment]
+    """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+    OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+    """
+    MoveGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.MoveGroupRequest, _nameserver_service_pb2.MoveGroupResponse]  # type: ignore[assignment]
+    """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
+    and a seal at the old one lets nobody use both. A group that is there already stays.
+
+    Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
+    the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
     """
 
 class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -491,6 +519,32 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND, TOPIC_NOT_FOUND),
         UNAVAILABLE (NOT_SERVING).
+        """
+
+    @_abc_1.abstractmethod
+    def LocateGroup(
+        self,
+        request: _nameserver_service_pb2.LocateGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.LocateGroupResponse, _abc.Awaitable[_nameserver_service_pb2.LocateGroupResponse]]:
+        """Which offsets replica set keeps the progress of a group. A group that has no place yet gets one.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), UNAVAILABLE (NO_QUORUM, NOT_SERVING,
+        OFFSETS_UNREACHABLE: it has no place, and no node of offsets is registered).
+        """
+
+    @_abc_1.abstractmethod
+    def MoveGroup(
+        self,
+        request: _nameserver_service_pb2.MoveGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_nameserver_service_pb2.MoveGroupResponse, _abc.Awaitable[_nameserver_service_pb2.MoveGroupResponse]]:
+        """Moves a group to another offsets replica set. Answers once etcd says so; the set fetches it then,
+        and a seal at the old one lets nobody use both. A group that is there already stays.
+
+        Statuses: INVALID_ARGUMENT (INVALID_NAME), NOT_FOUND (GROUP_NOT_FOUND; SET_NOT_FOUND: no node of
+        the set is registered), ABORTED (GROUP_MOVING: its last move is not finished),
+        RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM, NOT_SERVING, OFFSETS_UNREACHABLE).
         """
 
 def add_NameserverServiceServicer_to_server(servicer: NameserverServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -126,6 +126,176 @@ HOLD_END_RESET: HoldEnd.ValueType  # 5
 Global___HoldEnd: _TypeAlias = HoldEnd  # noqa: Y015
 
 @_typing.final
+class HandOverRequest(_message.Message):
+    """Request for HandOver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    TO_SET_FIELD_NUMBER: _builtins.int
+    AFTER_KEY_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group. Required."""
+    move: _builtins.int
+    """Number of the move, as etcd has it; positive. Required."""
+    to_set: _builtins.str
+    """Replica set that takes the group over. Required."""
+    after_key: _builtins.bytes
+    """Only what follows this key; empty for the first part."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        move: _builtins.int = ...,
+        to_set: _builtins.str = ...,
+        after_key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_key", b"after_key", "group", b"group", "move", b"move", "to_set", b"to_set"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverRequest: _TypeAlias = HandOverRequest  # noqa: Y015
+
+@_typing.final
+class HandOverResponse(_message.Message):
+    """Response for HandOver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TopicIdsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    TOPIC_IDS_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    last: _builtins.bool
+    """True in the last part."""
+    term: _builtins.int
+    """Highest announced term of the lock manager: the new set accepts none that is older."""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredEntry]:
+        """Keys and values as they are stored, by key; about 1 MiB."""
+
+    @_builtins.property
+    def topic_ids(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """For which id the progress on a topic's name was last deleted when the group was sealed."""
+
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+        entries: _abc.Iterable[Global___StoredEntry] | None = ...,
+        last: _builtins.bool = ...,
+        term: _builtins.int = ...,
+        topic_ids: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "last", b"last", "offsets_epoch", b"offsets_epoch", "term", b"term", "topic_ids", b"topic_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverResponse: _TypeAlias = HandOverResponse  # noqa: Y015
+
+@_typing.final
+class StoredEntry(_message.Message):
+    """A key and its value, as they stand on the disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """The key."""
+    value: _builtins.bytes
+    """The value, with its checksum."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredEntry: _TypeAlias = StoredEntry  # noqa: Y015
+
+@_typing.final
+class ForgetGroupRequest(_message.Message):
+    """Request for ForgetGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group. Required."""
+    move: _builtins.int
+    """Number of the move by which it was handed over; positive. Required."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        move: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "move", b"move"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetGroupRequest: _TypeAlias = ForgetGroupRequest  # noqa: Y015
+
+@_typing.final
+class ForgetGroupResponse(_message.Message):
+    """Response for ForgetGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    offsets_epoch: _builtins.int
+    """Epoch of this replica set."""
+    def __init__(
+        self,
+        *,
+        offsets_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetGroupResponse: _TypeAlias = ForgetGroupResponse  # noqa: Y015
+
+@_typing.final
 class AnnounceRequest(_message.Message):
     """Request for Announce."""
 

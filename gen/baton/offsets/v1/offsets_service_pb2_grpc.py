@@ -32,6 +32,10 @@ class OffsetsServiceStub:
     request order. All but RecordDelivered and Touch answer only when the change is durable.
     Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
     every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
+    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
+    is on its way here, UNAVAILABLE (NOT_SERVING).
     """
 
     def __init__(self, channel):
@@ -110,6 +114,16 @@ class OffsetsServiceStub:
                 request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.SerializeToString,
                 response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.FromString,
                 _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/HandOver',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverResponse.FromString,
+                _registered_method=True)
+        self.ForgetGroup = channel.unary_unary(
+                '/baton.offsets.v1.OffsetsService/ForgetGroup',
+                request_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ForgetGroupRequest.SerializeToString,
+                response_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ForgetGroupResponse.FromString,
+                _registered_method=True)
 
 
 class OffsetsServiceServicer:
@@ -119,6 +133,10 @@ class OffsetsServiceServicer:
     request order. All but RecordDelivered and Touch answer only when the change is durable.
     Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
     every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
+    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
+    is on its way here, UNAVAILABLE (NOT_SERVING).
     """
 
     def Announce(self, request, context):
@@ -238,7 +256,8 @@ class OffsetsServiceServicer:
         """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
         the committed ones are taken over too.
 
-        Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+        Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
+        GROUPS_APART: the groups are kept by two replica sets).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -272,6 +291,27 @@ class OffsetsServiceServicer:
         this was recorded.
 
         Statuses: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HandOver(self, request, context):
+        """Gives a group up to another replica set, which asks for it. With the first call the group is
+        sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
+        answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
+
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_MOVE: the group came here, or left, by a later
+        move, or is forgotten), UNAVAILABLE (NOT_SERVING: the group itself has not arrived here yet).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetGroup(self, request, context):
+        """Removes what was handed over. The seal stays. Repeating it, early or late, does no harm.
+
+        Statuses: INVALID_ARGUMENT (also for a group that was not handed over).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,6 +390,16 @@ def add_OffsetsServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.FromString,
                     response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.SerializeToString,
             ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverResponse.SerializeToString,
+            ),
+            'ForgetGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetGroup,
+                    request_deserializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ForgetGroupRequest.FromString,
+                    response_serializer=baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ForgetGroupResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.offsets.v1.OffsetsService', rpc_method_handlers)
@@ -365,6 +415,10 @@ class OffsetsService:
     request order. All but RecordDelivered and Touch answer only when the change is durable.
     Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
     every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
+    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
+    is on its way here, UNAVAILABLE (NOT_SERVING).
     """
 
     @staticmethod
@@ -735,6 +789,60 @@ class OffsetsService:
             '/baton.offsets.v1.OffsetsService/ListHolds',
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsRequest.SerializeToString,
             baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ListHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/HandOver',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.HandOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.offsets.v1.OffsetsService/ForgetGroup',
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ForgetGroupRequest.SerializeToString,
+            baton_dot_offsets_dot_v1_dot_offsets__service__pb2.ForgetGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

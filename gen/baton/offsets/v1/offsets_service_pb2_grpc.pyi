@@ -33,6 +33,10 @@ class OffsetsServiceStub:
     request order. All but RecordDelivered and Touch answer only when the change is durable.
     Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
     every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
+    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
+    is on its way here, UNAVAILABLE (NOT_SERVING).
     """
 
     @_typing.overload
@@ -116,7 +120,8 @@ class OffsetsServiceStub:
     """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
     the committed ones are taken over too.
 
-    Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+    Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
+    GROUPS_APART: the groups are kept by two replica sets).
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]
     """Ends what a deleted group had, as DeleteTopic does for a topic: no progress is left, tokens are
@@ -139,6 +144,19 @@ class OffsetsServiceStub:
 
     Statuses: INVALID_ARGUMENT.
     """
+    HandOver: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.HandOverRequest, _offsets_service_pb2.HandOverResponse]
+    """Gives a group up to another replica set, which asks for it. With the first call the group is
+    sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
+    answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
+
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_MOVE: the group came here, or left, by a later
+    move, or is forgotten), UNAVAILABLE (NOT_SERVING: the group itself has not arrived here yet).
+    """
+    ForgetGroup: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.ForgetGroupRequest, _offsets_service_pb2.ForgetGroupResponse]
+    """Removes what was handed over. The seal stays. Repeating it, early or late, does no harm.
+
+    Statuses: INVALID_ARGUMENT (also for a group that was not handed over).
+    """
 
 @_typing.type_check_only
 class OffsetsServiceAsyncStub(OffsetsServiceStub):
@@ -148,6 +166,10 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     request order. All but RecordDelivered and Touch answer only when the change is durable.
     Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
     every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
+    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
+    is on its way here, UNAVAILABLE (NOT_SERVING).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -228,7 +250,8 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
     the committed ones are taken over too.
 
-    Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+    Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
+    GROUPS_APART: the groups are kept by two replica sets).
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.DeleteGroupRequest, _offsets_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
     """Ends what a deleted group had, as DeleteTopic does for a topic: no progress is left, tokens are
@@ -251,6 +274,19 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
 
     Statuses: INVALID_ARGUMENT.
     """
+    HandOver: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.HandOverRequest, _offsets_service_pb2.HandOverResponse]  # type: ignore[assignment]
+    """Gives a group up to another replica set, which asks for it. With the first call the group is
+    sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
+    answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
+
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_MOVE: the group came here, or left, by a later
+    move, or is forgotten), UNAVAILABLE (NOT_SERVING: the group itself has not arrived here yet).
+    """
+    ForgetGroup: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.ForgetGroupRequest, _offsets_service_pb2.ForgetGroupResponse]  # type: ignore[assignment]
+    """Removes what was handed over. The seal stays. Repeating it, early or late, does no harm.
+
+    Statuses: INVALID_ARGUMENT (also for a group that was not handed over).
+    """
 
 class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps progress per (group, topic, broker, queue) and makes ownership atomic. Every request
@@ -259,6 +295,10 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     request order. All but RecordDelivered and Touch answer only when the change is durable.
     Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
     every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+
+    A group is kept by one replica set at a time. What is asked of another one about it is refused, by
+    item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
+    is on its way here, UNAVAILABLE (NOT_SERVING).
     """
 
     @_abc_1.abstractmethod
@@ -403,7 +443,8 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         """Gives one group the progress of another, queue by queue, as a reset does; acked offsets above
         the committed ones are taken over too.
 
-        Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH).
+        Statuses: INVALID_ARGUMENT, ALREADY_EXISTS (OPERATION_EXISTS), FAILED_PRECONDITION (OLD_EPOCH;
+        GROUPS_APART: the groups are kept by two replica sets).
         """
 
     @_abc_1.abstractmethod
@@ -443,6 +484,31 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         this was recorded.
 
         Statuses: INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def HandOver(
+        self,
+        request: _offsets_service_pb2.HandOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.HandOverResponse, _abc.Awaitable[_offsets_service_pb2.HandOverResponse]]:
+        """Gives a group up to another replica set, which asks for it. With the first call the group is
+        sealed here, durably: from then on nothing about it is answered, and nothing of it changes. The
+        answer is a part of what is kept of it; repeating a call answers the same, until ForgetGroup.
+
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_MOVE: the group came here, or left, by a later
+        move, or is forgotten), UNAVAILABLE (NOT_SERVING: the group itself has not arrived here yet).
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetGroup(
+        self,
+        request: _offsets_service_pb2.ForgetGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_offsets_service_pb2.ForgetGroupResponse, _abc.Awaitable[_offsets_service_pb2.ForgetGroupResponse]]:
+        """Removes what was handed over. The seal stays. Repeating it, early or late, does no harm.
+
+        Statuses: INVALID_ARGUMENT (also for a group that was not handed over).
         """
 
 def add_OffsetsServiceServicer_to_server(servicer: OffsetsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

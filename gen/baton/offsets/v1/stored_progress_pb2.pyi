@@ -8,6 +8,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _HomeState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HomeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HomeState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOME_STATE_UNSPECIFIED: _HomeState.ValueType  # 0
+    """Not set; never written."""
+    HOME_STATE_ARRIVING: _HomeState.ValueType  # 1
+    """On its way here: parts of it may be written."""
+    HOME_STATE_HERE: _HomeState.ValueType  # 2
+    """It is kept here."""
+    HOME_STATE_GONE: _HomeState.ValueType  # 3
+    """It was sealed, to be handed over: it is kept elsewhere."""
+    HOME_STATE_FORGOTTEN: _HomeState.ValueType  # 4
+    """The same, and what was handed over is removed."""
+
+class HomeState(_HomeState, metaclass=_HomeStateEnumTypeWrapper):
+    """Whether a replica set keeps a group."""
+
+HOME_STATE_UNSPECIFIED: HomeState.ValueType  # 0
+"""Not set; never written."""
+HOME_STATE_ARRIVING: HomeState.ValueType  # 1
+"""On its way here: parts of it may be written."""
+HOME_STATE_HERE: HomeState.ValueType  # 2
+"""It is kept here."""
+HOME_STATE_GONE: HomeState.ValueType  # 3
+"""It was sealed, to be handed over: it is kept elsewhere."""
+HOME_STATE_FORGOTTEN: HomeState.ValueType  # 4
+"""The same, and what was handed over is removed."""
+Global___HomeState: _TypeAlias = HomeState  # noqa: Y015
 
 @_typing.final
 class StoredProgress(_message.Message):
@@ -299,3 +332,61 @@ class StoredResetStep(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoredResetStep: _TypeAlias = StoredResetStep  # noqa: Y015
+
+@_typing.final
+class StoredHome(_message.Message):
+    """Where a group is, of one that has come to this replica set, or left it. Not sent over the wire."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TopicIdsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GONE_TO_FIELD_NUMBER: _builtins.int
+    TOPIC_IDS_FIELD_NUMBER: _builtins.int
+    move: _builtins.int
+    """Number of the move by which it came, or left."""
+    state: Global___HomeState.ValueType
+    """What became of the group here."""
+    gone_to: _builtins.str
+    """The set it has gone to; empty while it is here."""
+    @_builtins.property
+    def topic_ids(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Of a group that has gone: for which id the progress on a topic's name was last deleted when it
+        was sealed. Of one that is here: the same when it left, as far as it is ahead of this set's.
+        """
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.int = ...,
+        state: Global___HomeState.ValueType = ...,
+        gone_to: _builtins.str = ...,
+        topic_ids: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone_to", b"gone_to", "move", b"move", "state", b"state", "topic_ids", b"topic_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredHome: _TypeAlias = StoredHome  # noqa: Y015

@@ -238,6 +238,7 @@ class PullRequest(_message.Message):
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    OFFSETS_SET_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """First offset wanted, in messages, 0-based."""
     token: _builtins.int
@@ -260,9 +261,13 @@ class PullRequest(_message.Message):
     hold_ms: _builtins.int
     """Hold the call this long if there is nothing, 0 to 30,000 ms; 0 answers at once."""
     offsets_epoch: _builtins.int
-    """Highest epoch of offsets the caller has seen; 0 for none."""
+    """Highest epoch of `offsets_set` the caller has seen; 0 for none."""
     subscription_generation: _builtins.int
     """Generation of the group's subscription that `expression` belongs to."""
+    offsets_set: _builtins.str
+    """Replica set of offsets that keeps the group, as far as the caller knows; empty if there is but
+    one. If storage knows of another one, `offsets_epoch` says nothing.
+    """
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -287,10 +292,11 @@ class PullRequest(_message.Message):
         offsets_epoch: _builtins.int = ...,
         subscription_generation: _builtins.int = ...,
         progress: _offsets_service_pb2.Acks | None = ...,
+        offsets_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,6 +319,7 @@ class PullResponse(_message.Message):
     LOST_COUNT_FIELD_NUMBER: _builtins.int
     PROGRESS_TAKEN_FIELD_NUMBER: _builtins.int
     NEXT_NODE_ID_FIELD_NUMBER: _builtins.int
+    OFFSETS_SET_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """`pull_id` of the request."""
     next_offset: _builtins.int
@@ -333,6 +340,8 @@ class PullResponse(_message.Message):
     """Node id from which to pull next; empty for the master. A slave is named to those who are so far
     behind that the master would have to read from its disk, and while there is no master.
     """
+    offsets_set: _builtins.str
+    """Replica set of offsets whose epoch `offsets_epoch` is; empty if there is but one."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Stored batches that hold at least one message that passes the filter, whole and as they are
@@ -358,10 +367,11 @@ class PullResponse(_message.Message):
         lost_count: _builtins.int = ...,
         progress_taken: _builtins.bool = ...,
         next_node_id: _builtins.str = ...,
+        offsets_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "next_node_id", b"next_node_id", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "progress_taken", b"progress_taken", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "next_node_id", b"next_node_id", "next_offset", b"next_offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress_taken", b"progress_taken", "pull_id", b"pull_id", "queue_first_offset", b"queue_first_offset", "queue_next_offset", b"queue_next_offset", "redelivered", b"redelivered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,240 @@
+"""Groups come from another replica set, as etcd says: the master of the new set fetches them.
+
+    1  ARRIVING is written: nothing about the group is answered yet
+    2  the old set seals it and hands it over, part by part; each is written
+    3  HERE is written, with what has to change on the way; from now on it is answered here
+    4  the old set forgets what it has handed over
+    5  etcd notes that the move is finished, so that another one may follow
+
+Each step may be repeated, and is, from the first one that was not done: by this master, or the
+next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc.aio
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+
+from batonmq.common.aio import wait_until
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError, NoQuorum
+from batonmq.common.rpc import from_rpc_error
+from services.offsets.codec import (
+    META,
+    decode_key,
+    decode_operation,
+    decode_progress,
+    seal,
+    unseal,
+)
+from services.offsets.core.calls import Instant, QueueKey, Tombstone
+from services.offsets.core.changes import Entry
+from services.offsets.core.homes import Home, HomeState
+from services.offsets.core.progress import Progress
+from services.offsets.core.resets import Operation
+from services.offsets.leaving import Keeping
+from services.offsets.persistence import (
+    RESET,
+    HomeKey,
+    Written,
+    entries_of_group,
+    home_entry,
+    tombstone_entries,
+)
+from services.runtime.etcd import Compare, EtcdSession, Put
+from services.runtime.mirror import Mirror
+from services.runtime.places import PREFIX, Place, place_of
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+RETRY_MS = 200
+AT_ONCE_MAX = 8
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where groups come from, and who has to be told.
+
+    Attributes:
+        offsets_set: Name of this replica set.
+        places: Mirror of the places, run by somebody else.
+        stub: Of the master of a set; raises `Unreachable` if there is none.
+    """
+
+    offsets_set: str
+    etcd: EtcdSession
+    places: Mirror
+    stub: Callable[[str], pb_grpc.OffsetsServiceAsyncStub]
+
+
+class Arriving:
+    """Fetches groups for one epoch."""
+
+    def __init__(self, keeping: Keeping, origin: Origin, clock: Clock) -> None:
+        self._table, self._records = keeping.table, keeping.records
+        self._commits, self._disk, self._moving = keeping.commits, keeping.disk, keeping.moving
+        self._origin, self._clock = origin, clock
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Fetch for ever what is to be here; to be run as one task."""
+        places = self._origin.places
+        told = self._tell
+        places.on_change.append(told)
+        try:
+            await places.ready()
+            await self._place_what_is_here()
+            while True:
+                self._changed.clear()
+                waiting = self._waiting()
+                turns = asyncio.Semaphore(AT_ONCE_MAX)
+                async with asyncio.TaskGroup() as tasks:
+                    for group, place in waiting.items():
+                        tasks.create_task(self._try(group, place, turns))
+                if waiting:
+                    await wait_until(self._changed, RETRY_MS)
+                else:
+                    await self._changed.wait()
+        finally:
+            places.on_change.remove(told)
+
+    async def _place_what_is_here(self) -> None:
+        """Groups that began here and have no place get it, before another set is given them."""
+        groups = {key.group for key, _ in self._table.items()}
+        here = Place(self._origin.offsets_set).encode()
+        for group in sorted(groups - self._origin.places.values.keys()):
+            while self._table.homes.get(group) is None:
+                key = PREFIX + group
+                try:
+                    await self._origin.etcd.txn(
+                        compare=[Compare(key, create_revision=0)], put=[Put(key, here)]
+                    )
+                    break
+                except NoQuorum as error:
+                    log.info("group has no place yet group=%s why=%s", group, error)
+                    await asyncio.sleep(RETRY_MS / 1000)
+
+    def _tell(self, _: frozenset[str]) -> None:
+        self._changed.set()
+
+    def _waiting(self) -> dict[str, Place]:
+        """Groups that are to be here, and whose move is not finished."""
+        found = {group: place_of(stored) for group, stored in self._origin.places.values.items()}
+        return {
+            group: place
+            for group, place in found.items()
+            if place.offsets_set == self._origin.offsets_set and place.from_set
+        }
+
+    async def _try(self, group: str, place: Place, turns: asyncio.Semaphore) -> None:
+        try:
+            async with turns:
+                await self._move(group, place)
+        except BatonError as error:
+            log.info("group has not arrived yet group=%s move=%d why=%s", group, place.move, error)
+
+    async def _move(self, group: str, place: Place) -> None:
+        home = self._table.homes.get(group)
+        if home is not None and home.move > place.move:
+            return  # what is known here of etcd is old
+        if home is None or home.move < place.move or home.state is HomeState.ARRIVING:
+            await self._fetch(group, place)
+        forget = pb.ForgetGroupRequest(group=group, move=place.move)
+        await self._answered(place, lambda stub: stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
+        key = PREFIX + group
+        finished = Place(place.offsets_set, place.move)
+        done = await self._origin.etcd.txn(
+            compare=[Compare(key, mod_revision=place.revision)], put=[Put(key, finished.encode())]
+        )
+        if done:
+            log.info("group moved group=%s move=%d from=%s", group, place.move, place.from_set)
+
+    async def _fetch(self, group: str, place: Place) -> None:
+        async with self._moving:
+            self._table.homes.put(group, Home(place.move, HomeState.ARRIVING))
+            await self._written(HomeKey(group))
+        request = pb.HandOverRequest(group=group, move=place.move, to_set=self._origin.offsets_set)
+        while True:
+            answer: pb.HandOverResponse = await self._answered(
+                place, lambda stub: stub.HandOver(request, timeout=CALL_TIMEOUT_S)
+            )
+            entries = [(entry.key, entry.value) for entry in answer.entries]
+            for key, value in entries:
+                unseal(key, value)
+            async with self._moving:
+                await self._written(Written(entries))
+            if answer.last:
+                break
+            request.after_key = answer.entries[-1].key
+        await self._open(group, place, answer.term, answer.topic_ids)
+
+    async def _open(
+        self, group: str, place: Place, term: int, topic_ids: Mapping[str, int]
+    ) -> None:
+        """All of the group is written here: begin to answer.
+
+        A topic whose progress was deleted here, and not before the group left its old set, is
+        deleted of the group too. Ids that this set has not heard of yet are noted with the group,
+        so that what is deleted for them later leaves alone what the group has begun since.
+        """
+        async with self._moving:
+            now = Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
+            own_ids = self._table.topic_ids
+            ahead = {topic: one for topic, one in topic_ids.items() if one > own_ids.get(topic, 0)}
+            home = Home(place.move, HomeState.HERE, topic_ids=ahead)
+            queues, operations = _decoded(await entries_of_group(self._disk, group))
+            at, value = home_entry(group, home)
+            changes: list[Entry] = [(at, seal(at, value))]
+            for key, state in queues.items():
+                deleted = own_ids.get(key.topic, 0) > topic_ids.get(key.topic, 0)
+                if deleted and not isinstance(state, Tombstone):
+                    ended = Tombstone(state.token + 1, state.reset_epoch + 1, now.unix_ms)
+                    changes += tombstone_entries(key, ended)
+                    queues[key] = ended
+            if term > self._table.term:
+                self._table.announce(term)
+                self._commits.changed(None)
+            await self._written(Written(changes))
+            for key, state in queues.items():
+                self._table.restore(key, state, now)
+            for operation in operations:
+                self._records.put(group, operation)
+            self._table.homes.put(group, home)
+        log.info("group is here group=%s move=%d queues=%d", group, place.move, len(queues))
+
+    async def _written(self, key: HomeKey | Written) -> None:
+        self._commits.check_room()
+        self._commits.changed(key)
+        await self._commits.settled_all()
+
+    async def _answered(
+        self, place: Place, call: Callable[[pb_grpc.OffsetsServiceAsyncStub], Awaitable[T]]
+    ) -> T:
+        try:
+            return await call(self._origin.stub(place.from_set))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def _decoded(
+    entries: list[tuple[bytes, bytes]],
+) -> tuple[dict[QueueKey, Progress | Tombstone], list[Operation]]:
+    queues: dict[QueueKey, Progress | Tombstone] = {}
+    operations = []
+    for key, sealed in entries:
+        value = unseal(key, sealed)
+        if key.startswith(RESET):
+            operations.append(decode_operation(value))
+        elif not key.startswith(META):
+            queue = decode_key(key)
+            queues[queue] = decode_progress(queue, value)
+    return queues, operations

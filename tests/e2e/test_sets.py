@@ -1,0 +1,141 @@
+"""Goal: a group is moved between two offsets sets under load, whose processes die meanwhile, and
+keeps every promise; a set that is away holds up its own groups only.
+
+Method: a real cluster with two sets; one producer and two consumers that never stop. The group is
+moved by the command that operators use, to and fro, and the process of the old set, of the new set
+and of the lock manager is killed as each move begins. In the end every message with a receipt was
+handled exactly once, in order, and no queue has changed hands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.placement import locate_group, move_group
+from tests.cli.running import BATON, Finished
+from tests.e2e.counting import TOPIC, Run
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+GROUP = "counters"
+STEP = 500
+SETS = {"offsets": "offsets-b", "offsets-b": "offsets"}
+PROCESS = {"offsets": "offsets", "offsets-b": "offsets-b-0"}
+
+
+async def goes_on(run: Run) -> None:
+    """Wait until much more is sent, and handled."""
+    sent, handled = len(run.receipts), len(run.handled)
+    await until(
+        lambda: len(run.receipts) >= sent + STEP and len(run.handled) >= handled + STEP,
+        timeout_s=60,
+    )
+
+
+async def arrived(admin: Admin, offsets_set: str) -> None:
+    async def look() -> bool:
+        place = await locate_group(admin, GROUP)
+        return place.offsets_set == offsets_set and not place.from_set
+
+    await until(look, timeout_s=60)
+
+
+async def tokens(admin: Admin) -> dict[tuple[str, int], int]:
+    """The token of each queue, as offsets has it."""
+    return {
+        (found.queue.queue.broker, found.queue.queue.queue_id): found.token
+        for found in await admin.progress(GROUP)
+    }
+
+
+async def test_a_group_is_moved_under_load_whoever_dies_meanwhile(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path, offsets_sets=2) as cluster:
+        run, stop = Run(cluster.nameserver), asyncio.Event()
+        async with Admin(cluster.nameserver) as admin, asyncio.TaskGroup() as tasks:
+            await admin.create_topic(TOPIC, 8)
+            sending = tasks.create_task(run.send(0))
+            tasks.create_task(run.consume("first", stop))
+            tasks.create_task(run.consume("second", stop))
+            await goes_on(run)
+            await until(lambda: {name for name, *_ in run.handled} == {"first", "second"})
+            before = await tokens(admin)
+            for victim in ("nobody", "old", "new", "lockmgr"):
+                old = (await locate_group(admin, GROUP)).offsets_set
+                new, committed = SETS[old], await _committed(admin)
+                await move_group(admin, GROUP, new)
+                if victim != "nobody":
+                    dying = {"old": PROCESS[old], "new": PROCESS[new]}.get(victim, victim)
+                    await cluster.kill(dying)
+                await arrived(admin, new)
+                await goes_on(run)
+                assert all(
+                    offset >= committed[queue]
+                    for queue, offset in (await _committed(admin)).items()
+                ), "a committed offset has fallen"
+            assert await tokens(admin) == before, "a queue has changed hands"
+            run.stop_sending.set()
+            await sending
+            await until(lambda: len(run.handled) >= len(run.receipts), timeout_s=60)
+            stop.set()
+    run.check()
+
+
+async def _committed(admin: Admin) -> dict[tuple[str, int], int]:
+    return {
+        (found.queue.queue.broker, found.queue.queue.queue_id): found.committed_offset
+        for found in await admin.progress(GROUP)
+    }
+
+
+async def test_operators_move_groups_by_command(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path, offsets_sets=2) as cluster:
+
+        async def command(*words: str) -> Finished:
+            process = await asyncio.create_subprocess_exec(
+                *BATON,
+                *("--nameserver", cluster.nameserver, "--format", "json"),
+                *words,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            out, err = await process.communicate()
+            return Finished(process.returncode or 0, out.decode(), err.decode())
+
+        groups = [f"group-{number}" for number in range(8)]
+        async with Admin(cluster.nameserver) as admin:
+            for group in groups:
+                await admin.update_group(group, policy="staged")
+            began = {group: (await locate_group(admin, group)).offsets_set for group in groups}
+            assert set(began.values()) == set(SETS), "a hash that gives one set all"
+            mover = groups[0]
+            to_set = SETS[began[mover]]
+            (shown,) = (await command("group", "move", mover, "--to", to_set, "--dry-run")).json
+            assert (shown["from_set"], shown["to_set"]) == (began[mover], to_set)
+            assert shown["state"] == "would move"
+            assert (await locate_group(admin, mover)).move == 0
+            (done,) = (await command("group", "move", mover, "--to", to_set)).json
+            assert (done["state"], done["move"]) == ("moved", 1)
+            (done,) = (await command("group", "move", mover, "--to", to_set)).json
+            assert done["state"] == "stays"
+            refused = await command("group", "move", mover, "--to", "nowhere")
+            assert refused.code != 0
+            assert "SET_NOT_FOUND" in refused.err
+            spread = (await command("cluster", "spread-groups")).json
+            assert [one["group"] for one in spread] == [mover], "back where the hash has it"
+            assert (await locate_group(admin, mover)).offsets_set == began[mover]
+            far = next(group for group in groups if began[group] != began[mover])
+            clone = await command("group", "clone", far, mover, "--execute", "--reason", "a test")
+            assert clone.code != 0
+            assert "GROUPS_APART" in clone.err
+            assert f"--to {began[far]}" in clone.err
+        status = await command("cluster", "status")
+        assert status.code == 0
+        replication = (await command("cluster", "replication")).json
+        assert {one["replica_set"] for one in replication if one["service"] == "offsets"} == {*SETS}
