@@ -13,7 +13,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with tests that may take long come first, so that no worker ends with a long one."""
     patience_s: dict[Path, float] = {}
     for item in items:
-        limit = item.get_closest_marker("timeout")
-        asked_s = limit.args[0] if limit else 0
+        asked_s = asked_for_s(item.get_closest_marker("timeout"))
         patience_s[item.path] = max(asked_s, patience_s.get(item.path, 0))
     items.sort(key=lambda item: -patience_s[item.path])
+
+
+def asked_for_s(limit: pytest.Mark | None) -> float:
+    """How long a test may take by its `timeout` mark; 0 if it has none, or one without a time."""
+    if limit is None:
+        return 0
+    found = limit.args[0] if limit.args else limit.kwargs.get("timeout")
+    return float(found or 0)

@@ -14,8 +14,9 @@ from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, counted, described, differences, wall_time
 from batonmq.cli.places import GroupArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.errors import GroupNotFound
+from batonmq.common.errors import BatonError, GroupNotFound
 from batonmq.group_reports import Group, GroupProgress, RefusedClient, Subscription
+from batonmq.placement import Place, locate_group
 
 app = typer.Typer(
     help="Look at consumer groups, change them, move their progress.", no_args_is_help=True
@@ -135,7 +136,10 @@ def describe(
     nameserver: NameserverOption = None,
     form: FormatOption = None,
 ) -> None:
-    """Show how far a group is on every queue, who owns it and who should, and its settings."""
+    """Show how far a group is on every queue, who owns it and who should, its settings, its place.
+
+    The place is the offsets set that keeps its progress, or to which it is on its way.
+    """
     session = open_session(context, nameserver, form)
     session.run(_describe(session, name))
 
@@ -143,16 +147,25 @@ def describe(
 async def _describe(session: Session, name: str) -> None:
     async with Admin(session.nameserver) as admin:
         progress = await admin.group_progress(name)
+        problems, place = list(progress.problems), None
+        try:
+            place = await locate_group(admin, name)
+        except BatonError as error:
+            problems.append(f"which offsets set keeps it: {error.reason}: {error.message}")
     ids = {m.client_id: f"{m.incarnation_id:016x}" for m in progress.group.members}
     queues = [
         asdict(queue) | {"consumer_id": ids.get(queue.client_id or "")} for queue in progress.queues
     ]
     refused = [_refused_item(client) for client in progress.refused]
-    item = asdict(progress.group) | {"queues": queues, "refused": refused}
+    item = asdict(progress.group) | {
+        "queues": queues,
+        "refused": refused,
+        "place": asdict(place) if place else None,
+    }
     session.output.detail(item, queues, _QUEUE_COLUMNS, _MORE_QUEUE_COLUMNS)
-    for line in ("", *about(progress)):
+    for line in ("", *about(progress, place)):
         session.output.note(line)
-    session.output.problems(progress.problems)
+    session.output.problems(problems)
 
 
 @app.command()
@@ -310,8 +323,12 @@ async def _delete(session: Session, name: str) -> None:
     )
 
 
-def about(progress: GroupProgress) -> Iterator[str]:
-    """Settings of a group, and what is unusual about it at this time; for people."""
+def about(progress: GroupProgress, place: Place | None) -> Iterator[str]:
+    """Settings of a group, and what is unusual about it at this time; for people.
+
+    Args:
+        place: None if it is not known.
+    """
     group = progress.group
     order = "orderly, " if group.orderly else ""
     yield (
@@ -322,6 +339,10 @@ def about(progress: GroupProgress) -> Iterator[str]:
         f"generation {group.generation}; subscription {group.subscription_generation}: "
         f"{_expressions(group.subscriptions)}"
     )
+    if place and place.from_set:
+        yield f"on its way from offsets set {place.from_set} to {place.offsets_set}"
+    elif place:
+        yield f"kept by offsets set {place.offsets_set}"
     if group.pause:
         since, why = wall_time(group.pause.since_unix_ms), group.pause.reason
         yield f"paused by {group.pause.by} since {since}: {why}"

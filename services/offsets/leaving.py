@@ -91,11 +91,10 @@ class Leaving:
             InvalidArgument: it was not handed over.
         """
         async with self._moving:
-            if not self._table.homes.forget(group, move):
-                return
             found = await entries_of_group(self._disk, group)
-            if found:
+            # From here to the last `changed` no await: who cancels the call leaves nothing halved.
+            if self._table.homes.forget(group, move):
+                self._commits.changed(HomeKey(group))
+                self._commits.changed(Written([(key, None) for key, _ in found]))
                 log.info("group forgotten group=%s move=%d entries=%d", group, move, len(found))
-            self._commits.changed(HomeKey(group))
-            self._commits.changed(Written([(key, None) for key, _ in found]))
             await self._commits.settled_all()

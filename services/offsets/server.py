@@ -272,6 +272,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         to_group, order, topic = self._read.clone(request)
         await self._check_here(to_group)
         await self._check_beside(order.from_group, to_group)
+        self._here.check(to_group)  # it may have left meanwhile
         now, dry_run = self._now(), request.dry_run
         outcome = self._resets.clone(to_group, order, topic, now, dry_run=dry_run)
         await self._carried_out(outcome)
@@ -302,7 +303,9 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             progress = self._table.query(key)
             token, reach = progress.token, progress.reach
             await self._commits.settled([key])
-            found = holds(await self._handovers(key), token, reach)
+            handovers = await self._handovers(key)
+            self._here.check(key.group)  # or it has left, and they are forgotten
+            found = holds(handovers, token, reach)
             answer.holds.extend(map(hold_pb, found))
         return answer
 

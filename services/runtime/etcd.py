@@ -31,6 +31,9 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),  # left alone a minute, whatever the line above says
 )
+_WITH_A_LEADER = (("hasleader", "true"),)
+"""Lets a member end a watch when it has no leader: what it is not told it can't tell, and it would
+say that it lives for as long as it is cut off from the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +292,8 @@ class EtcdSession:
         Ends when etcd cancels the watch (as after a compaction beyond `revision`).
 
         Raises:
-            NoQuorum: the connection broke, or the member stands still; watch again.
+            NoQuorum: the connection broke, or the member stands still, or has lost the others;
+                watch again.
         """
         start = self._absolute(prefix)
         create = rpc.WatchCreateRequest(
@@ -299,7 +303,7 @@ class EtcdSession:
             progress_notify=True,
         )
         member = self._members.first
-        call = member.watches.Watch()
+        call = member.watches.Watch(metadata=_WITH_A_LEADER)
         try:
             async with self._translated(), member.waited_for(self._timeout_s):
                 await call.write(rpc.WatchRequest(create_request=create))
@@ -311,6 +315,9 @@ class EtcdSession:
                 if answer.canceled or answer.compact_revision:
                     return
                 yield answer
+        except NoQuorum:
+            self._members.later(member)
+            raise
         finally:
             call.cancel()
 

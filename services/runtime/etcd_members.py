@@ -2,7 +2,8 @@
 
 All goes to one member until it fails; then it is the last to be asked again. What may be carried
 out twice is asked elsewhere after a short while. What may not, and watches, wait as long as their
-member lives: a look-out asks it, and ends what waits for one that does not say so.
+member lives: a look-out asks it, and ends what waits for one that does not say so. A member that
+lives and has lost the others ends its watches itself.
 """
 
 from __future__ import annotations
@@ -136,6 +137,11 @@ class Members:
                     if member.owes and now_s() - member.heard_s > LOOK_INTERVAL_S:
                         tasks.create_task(self._look_at(member))
 
+    def later(self, member: Member) -> None:
+        """Ask it again after all others."""
+        self._order.remove(member)
+        self._order.append(member)
+
     async def close(self) -> None:
         """End all connections."""
         for member in self._order:
@@ -152,16 +158,12 @@ class Members:
             async with member.waited_for(timeout_s):
                 return await question(member)
         except TimeoutError:
-            self._later(member)
+            self.later(member)
             raise
         except grpc.aio.AioRpcError as error:
             if error.code() in _ELSEWHERE:
-                self._later(member)
+                self.later(member)
             raise
-
-    def _later(self, member: Member) -> None:
-        self._order.remove(member)
-        self._order.append(member)
 
 
 def _is_there(member: Member) -> Awaitable[Any]:

@@ -52,6 +52,7 @@ class Copy:
         self.on_failure: list[Callable[[], None]] = []
         self._serving: Serving | None = None
         self._failure: Exception | None = None
+        self._sure: int | None = None  # what lies beyond in the log has still to be cut off
         self._opened, self._closing, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
@@ -160,15 +161,18 @@ class Copy:
         """
         if self._failure is None:
             return
-        serving = self._serving
-        assert serving is not None
-        was_open = not self._closing.is_set()
-        if was_open:
+        if self._closing.is_set():  # it has failed again while nothing was open
+            async with self._reopened():
+                pass
+        else:
+            self._sure = self._node.store.log.synced_position
+        if (sure := self._sure) is not None:
+            node = self._node
             await self._stop()
-        async with self._reopened():
-            if was_open:
-                position = serving.node.store.log.synced_position
-                await self.in_thread(lambda _: serving.node.cut(position), None)
+            async with self._reopened():
+                position = min(sure, node.store.log.next_position)
+                await self.in_thread(lambda _: node.cut(position), None)
+            self._sure = None
         log.warning("the disk works again position=%s", self.position)
 
     async def drain(self) -> None:
@@ -182,6 +186,11 @@ class Copy:
     async def close(self) -> None:
         """Close the directory; `run` has ended."""
         self._stack.close()
+
+    @property
+    def _node(self) -> Node:
+        assert self._serving is not None
+        return self._serving.node
 
     async def _work(self, loop: Loop) -> None:
         try:

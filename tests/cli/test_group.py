@@ -23,6 +23,7 @@ from batonmq.group_reports import (
     Subscription,
 )
 from batonmq.locks import Denial, LockDetail
+from batonmq.placement import Place
 from batonmq.reports import Lock
 
 GROUP = Group(
@@ -60,11 +61,17 @@ def test_state_is_the_first_that_is_true(changes: dict[str, object], word: str) 
     assert state(asdict(replace(GROUP, **changes))) == word  # type: ignore[arg-type]
 
 
-def test_quiet_group_is_told_in_two_lines() -> None:
-    assert list(about(GroupProgress(GROUP, (), (), ()))) == [
+def test_quiet_group_is_told_in_three_lines() -> None:
+    assert list(about(GroupProgress(GROUP, (), (), ()), Place("offsets", 2, ""))) == [
         "clustering, from last; policy staged, ownership on, strategy sticky",
         "generation 7; subscription 2: s *, t A||B",
+        "kept by offsets set offsets",
     ]
+
+
+def test_a_group_on_its_way_is_told_from_where_to_where() -> None:
+    lines = list(about(GroupProgress(GROUP, (), (), ()), Place("offsets-b", 1, "offsets")))
+    assert lines[2:] == ["on its way from offsets set offsets to offsets-b"]
 
 
 def test_what_is_unusual_is_told_with_who_and_when() -> None:
@@ -74,7 +81,7 @@ def test_what_is_unusual_is_told_with_who_and_when() -> None:
         GROUP, members=(replace(MEMBER, differs=True),), pause=PAUSE, staged=STAGED, orderly=True
     )
     refused = RefusedClient("c9", 9, "h9", 0, error)
-    lines = list(about(GroupProgress(group, (), (refused,), ())))
+    lines = list(about(GroupProgress(group, (), (refused,), ()), None))
     since = "1970-01-01T00:00:00.000Z"
     assert lines[0].startswith("clustering, orderly, from last;")
     assert lines[2:] == [

@@ -130,6 +130,8 @@ async def test_operators_move_groups_by_command(tmp_path: Path) -> None:
             spread = (await command("cluster", "spread-groups")).json
             assert [one["group"] for one in spread] == [mover], "back where the hash has it"
             assert (await locate_group(admin, mover)).offsets_set == began[mover]
+            shown = (await command("group", "describe", mover)).json["place"]
+            assert shown == {"offsets_set": began[mover], "move": 2, "from_set": ""}
             far = next(group for group in groups if began[group] != began[mover])
             clone = await command("group", "clone", far, mover, "--execute", "--reason", "a test")
             assert clone.code != 0

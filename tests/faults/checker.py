@@ -79,7 +79,7 @@ def _check_handled(history: History) -> Iterator[Reason]:
 
 def _check_log(history: History) -> Iterator[Reason]:
     """The log has what has a receipt, and where; nothing that failed; no holes. T1, T2, T4."""
-    if not history.stored:
+    if history.stored is None:
         return
     at = {(one.queue, one.offset): one.number for one in history.stored}
     offsets: dict[Queue, list[int]] = defaultdict(list)
@@ -112,7 +112,7 @@ def _check_places(history: History) -> Iterator[Reason]:
         if count > 1:
             yield Reason("receipts", f"{count} messages have a receipt for {queue}@{offset}")
     seen |= {(one.number, one.queue, one.offset) for one in history.handlings}
-    seen |= {(one.number, one.queue, one.offset) for one in history.stored}
+    seen |= {(one.number, one.queue, one.offset) for one in history.stored or ()}
     places, numbers = defaultdict(set), defaultdict(set)
     for number, queue, offset in seen:
         places[number].add((queue, offset))

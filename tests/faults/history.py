@@ -146,7 +146,7 @@ class History:
 
     Attributes:
         sends: In no particular order, like the rest but the samples, which are as they were taken.
-        stored: The whole topic; empty if it was not read.
+        stored: The whole topic; None if it was not read.
         problems: What the run itself could not do, such as heal the cluster.
         notes: What was left out, and what else one should know.
         begin_us: When the work began.
@@ -159,7 +159,7 @@ class History:
     crashes: Sequence[Crash] = ()
     samples: Sequence[Sample] = ()
     watches: Sequence[Watch] = ()
-    stored: Sequence[Stored] = ()
+    stored: Sequence[Stored] | None = None
     faults: Sequence[Struck] = ()
     problems: Sequence[str] = ()
     notes: Sequence[str] = ()

@@ -109,7 +109,7 @@ def describe(history: History, reasons: Sequence[Reason], name: str) -> dict[str
         "unseen_max": max((count for _, count in unseen(history)), default=0),
         "unseen_at_end": unseen(history)[-1][1],
         "lag_ms_max": max(lags, default=0) // 1000,
-        "log_messages": len(history.stored),
+        "log_messages": len(history.stored or ()),
         "diagnoses": dict(Counter(watch.reason for watch in history.watches)),
         "notes": list(history.notes),
         "recovery": _recovery(history, faults := _faults(history)),

@@ -207,7 +207,7 @@ def _options(place: Callable[[str], Place]) -> ClusterOptions:
     return replace(options, places={name: place(name) for name in (*etcds, *options.names)})
 
 
-async def _read_copies(stage: Stage) -> list[Stored]:
+async def _read_copies(stage: Stage) -> list[Stored] | None:
     """The topic as the masters have it; what becomes master after them must have the same."""
     stored = await _read_all(stage)
     masters = {part: await stage.leader(part) for part in stage.sets if part.startswith("storage")}
@@ -221,18 +221,18 @@ async def _read_copies(stage: Stage) -> list[Stored]:
 
     if not await _within(_HEAL_S, others_lead):
         stage.problems.append(f"nobody leads {_HEAL_S:g} s after the masters of storage ended")
-    elif sorted(await _read_all(stage)) != sorted(stored):
+    elif sorted(await _read_all(stage) or ()) != sorted(stored or ()):
         stage.problems.append("the slaves of storage show another log than their masters")
     return stored
 
 
-async def _read_all(stage: Stage) -> list[Stored]:
+async def _read_all(stage: Stage) -> list[Stored] | None:
     try:
         async with asyncio.timeout(_DONE_S):
             return await read_all(stage.cluster.nameserver)
     except (TimeoutError, BatonError) as error:
         stage.problems.append(f"the log could not be read to its end: {error!r}")
-        return []
+        return None
 
 
 def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]:

@@ -41,6 +41,7 @@ def committed(at_us: int, offset: int) -> Sample:
 
 
 AGAIN = Handling("b", Q, 1, 2, True, 1, 1_000, 1_001)
+LOG = [Stored(Q, offset, offset) for offset in range(3)]
 RIGHT = History(
     sends=[ok(0, 0), ok(1, 1), ok(2, 2)],
     handlings=[
@@ -52,7 +53,7 @@ RIGHT = History(
     crashes=[Crash("a", 120, None)],
     ownings=[Owning("a", "granted", Q, 1, 90), Owning("b", "granted", Q, 2, 900)],
     samples=[committed(105, 1), committed(1_020, 3)],
-    stored=[Stored(Q, offset, offset) for offset in range(3)],
+    stored=LOG,
     end_us=2_000,
 )
 
@@ -122,7 +123,7 @@ def test_two_messages_at_one_place_are_noticed() -> None:
 
 
 def test_a_handler_elsewhere_than_the_receipt_says_is_noticed() -> None:
-    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 7)], stored=[])
+    history = replace(RIGHT, sends=[*RIGHT.sends[:2], ok(2, 7)], stored=None)
     assert rules(history) == {"stored twice"}
 
 
@@ -238,17 +239,25 @@ def test_a_message_must_not_be_started_for_the_first_time_once_it_is_committed()
 
 
 def test_a_message_with_a_receipt_that_is_not_in_the_log_is_lost() -> None:
-    assert rules(replace(RIGHT, stored=RIGHT.stored[:2])) == {"lost"}
+    assert rules(replace(RIGHT, stored=LOG[:2])) == {"lost"}
+
+
+def test_a_log_that_is_empty_has_lost_everything() -> None:
+    assert rules(replace(RIGHT, stored=[])) == {"lost"}
+
+
+def test_a_log_that_was_not_read_says_nothing() -> None:
+    assert rules(replace(RIGHT, stored=None)) == set()
 
 
 def test_what_retention_has_removed_is_not_lost() -> None:
-    assert rules(replace(RIGHT, stored=RIGHT.stored[1:])) == set()
+    assert rules(replace(RIGHT, stored=LOG[1:])) == set()
 
 
 def test_a_hole_in_the_log_is_noticed() -> None:
     unsent = [RIGHT.sends[0], RIGHT.sends[2]]
     handlings = [RIGHT.handlings[0], RIGHT.handlings[3]]
-    stored = [RIGHT.stored[0], RIGHT.stored[2]]
+    stored = [LOG[0], LOG[2]]
     history = History(sends=unsent, handlings=handlings, stored=stored)
     assert rules(history) == {"log"}
 
@@ -260,13 +269,13 @@ def test_a_log_that_is_read_out_of_order_or_twice_is_noticed(stored: list[int]) 
 
 
 def test_another_message_in_the_log_than_the_receipt_says_is_noticed() -> None:
-    wrong = [*RIGHT.stored[:2], Stored(Q, 2, 7)]
+    wrong = [*LOG[:2], Stored(Q, 2, 7)]
     assert rules(replace(RIGHT, stored=wrong)) == {"inconsistent"}
 
 
 def test_a_failed_message_must_not_be_in_the_log() -> None:
     failed = Send(3, "key", 30, 35, Outcome.FAIL, reason="NotSent")
-    history = replace(RIGHT, sends=[*RIGHT.sends, failed], stored=[*RIGHT.stored, Stored(Q, 3, 3)])
+    history = replace(RIGHT, sends=[*RIGHT.sends, failed], stored=[*LOG, Stored(Q, 3, 3)])
     assert rules(history) == {"failed"}
 
 

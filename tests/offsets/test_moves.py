@@ -362,6 +362,27 @@ def stop_at(gate: Gate, point: str) -> asyncio.Event:
     return reached
 
 
+async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
+    etcd_endpoint: str, tmp_path: Path
+) -> None:
+    async with two_sets(etcd_endpoint, tmp_path) as (scene, left, _):
+        await work(left)
+
+        async def cut_short(request: Any, proceed: Proceed) -> Any:
+            del left.gate.rules["ForgetGroup"]
+            try:
+                async with asyncio.timeout(0):  # until it waits for something
+                    return await proceed()
+            except TimeoutError:
+                raise Unreachable("cut short") from None
+
+        left.gate.rules["ForgetGroup"] = cut_short
+        await scene.place("right", 1, "left")
+        await scene.moved(1)
+        assert "ForgetGroup" not in left.gate.rules
+        assert of_group(left) == []
+
+
 async def test_a_new_master_of_either_set_goes_on_with_the_move(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:

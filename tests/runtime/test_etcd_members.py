@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import NoQuorum
+from batonmq.local.etcd import etcd_members
 from services.runtime.etcd import EtcdSession
 from services.runtime.etcd_members import FRESH_S
 from services.runtime.mirror import Mirror
@@ -135,6 +137,32 @@ async def test_copy_of_a_prefix_follows_at_another_member_without_a_gap(
         assert heard == {"0", "1", "2", "last-0", "last-1", "last-2"}
         assert mirror.values.keys() == {"2", "last-0", "last-1", "last-2"}
         following.cancel()
+
+
+async def test_a_watch_ends_when_its_member_has_lost_the_others(
+    tmp_path: Path, cluster: str
+) -> None:
+    """It lives, and says so, but is told of no change any more."""
+    folders = [tmp_path / name for name in "abc"]
+    members = etcd_members(folders, [folder / "log" for folder in folders], {})
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for member in members:
+                tasks.create_task(member.start())
+        endpoint = members[0].endpoint
+        async with EtcdSession(endpoint, cluster, Clock(), timeout_ms=MINUTE_MS) as session:
+            answers = session.watch("b/", await session.put("b/1", b"") + 1)
+            assert (await anext(answers)).created
+            for other in members[1:]:
+                other.child.kill_now()
+            async with asyncio.timeout(30):
+                with pytest.raises(NoQuorum, match="no leader"):
+                    await anext(answers)
+    finally:
+        for member in members:
+            await member.stop()
 
 
 async def test_member_that_is_down_is_passed_over(

@@ -163,7 +163,7 @@ class Options:
             jumps=some(2),
             resets=some(3),
             forces=some(2),
-            switches=some(2),
+            switches=some(3),
             group_pauses=some(4),
             watch_breaks=some(2),
             questions=1,
@@ -203,6 +203,12 @@ class Options:
             rots=random.choice([0, 1, 2]),
             disk_failures=random.choice([0, 1, 2]),
         )
+
+    @staticmethod
+    def of_moves(random: Random, steps: int) -> Options:
+        """As `drawn`, and the group is moved between two sets of offsets again and again."""
+        drawn = Options.drawn(random, steps)
+        return replace(drawn, moves=12, replicated=False, master_faults=0, splits=0, lost_disks=0)
 
     @staticmethod
     def graceful(random: Random, steps: int) -> Options:

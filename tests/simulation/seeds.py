@@ -25,6 +25,8 @@ SETTINGS = load(SimSettings, "BATON_SIM")
 SEEDS = range(SETTINGS.first_seed, SETTINGS.first_seed + SETTINGS.seeds)
 STORAGE_SEEDS = SEEDS[: max(1, SETTINGS.seeds * 3 // 20)]
 """Of runs in which the broker is a replica set."""
+MOVES_SEEDS = SEEDS[: max(1, SETTINGS.seeds // 10)]
+"""Of runs in which the group is moved between two sets of offsets."""
 
 
 def options_of(seed: int) -> Options:
@@ -37,10 +39,20 @@ def storage_options_of(seed: int) -> Options:
     return Options.of_storage(Random(f"{seed}/storage"), SETTINGS.steps)
 
 
+def moves_options_of(seed: int) -> Options:
+    """What may happen in a run of a seed in which the group is moved."""
+    return Options.of_moves(Random(f"{seed}/moves"), SETTINGS.steps)
+
+
 def graceful_options_of(seed: int) -> Options:
     """The same for a run in which nothing breaks."""
     return Options.graceful(Random(f"{seed}/options"), SETTINGS.steps)
 
 
-KINDS = {"": options_of, "graceful": graceful_options_of, "storage": storage_options_of}
+KINDS = {
+    "": options_of,
+    "graceful": graceful_options_of,
+    "storage": storage_options_of,
+    "moves": moves_options_of,
+}
 """What `python -m tests.simulation SEED KIND` plays."""

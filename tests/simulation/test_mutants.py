@@ -19,7 +19,7 @@ def test_a_protocol_with_a_rule_left_out_is_found(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant.break_it(monkeypatch)
-    for number in range(mutant.seeds_max):
+    for number in range(mutant.first, mutant.first + mutant.seeds_max):
         outcome = play(f"{mutant.name}/{number}", mutant.options)
         if outcome.violation is not None:
             break
@@ -29,7 +29,7 @@ def test_a_protocol_with_a_rule_left_out_is_found(
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_the_whole_protocol_passes_where_the_mutant_fails(mutant: Mutant) -> None:
-    play(f"{mutant.name}/0", mutant.options).check()
+    play(f"{mutant.name}/{mutant.first}", mutant.options).check()
 
 
 def test_a_violation_shows_the_seed_the_options_and_the_events_before_it(

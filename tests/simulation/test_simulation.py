@@ -19,9 +19,11 @@ from tests.simulation.options import Options
 from tests.simulation.scenario import Outcome, play
 from tests.simulation.seeds import (
     KINDS,
+    MOVES_SEEDS,
     SEEDS,
     STORAGE_SEEDS,
     graceful_options_of,
+    moves_options_of,
     options_of,
     storage_options_of,
 )
@@ -36,7 +38,7 @@ ENOUGH = {
     "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
     "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
     "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
-    "master faults": 1, "lost disks": 1, "moves": 5,
+    "master faults": 1, "lost disks": 1,
 }  # fmt: skip
 """What must have happened in a bunch, at least so often."""
 STORAGE_BUNCH = 15
@@ -82,6 +84,13 @@ def test_promises_hold_whatever_happens_to_replicas_of_storage(seeds: range) -> 
             kind: counts[kind] for kind, least in ENOUGH_OF_STORAGE.items() if counts[kind] < least
         }
         assert not quiet, f"seeds {seeds}: too quiet to prove anything: {quiet}"
+
+
+def test_promises_hold_whatever_happens_while_a_group_moves() -> None:
+    counts: Counter[str] = Counter()
+    for seed in MOVES_SEEDS:
+        counts.update(played(seed, moves_options_of(seed)))
+    assert counts["moves"] >= 2 * len(MOVES_SEEDS), "too quiet to prove anything"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from services.storage.node import Node
 from tests.storage.batches import batch
 from tests.storage.failing import Disks, Failing, failing_disks
 from tests.storage.replicas import Replica, Scene, replica_set
@@ -77,6 +78,31 @@ async def test_a_slave_whose_sync_fails_counts_no_more_until_it_has_it_all(
     disks.failing.clear()
     await back(scene, slave)
     assert await slave.bodies() == numbers(3)
+
+
+async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
+    scene: Scene, disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files can be read as if nothing had happened: only the node knows up to where."""
+    cuts: list[int] = []
+    real = Node.cut
+
+    def cut(node: Node, position: int, *, damaged: bool = False) -> None:
+        cuts.append(position)
+        if len(cuts) == 1:
+            raise OSError(errno.EIO, "the cut fails")
+        real(node, position, damaged=damaged)
+
+    monkeypatch.setattr(Node, "cut", cut)
+    master = await three(scene)
+    await master.append(*numbered(0, 3))
+    await scene.alike()
+    slave = scene.nodes[others(scene, master)[0]]
+    disks.failing[slave.folder] = Failing(errno.EIO, SYNC, left=1)
+    await master.append(*numbered(3, 1))
+    await back(scene, slave)
+    assert len(cuts) == 2
+    assert cuts[0] == cuts[1]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
