@@ -129,6 +129,7 @@ async def pull(runner: QueueRunner) -> None:
         hold_ms=settings.pull_hold_ms,
         offsets_epoch=session.offsets_epoch,
         progress=None if riding is None else _acks_to_pb(progress, riding),
+        client_id=session.incarnation.client_id,
     )
     wanted = runner.filter
     stub = await session.directory.reader(runner.queue.broker, runner.reads_from)

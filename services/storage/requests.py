@@ -35,6 +35,7 @@ class Pull:
 
     Attributes:
         progress: Acks that ride along; for offsets to check.
+        client_id: Who says to pull; only told, never trusted.
     """
 
     holder: Holder
@@ -43,6 +44,7 @@ class Pull:
     offsets_epoch: int
     subscription_generation: int
     progress: offsets_pb.Acks | None
+    client_id: str = ""
 
 
 def append_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
@@ -101,6 +103,7 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
         request.offsets_epoch,
         request.subscription_generation,
         request.progress if request.HasField("progress") else None,
+        request.client_id,
     )
 
 

@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
+from batonmq.events import EventHub
 from services.offsets.codec import META
 from services.offsets.core.changes import POSITION
 from services.offsets.disk import Found
 from services.offsets.serving import Offsets
 from services.runtime.etcd import Stored
-from services.runtime.events import EventHub
 
 TERM = 7
 TIMEOUT_S = 20

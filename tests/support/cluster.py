@@ -20,6 +20,7 @@ async def local_cluster(
     etcd: str = "",
     cluster: str = "baton",
     brokers: int = 1,
+    storage_replicas: int = 1,
     available: bool = False,
     auto_restart: bool = True,
     report: Callable[[str], None] = to_stderr,
@@ -33,12 +34,18 @@ async def local_cluster(
         data_dir: A cluster on the same directory later has the same messages and addresses.
         etcd: host:port of an etcd to share, under a `cluster` name of one's own.
         brokers: Storage nodes: `storage`, `storage-1` and so on.
+        storage_replicas: Nodes of each broker.
         available: There is enough of everything to lose one of each.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
     settings["storage"] = {"segment_bytes": SEGMENT_BYTES} | dict(settings.get("storage", {}))
     options = ClusterOptions(
-        cluster=cluster, etcd=etcd, brokers=brokers, settings=settings, auto_restart=auto_restart
+        cluster=cluster,
+        etcd=etcd,
+        brokers=brokers,
+        storage_replicas=storage_replicas,
+        settings=settings,
+        auto_restart=auto_restart,
     )
     if available:
         options = highly_available(options)

@@ -238,6 +238,7 @@ class PullRequest(_message.Message):
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """First offset wanted, in messages, 0-based."""
     token: _builtins.int
@@ -263,6 +264,8 @@ class PullRequest(_message.Message):
     """Highest epoch of offsets the caller has seen; 0 for none."""
     subscription_generation: _builtins.int
     """Generation of the group's subscription that `expression` belongs to."""
+    client_id: _builtins.str
+    """Who pulls; only told in events, never trusted. May be empty."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -287,10 +290,11 @@ class PullRequest(_message.Message):
         offsets_epoch: _builtins.int = ...,
         subscription_generation: _builtins.int = ...,
         progress: _offsets_service_pb2.Acks | None = ...,
+        client_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "client_id", b"client_id", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
