@@ -11,7 +11,7 @@ PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e faults check bench demo examples docs up clean
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e spark spark-demo faults check bench demo examples docs up clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -56,17 +56,24 @@ breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
 
 # Half of the tests wait for something most of their time: three workers keep two cores busy.
-test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+test: $(SETUP)  ## every test that CI runs, on two cores; those of Spark take both for themselves
+	pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not spark"
+	pytest -q -m spark
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
-	pytest -q -m "not sim and not e2e"
+	pytest -q -m "not sim and not e2e and not spark"
 
 sim: $(SETUP)   ## seeded cluster simulations only
 	pytest -q -m sim
 
 e2e: $(SETUP)   ## real processes only
 	pytest -q -m e2e
+
+spark: $(SETUP) ## sources, sinks and jobs of Spark; needs a JVM, or takes that of a wheel
+	pytest -q tests/spark
+
+spark-demo: $(SETUP) ## the demo with the jobs of Spark beside it, and whether what they say is true
+	python spark-jobs/demo.py
 
 faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON_FAULT_MINUTES, into build/faults
 	python -m tests.faults

@@ -111,7 +111,7 @@ class Admin:
         return CreatedTopic(topic_from_pb(answer.topic), answer.created)
 
     async def list_topics(self) -> tuple[Topic, ...]:
-        """All topics by name."""
+        """All topics by name, also those that the system uses itself: BATON_SYS_..."""
         answer = await self.ask(
             lambda limit_s: self.directory.nameserver().ListTopics(
                 pb.ListTopicsRequest(), timeout=limit_s

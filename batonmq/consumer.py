@@ -11,6 +11,7 @@ from types import TracebackType
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
+from batonmq.client_stream import ClientStream
 from batonmq.common.aio import only_error
 from batonmq.common.errors import TopicNotFound
 from batonmq.consuming.forms import BatchHandler, Form, Handler, InBatches, OneByOne
@@ -39,7 +40,9 @@ from batonmq.core.route import QueueId
 from batonmq.core.subscription import parse_filter
 from batonmq.directory import Directory, Surroundings
 from batonmq.metrics import ClientMetrics
+from batonmq.producer import stream_of
 from batonmq.routes import follow_route, queues_of
+from batonmq.tallies import ConsumerTally
 
 
 def _ignore(_: OwnershipEvent) -> None:
@@ -97,6 +100,11 @@ class Consumer:
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
         counted = None if metrics is None else metrics.of_consumer(group, self.client_id)
+        self._stream: ClientStream | None = None
+        tally: ConsumerTally | None = None
+        if chosen.metrics_stream:
+            self._stream = stream_of(self.client_id, nameserver, outside)
+            tally = ConsumerTally(self._stream.hub, group, self.client_id, outside.clock)
         self._session = Session(
             group=group,
             incarnation=queue_pb2.Incarnation(
@@ -108,6 +116,7 @@ class Consumer:
             random=random,
             on_ownership=on_ownership,
             metrics=counted,
+            tally=tally,
             local=LocalOffsets(Path(chosen.offsets_file), group) if chosen.offsets_file else None,
         )
         if chosen.sends_back:
@@ -140,6 +149,7 @@ class Consumer:
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
         self._turns = Turns()
+        self._handed_out_s = 0.0
         self._stopped = asyncio.Event()
         self._emptied = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -200,6 +210,8 @@ class Consumer:
             self._leases.run_commits,
         )
         self._loops = [self._tasks.create_task(loop()) for loop in loops]
+        if self._stream is not None:
+            self._loops.append(self._stream.start(self._tasks))
         for topic in self._topics:
             self._loops.append(self._tasks.create_task(self._follow(topic)))
         self._rebalance()
@@ -213,6 +225,8 @@ class Consumer:
     ) -> None:
         try:
             await self._close()
+            if self._stream is not None:
+                await self._stream.close()
         finally:
             for task in self._loops:
                 task.cancel()
@@ -251,11 +265,16 @@ class Consumer:
 
     async def __anext__(self) -> ReceivedMessage:
         """Acknowledge the message before and wait for the next."""
-        self._turns.finish()
+        tally, finished = self._session.tally, self._turns.finish()
+        if tally is not None and finished is not None:
+            tally.handled(finished.topic, 1, (), self._loop_s() - self._handed_out_s)
         if self._turns.ended:
             await asyncio.sleep(0)
         while not self._stopped.is_set():
             if (message := self._turns.take()) is not None:
+                if tally is not None:
+                    tally.begun(message.topic, [message.store_unix_ms])
+                    self._handed_out_s = self._loop_s()
                 return message
             self._session.available.clear()
             await self._session.available.wait()
@@ -319,6 +338,10 @@ class Consumer:
     def _stop_failed(self, failed: MessageFailed) -> None:
         self._failed = failed
         self.stop()
+
+    @staticmethod
+    def _loop_s() -> float:
+        return asyncio.get_running_loop().time()
 
     def _spawn(self, loop: Coroutine[object, object, None]) -> None:
         self._loops.append(self._tasks.create_task(loop))

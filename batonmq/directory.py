@@ -171,22 +171,35 @@ class Directory:
         address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
         return schedule_grpc.ScheduleServiceStub(self._channel(address))
 
-    async def query(self, broker: str) -> query_grpc.QueryServiceAsyncStub:
-        """A stub for looking messages up at the storage master of `broker`.
+    async def query(self, broker: str, node_id: str = "") -> query_grpc.QueryServiceAsyncStub:
+        """A stub for looking messages up at `broker`.
+
+        Args:
+            node_id: Which of its nodes, if that is registered; else, and if empty, the master.
 
         While nobody leads, at another node: it has what all in sync have.
 
         Raises:
             Unreachable: none is registered, or no nameserver answers.
         """
+        there = [node.address for node in self._of_broker(broker) if node.node_id == node_id]
         try:
-            address = await self._address(pb.SERVICE_KIND_STORAGE, broker)
+            address = there[0] if there else await self._address(pb.SERVICE_KIND_STORAGE, broker)
         except Unreachable:
             slaves = self._of_broker(broker)
             if not slaves:
                 raise
             address = self._random.choice(slaves).address
         return query_grpc.QueryServiceStub(self._channel(address))
+
+    async def slaves(self, broker: str) -> list[str]:
+        """Node ids of the slaves of `broker`, ascending, as a nameserver knows them now.
+
+        Raises:
+            Unreachable: no nameserver answers.
+        """
+        await self.refresh()
+        return sorted(node.node_id for node in self._of_broker(broker) if not node.leader)
 
     async def offsets(self, group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
         """A stub for the master of the offsets set that keeps `group`.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
+from batonmq.client_stream import ClientStream
 from batonmq.common.aio import Lines, only_error, unless
 from batonmq.common.errors import BatonError, Unreachable
 from batonmq.core.delays import deliver_time
@@ -19,8 +21,10 @@ from batonmq.producing.placing import Placing, ProducerClosed
 from batonmq.producing.receipts import ANY, Pending, Receipt, Wish
 from batonmq.producing.settings import ProducerSettings
 from batonmq.producing.topic import TopicQueues
+from batonmq.publishing import PRODUCER
 from batonmq.routes import follow_route, wait_for_route
 from batonmq.scheduling import PendingSchedule, ScheduleReceipt, Scheduling
+from batonmq.tallies import ProducerTally
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ class Producer:
 
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
+        client_id: Names it where it tells of itself; by default host and a random part.
         metrics: Counts what happens here, if given.
         surroundings: Clock, randomness and transport; the real ones by default.
 
@@ -45,6 +50,7 @@ class Producer:
         nameserver: str,
         settings: ProducerSettings | None = None,
         *,
+        client_id: str = "",
         metrics: ClientMetrics | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
@@ -56,8 +62,19 @@ class Producer:
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._lines, self._closing = Lines(), asyncio.Event()
+        self._stream: ClientStream | None = None
+        tally: ProducerTally | None = None
+        if self._settings.metrics_stream:
+            name = client_id or f"{socket.gethostname()}-{outside.random.getrandbits(64):016x}"
+            self._stream = stream_of(name, nameserver, outside)
+            tally = ProducerTally(self._stream.hub, name)
         self._placing = Placing(
-            self._settings, self._directory, outside, self._start, self._metrics
+            self._settings,
+            self._directory,
+            outside,
+            self._start,
+            metrics=self._metrics,
+            tally=tally,
         )
         self._scheduling = Scheduling(
             self._directory, self._clock, outside.random, self._tasks, self._settings
@@ -68,6 +85,8 @@ class Producer:
         if self._metrics is not None:
             bound = self._settings.in_flight_bytes_max
             self._metrics.watch(lambda: bound - self._placing.room)
+        if self._stream is not None:
+            self._loops.append(self._stream.start(self._tasks))
         return self
 
     async def __aexit__(
@@ -79,6 +98,8 @@ class Producer:
         try:
             if error is None:
                 await self.close()
+                if self._stream is not None:
+                    await self._stream.close()
         finally:
             self._closing.set()
             self._scheduling.close()
@@ -379,3 +400,10 @@ class Producer:
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> None:
         self._loops.append(self._tasks.create_task(loop))
+
+
+def stream_of(client_id: str, nameserver: str, outside: Surroundings) -> ClientStream:
+    """The stream of a client, with a producer of its own."""
+    return ClientStream(
+        client_id, outside, lambda: Producer(nameserver, PRODUCER, surroundings=outside)
+    )

@@ -23,7 +23,9 @@ from bench import (
     pages,
     pulls,
     rebuilds,
+    spark,
     starts,
+    streams,
     wire,
 )
 from bench.figures import Figure, write
@@ -46,7 +48,9 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "handovers": ownership.handovers,
     "checks": ownership.checks,
     "consumption": ownership.consumption,
+    "spark": spark.spark,
     "keep-alives": ownership.keep_alives,
+    "streams": streams.streams,
 }
 
 

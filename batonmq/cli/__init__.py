@@ -34,6 +34,7 @@ from batonmq.cli.produce import produce
 from batonmq.cli.resets import clone, reset_offsets, resets
 from batonmq.cli.session import DEFAULT_NAMESERVER, Defaults
 from batonmq.cli.stuck import lag, why_stuck
+from batonmq.cli.top import top
 from batonmq.cli.topic_stats import stats
 from batonmq.cli.trace import trace
 from batonmq.cli.up import up
@@ -144,6 +145,7 @@ def _chosen(path: Path, name: str, *, lenient: bool) -> Context:
 app.command()(up)
 app.command()(produce)
 app.command()(consume)
+app.command()(top)
 topic.app.command()(stats)
 app.add_typer(topic.app, name="topic")
 message.app.command()(cancel)

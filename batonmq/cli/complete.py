@@ -13,6 +13,7 @@ from batonmq.cli import context_file
 from batonmq.cli.context_file import ContextError
 from batonmq.cli.session import DEFAULT_NAMESERVER
 from batonmq.common.errors import BatonError
+from batonmq.core.names import is_system_topic
 
 _DEADLINE_S = 0.7
 
@@ -21,7 +22,9 @@ def topics_that_begin(context: typer.Context, incomplete: str) -> list[str]:
     """Topics of the cluster."""
 
     async def names(admin: Admin) -> list[str]:
-        return [topic.name for topic in await admin.list_topics()]
+        topics = [topic.name for topic in await admin.list_topics()]
+        meant = is_system_topic(incomplete)
+        return [name for name in topics if meant or not is_system_topic(name)]
 
     return _begin(incomplete, _asked(context, names))
 

@@ -14,6 +14,7 @@ from batonmq.cli.changes import YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, wall_time
 from batonmq.cli.places import TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.core.names import is_system_topic
 from batonmq.reports import Topic
 
 app = typer.Typer(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
@@ -81,16 +82,22 @@ async def _create(session: Session, name: str, queues: int) -> None:
 
 @app.command("list")
 def list_(
-    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
+    context: typer.Context,
+    *,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Also those that the system uses itself.")
+    ] = False,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
 ) -> None:
     """List the topics."""
     session = open_session(context, nameserver, form)
-    session.run(_list(session))
+    session.run(_list(session, all_=all_))
 
 
-async def _list(session: Session) -> None:
+async def _list(session: Session, *, all_: bool) -> None:
     async with Admin(session.nameserver) as admin:
-        topics = await admin.list_topics()
+        topics = [one for one in await admin.list_topics() if all_ or not is_system_topic(one.name)]
     session.output.items([_item(topic) for topic in topics], _COLUMNS, _MORE_COLUMNS)
 
 

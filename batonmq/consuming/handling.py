@@ -54,6 +54,7 @@ class Handling:
         self._session, self._form, self._returns = session, form, returns
         self._tasks, self._on_stop = tasks, on_stop
         self._policy, self._metrics = settings.policy, session.metrics
+        self._tally = session.tally
         self._threads: DaemonThreads | None = None
         if not inspect.iscoroutinefunction(form.handler):
             self._threads = DaemonThreads("handler")
@@ -169,8 +170,7 @@ class Handling:
             return False
         decision = self._policy.decide(message.attempts, failure.delay_ms)
         if isinstance(decision, HandleAgain):
-            if self._metrics is not None:
-                self._metrics.retried(message.topic)
+            self._count_again(message, dead=False)
             return decision
         if isinstance(decision, Stop):
             self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
@@ -180,10 +180,14 @@ class Handling:
             return True
         delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None
         sent = await self._send_back(runner, message, failure, delay_ms)
-        if sent and self._metrics is not None:
-            tell = self._metrics.retried if delay_ms is not None else self._metrics.dead
-            tell(message.topic)
+        if sent:
+            self._count_again(message, dead=delay_ms is None)
         return sent
+
+    def _count_again(self, message: ReceivedMessage, *, dead: bool) -> None:
+        for counts in (self._metrics, self._tally):
+            if counts is not None:
+                (counts.dead if dead else counts.retried)(message.topic)
 
     async def _send_back(
         self, runner: QueueRunner, message: ReceivedMessage, failure: Failure, delay_ms: int | None
@@ -203,10 +207,15 @@ class Handling:
         Gives a slot back that was acquired.
         """
         run = Run(self.deadlines)
+        if self._tally is not None:
+            stored = [message.store_unix_ms for message in messages]
+            self._tally.begun(messages[0].topic, stored)
         failures = await self._called(messages, run)
+        seconds = self.deadlines.loop.time() - run.begin_s
         if self._metrics is not None:
-            seconds = self.deadlines.loop.time() - run.begin_s
             self._metrics.handled(messages[0].topic, len(messages), failures or (), seconds)
+        if self._tally is not None:
+            self._tally.handled(messages[0].topic, len(messages), failures or (), seconds)
         return failures
 
     async def _called(

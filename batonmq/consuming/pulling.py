@@ -130,6 +130,7 @@ async def pull(runner: QueueRunner) -> None:
         offsets_epoch=session.epochs.of(session.epochs.newest_set),
         offsets_set=session.epochs.newest_set,
         progress=None if riding is None else _acks_to_pb(progress, riding),
+        client_id=session.incarnation.client_id,
     )
     wanted = runner.filter
     stub = await session.directory.reader(runner.queue.broker, runner.reads_from)

@@ -24,6 +24,7 @@ from batonmq.core.route import QueueId
 from batonmq.core.starting import TIMESTAMP_AGE_MS, ConsumeFrom
 from batonmq.directory import Directory, Keeper
 from batonmq.metrics import ConsumerMetrics
+from batonmq.tallies import ConsumerTally
 
 MODELS: Mapping[Literal["clustering", "broadcasting"], pb.MessageModel.ValueType] = {
     "clustering": pb.MESSAGE_MODEL_CLUSTERING,
@@ -89,6 +90,8 @@ class ConsumerSettings:
         retry_first_ms: Wait so long before a failed message in hand is handled again; doubles.
         retry_ms_max: The longest such wait.
         start_timeout_ms: How long to wait for a nameserver at the start.
+        metrics_stream: Tell the cluster what is handled, failed and sent back, and how long it
+            takes, once a second, through the topic BATON_SYS_METRICS.
 
     Raises:
         InvalidArgument: `offsets_file` is missing, or is given to a clustering member; `send_back`
@@ -120,6 +123,7 @@ class ConsumerSettings:
     retry_first_ms: int = 1_000
     retry_ms_max: int = 30_000
     start_timeout_ms: int = 30_000
+    metrics_stream: bool = False
 
     def __post_init__(self) -> None:
         """Check what belongs together."""
@@ -201,6 +205,7 @@ class Session:
         drain_timeout_ms: As in the settings, until `close` says otherwise.
         paused: Queues whose messages the user wants to wait, ours or not.
         metrics: What is counted; None if nobody wants to know.
+        tally: What is told live; None if that is not wanted.
     """
 
     group: str
@@ -225,6 +230,7 @@ class Session:
     drain_timeout_ms: int | None = field(init=False)
     paused: set[QueueId] = field(default_factory=set)
     metrics: ConsumerMetrics | None = None
+    tally: ConsumerTally | None = None
 
     def __post_init__(self) -> None:
         """Fill in what follows from the settings."""

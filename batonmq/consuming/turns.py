@@ -43,12 +43,14 @@ class Turns:
             self._left = FAIR_RUN
         return None
 
-    def finish(self) -> None:
-        """The message that was handed out last is handled."""
-        if self._current is not None:
-            runner, message = self._current
-            self._current = None
-            runner.finish([message])
+    def finish(self) -> ReceivedMessage | None:
+        """The message that was handed out last is handled; None if there is none."""
+        if self._current is None:
+            return None
+        runner, message = self._current
+        self._current = None
+        runner.finish([message])
+        return message
 
     def give_up(self) -> None:
         """Nobody knows whether it is: it comes again."""

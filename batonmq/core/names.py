@@ -12,6 +12,15 @@ _CLIENT = re.compile(r"[!-.0-~]+"), 255
 _HOST_CHARACTERS_MAX = 255
 
 SYSTEM_TOPIC_PREFIX = "BATON_SYS_"
+METRICS_TOPIC = "BATON_SYS_METRICS"
+"""What services and clients tell of themselves, as `baton.metrics.v1.MetricBatch`."""
+ALERTS_TOPIC = "BATON_SYS_ALERTS"
+"""What jobs find alarming in that."""
+
+
+def is_system_topic(name: str) -> bool:
+    """Whether the system itself makes and uses the topic."""
+    return name.startswith(SYSTEM_TOPIC_PREFIX)
 
 
 def check_topic(name: str) -> str:
@@ -22,7 +31,7 @@ def check_topic(name: str) -> str:
 def check_user_topic(name: str) -> str:
     """`name`, if it may name a topic that users create and delete."""
     check_topic(name)
-    if name.startswith(SYSTEM_TOPIC_PREFIX):
+    if is_system_topic(name):
         raise InvalidName(
             f"topic {name} is reserved for the system",
             remedy=f"Use a name that does not start with {SYSTEM_TOPIC_PREFIX}.",

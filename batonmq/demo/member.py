@@ -36,7 +36,7 @@ async def consume(options: argparse.Namespace) -> None:
             options.nameserver,
             options.group,
             {options.topic: options.expression},
-            ConsumerSettings(consume_from="first", commit_interval_ms=500),
+            ConsumerSettings(consume_from="first", commit_interval_ms=500, metrics_stream=True),
             client_id=options.client_id,
             on_ownership=journal.ownership,
         )

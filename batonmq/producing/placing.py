@@ -20,6 +20,7 @@ from batonmq.producing.losses import Losses
 from batonmq.producing.receipts import ANY, Outcome, Pending, Wish
 from batonmq.producing.settings import ProducerSettings
 from batonmq.producing.topic import TopicQueues
+from batonmq.tallies import ProducerTally
 
 
 class ProducerClosed(Unreachable):
@@ -35,6 +36,7 @@ class Placing:
     Args:
         start: Runs a loop until the producer is left.
         metrics: Counts outcomes, if given.
+        tally: Tells of them, if given.
 
     Attributes:
         topics: Those that are open, by name.
@@ -49,9 +51,12 @@ class Placing:
         directory: Directory,
         surroundings: Surroundings,
         start: Callable[[Coroutine[Any, Any, None]], None],
+        *,
         metrics: ProducerMetrics | None = None,
+        tally: ProducerTally | None = None,
     ) -> None:
-        self._settings, self._directory, self._metrics = settings, directory, metrics
+        self._settings, self._directory = settings, directory
+        self._metrics, self._tally = metrics, tally
         self._clock, self._random, self._start = surroundings.clock, surroundings.random, start
         self._packing = settings.packing
         self.topics: dict[str, TopicQueues] = {}
@@ -138,9 +143,12 @@ class Placing:
         if error is not None:
             one_way = sum(wish.one_way for wish in batch.token.wishes.values())
             self.losses.add(one_way, error, now_ms)
+        topic, count = batch.token.queue.topic, batch.builder.count
         if self._metrics is not None:
-            topic, count = batch.token.queue.topic, batch.builder.count
             self._metrics.settled(topic, count, now_ms - batch.begin_ms, error)
+        if self._tally is not None:
+            size = (count, batch.token.bytes_count)
+            self._tally.settled(topic, size, now_ms - batch.begin_ms, stored=error is None)
 
     def takes(self, queue: QueueId) -> bool:
         """Whether the queue takes messages, as far as is known here."""

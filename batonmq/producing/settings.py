@@ -40,6 +40,8 @@ class ProducerSettings:
         request_timeout_ms: Bound of one request.
         compression: Of the messages of a batch together, `lz4` for speed or `zstd` for size;
             consumers need no setting. Limits hold for messages before it.
+        metrics_stream: Tell the cluster what is sent and how long it takes, once a second, through
+            the topic BATON_SYS_METRICS.
         compression_bytes_min: Batches with fewer bytes of messages are not compressed; neither
             are those that would not get smaller.
     """
@@ -54,6 +56,7 @@ class ProducerSettings:
     request_timeout_ms: int = 10_000
     compression: Literal["none", "lz4", "zstd"] = "none"
     compression_bytes_min: int = 1_024
+    metrics_stream: bool = False
 
     @property
     def packing(self) -> Packing:

@@ -20,9 +20,11 @@ from batonmq.testing.network import Network, Watcher
 from batonmq.testing.virtual_time import Host, VirtualTimeLoop
 from batonmq.testing.wire import Server, connector
 from services.offsets.serving import Offsets
+from services.runtime.events import watchable
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.process import App, Runtime
 from services.runtime.settings import ServiceSettings
+from services.runtime.streaming import publisher_of
 from services.storage.node import Node
 
 log = logging.getLogger(__name__)
@@ -252,10 +254,13 @@ class ServiceProcess(Process):
                 self.server = Server(world.network, self.host, address, edge)
                 for add in app.servicers.values():
                     add(self.server)  # type: ignore[arg-type]
+                watchable(runtime.hub, self.server)  # type: ignore[arg-type]
                 runtime.bound(address, "")
                 self.server.start()
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(loop()) for loop in app.loops]
+                    if settings.metrics_stream:
+                        running.append(tasks.create_task(publisher_of(runtime).run()))
                     await self._register(runtime, app)
                     running.append(tasks.create_task(runtime.keep_registered()))
                     await self.stopping.wait()

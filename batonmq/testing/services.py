@@ -43,12 +43,14 @@ def cluster(
 ) -> list[Service]:
     """One of each service, but several brokers, in the order in which they start.
 
+    They publish no metrics unless `settings` says so: an idle cluster is to be idle.
+
     Args:
         settings: By service, beside `SETTINGS`.
     """
 
     def of(service: str) -> dict[str, Any]:
-        common = {"node_lease_ms": _NODE_LEASE_MS}
+        common = {"node_lease_ms": _NODE_LEASE_MS, "metrics_stream": False}
         return {**common, **SETTINGS[service], **settings.get(service, {})}
 
     return [

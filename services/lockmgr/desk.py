@@ -18,7 +18,7 @@ from batonmq.common.errors import BatonError, HandoverPending, SubscriptionDrain
 from services.lockmgr.changes import Changes, moved, outcome_of
 from services.lockmgr.core.access import Deny, Grant
 from services.lockmgr.core.locks import Entry, Incarnation, Pending, QueueKey, Step
-from services.lockmgr.core.table import KeepAlive, Report
+from services.lockmgr.core.table import HoldState, KeepAlive, Report
 from services.lockmgr.freeing import Freeing
 from services.lockmgr.handover import HandOvers, Refusal, Term, Wish
 from services.lockmgr.looking import Looks
@@ -57,7 +57,7 @@ class Desk:
         self._hand_overs = HandOvers(term)
         self._changes = Changes(tasks)
         self._looks = Looks(term.table, term.offsets, term.clock)
-        self._waiting = Waiting(term.table, members, term.clock, self._looks.look, watchers_max)
+        self._waiting = Waiting(term, members, self._looks.look, watchers_max)
         self.freeing = Freeing(
             term, members, self._looks, self._waiting, self._changes, self._hand_overs
         )
@@ -107,7 +107,9 @@ class Desk:
             ),
             draining_groups=frozenset(filter(self._members.is_draining, groups)),
         )
-        reports = self._table.keep_alive(call, self._now_ms())
+        now_ms = self._now_ms()
+        reports = self._table.keep_alive(call, now_ms)
+        self._note(call, reports, now_ms)
         self._term.recorder.kept_alive(reports)
         return reports
 
@@ -258,6 +260,18 @@ class Desk:
         if isinstance(answer, pb.Grant):
             self._waiting.settled(wish.key)
         return answer
+
+    def _note(self, call: KeepAlive, reports: Sequence[Report], now_ms: int) -> None:
+        """Who was told, and who should have given its queue back long ago."""
+        tenures = self._term.tenures
+        for report, (key, token) in zip(reports, call.holds, strict=False):
+            if report.wanted is not None:
+                tenures.told(key, now_ms)
+            elif key.group in call.evicted_groups and report.state is HoldState.NOT_OWNER:
+                entry = self._table.get(key)
+                owns = self._table.owns(key, call.incarnation, token)
+                if owns and entry is not None and not entry.phantom:
+                    tenures.overdue(key)
 
     def _now_ms(self) -> int:
         return self._term.clock.monotonic_ms()

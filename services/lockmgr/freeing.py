@@ -21,6 +21,7 @@ from services.lockmgr.core.locks import (
     QueueKey,
     Step,
 )
+from services.lockmgr.core.tenures import End
 from services.lockmgr.handover import Clear, Force, HandOvers, Refusal, Term
 from services.lockmgr.looking import Looks
 from services.lockmgr.membership import Membership
@@ -135,6 +136,7 @@ class Freeing:
         if freed:
             log.info("queue released key=%s owner=%s token=%d", key, owner.client_id, token)
             self._term.recorder.released(key, owner, token)
+            self._term.tenures.ended(key, End(owner, token, self._now_ms()))
         return freed
 
     async def _write(self, entry: Entry) -> bool | None:
@@ -202,7 +204,7 @@ class Freeing:
     async def _force(self, force: Force, pending: Pending, expected_token: int) -> Forced | Refusal:
         entry = self._table.get(force.key)
         assert entry is not None
-        before = entry.lock.owner
+        before, token = entry.lock.owner, entry.lock.token
         grant = Grant((Condition.FORCED,), expected_token)
         answer = await self._hand_overs.free(force, grant, pending)
         if isinstance(answer, Refusal):
@@ -226,6 +228,8 @@ class Freeing:
             reason=force.reason,
         )
         self._term.recorder.forced(force.key, event)
+        if before is not None:
+            self._term.tenures.ended(force.key, End(before, token, self._now_ms(), forced=True))
         self._waiting.settled(force.key)
         return forced
 
@@ -260,24 +264,29 @@ class Freeing:
         entry = self._table.get(key)
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return
-        now_ms = self._term.clock.monotonic_ms()
-        decision = decide_clear(entry, seen, now_ms, self._term.policy)
+        decision = decide_clear(entry, seen, self._now_ms(), self._term.policy)
         if isinstance(decision, Free):
             self._table.begin(key, Step.RELEASE)
-            self._changes.start(key, self._cleared(entry, self._write(entry)))
+            self._changes.start(key, self._cleared(entry, self._write(entry), silent=False))
         elif decision is not None:
             pending = self._table.begin(key, Step.FENCE)
             taking = self._hand_overs.free(Clear(key), decision, pending)
-            self._changes.start(key, self._cleared(entry, taking))
+            self._changes.start(key, self._cleared(entry, taking, silent=True))
 
-    async def _cleared(self, entry: Entry, change: Awaitable[object]) -> None:
-        owner = entry.lock.owner
+    async def _cleared(self, entry: Entry, change: Awaitable[object], *, silent: bool) -> None:
+        owner, token = entry.lock.owner, entry.lock.token
         outcome = await change
         if entry.lock.owner is None:
             name = owner.client_id if owner else ""
             log.info("queue cleared key=%s owner=%s outcome=%s", entry.key, name, outcome)
             self._term.recorder.cleared()
+            if owner is not None:
+                end = End(owner, token, self._now_ms(), silent=silent)
+                self._term.tenures.ended(entry.key, end)
             self._waiting.settled(entry.key)
+
+    def _now_ms(self) -> int:
+        return self._term.clock.monotonic_ms()
 
 
 def _pending(key: QueueKey) -> HandoverPending:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from baton.common.v1 import queue_pb2
@@ -39,6 +39,7 @@ from batonmq.common.errors import (
 from services.lockmgr.core.access import Condition, Grant, held
 from services.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, QueueKey, Step
 from services.lockmgr.core.table import LockTable
+from services.lockmgr.core.tenures import End, HandOver, Passed, Tenures
 from services.lockmgr.metrics import Recorder
 from services.lockmgr.offsets import Fenced, Offsets, Verdict, unreachable
 from services.lockmgr.store import BACKOFF, Change, Conflict, LockStore
@@ -141,6 +142,7 @@ class Term:
 
     Attributes:
         number: Create revision of its election key.
+        tenures: Of owners, for those who watch.
     """
 
     number: int
@@ -151,6 +153,7 @@ class Term:
     clock: Clock
     random: Random
     recorder: Recorder
+    tenures: Tenures = field(default_factory=Tenures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +181,15 @@ class HandOvers:
         """
         entry = self._table.get(wish.key)
         assert entry is not None
-        start_ms = self._now_ms()
+        before, start_ms = entry.lock, self._now_ms()
+        waiter = entry.waiters.get(wish.asker.incarnation)
         passed = await self._fence(wish, grant, pending, entry)
         if isinstance(passed, Refusal):
             return self._not_fenced(wish.key, passed)
         fenced_ms, pending.step = self._now_ms(), Step.PERSIST
+        owner = wish.asker.incarnation
         lock = Lock(
-            owner=wish.asker.incarnation,
+            owner=owner,
             token=passed.fenced.answer.token,
             acquire_seq=wish.asker.acquire_seq,
             attempt=passed.attempt,
@@ -200,6 +205,16 @@ class HandOvers:
         self._term.recorder.phases(
             fence=fenced_ms - start_ms, persist=end_ms - fenced_ms, total=end_ms - start_ms
         )
+        handed = self._term.tenures.passed(
+            wish.key,
+            End(before.owner, before.token, start_ms) if before.owner else None,
+            Passed(owner, waiter.since_ms if waiter else None, start_ms),
+        )
+        if handed is not None:
+            self._term.recorder.handed_over(
+                wish.key,
+                _handed_over(handed, passed, lock, fenced_ms - handed.end_ms, end_ms - fenced_ms),
+            )
         return self.answer(passed.fenced, lock, newly_acquired=grant.newly_acquired)
 
     async def free(
@@ -405,3 +420,20 @@ class HandOvers:
     @staticmethod
     def _pending_error(key: QueueKey) -> HandoverPending:
         return HandoverPending(f"{key} is changing hands", retry_after_ms=100)
+
+
+def _handed_over(
+    handed: HandOver, passed: _Passed, lock: Lock, fence_ms: int, persist_ms: int
+) -> metrics_pb.HandedOver:
+    manner = handed.manner(passed.condition, unfinished=bool(passed.fenced.answer.maybe_seen))
+    return metrics_pb.HandedOver(
+        previous_client_id=handed.end.owner.client_id,
+        previous_token=handed.end.token,
+        client_id=lock.owner.client_id if lock.owner else "",
+        token=lock.token,
+        manner=metrics_pb.HandedOver.Manner.Value(f"MANNER_{manner.value}"),
+        contend_ms=handed.contend_ms,
+        drain_ms=handed.drain_ms,
+        fence_ms=fence_ms,
+        persist_ms=persist_ms,
+    )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from baton.common.v1 import error_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from batonmq.common.errors import BatonError
+from batonmq.events import EventHub
 from services.lockmgr.core.locks import Incarnation, LockState, QueueKey
 from services.lockmgr.core.table import Report
 from services.lockmgr.translate import key_to_pb
-from services.runtime.events import EventHub
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -23,6 +23,8 @@ class Recorder:
 
     def __init__(self, registry: CollectorRegistry, hub: EventHub) -> None:
         self._hub = hub
+        self._denied: Counts[tuple[QueueKey, str, str]] = Counts()
+        hub.gatherers.append(self._events)
         self._grants = Counter(
             "baton_lockmgr_grants",
             "Queues granted; kind is new, same (the owner again), stolen or repeated.",
@@ -88,9 +90,7 @@ class Recorder:
         """An asker was told no."""
         self._denials.labels(error.reason).inc()
         if self._hub.watched:
-            reason = error_pb2.Reason.Value(f"REASON_{error.reason}")
-            event = pb.LockDenied(client_id=asker.client_id, reason=reason)
-            self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_denied=event))
+            self._denied[key, asker.client_id, error.reason] += 1
 
     def released(self, key: QueueKey, owner: Incarnation, token: int) -> None:
         """An owner gave a queue back."""
@@ -98,6 +98,11 @@ class Recorder:
         if self._hub.watched:
             event = pb.LockReleased(client_id=owner.client_id, token=token)
             self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_released=event))
+
+    def handed_over(self, key: QueueKey, event: pb.HandedOver) -> None:
+        """A queue has passed from one owner to the next."""
+        if self._hub.watched:
+            self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), handed_over=event))
 
     def forced(self, key: QueueKey, event: pb.LockForced) -> None:
         """An operator took a queue from its owner."""
@@ -126,3 +131,11 @@ class Recorder:
         self._watchers.set(watchers)
         for state in LockState:
             self._entries.labels(state.value).set(counts[state])
+
+    def _events(self) -> Iterator[pb.MetricEvent]:
+        """Denials since the last call."""
+        denied, self._denied = self._denied, Counts()
+        for (key, client_id, name), count in denied.items():
+            reason = error_pb2.Reason.Value(f"REASON_{name}")
+            event = pb.LockDenied(client_id=client_id, reason=reason, count=count)
+            yield pb.MetricEvent(queue=key_to_pb(key), lock_denied=event)

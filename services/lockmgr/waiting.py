@@ -6,10 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError
 from services.lockmgr.core.locks import Incarnation, QueueKey
-from services.lockmgr.core.table import LockTable
+from services.lockmgr.handover import Term
 from services.lockmgr.membership import Membership
 from services.lockmgr.translate import Notice
 from services.lockmgr.watching import Watchers
@@ -29,13 +28,13 @@ class Waiting:
 
     def __init__(
         self,
-        table: LockTable,
+        term: Term,
         members: Membership,
-        clock: Clock,
         look: Callable[[QueueKey], Awaitable[object]],
         watchers_max: int,
     ) -> None:
-        self._table, self._members, self._clock, self._look = table, members, clock, look
+        self._term, self._table, self._clock = term, term.table, term.clock
+        self._members, self._look = members, look
         self.watchers = Watchers(watchers_max)
         self._parked: dict[QueueKey, dict[asyncio.Event, None]] = {}
         self._looked_at: set[QueueKey] = set()
@@ -145,6 +144,8 @@ class Waiting:
         if owner == incarnation:
             evicted = not self._members.is_member(key.group, incarnation)
             wanted = self._table.wanted(key, evicted=evicted, draining=draining)
+            if wanted is not None:
+                self._term.tenures.told(key, self._clock.monotonic_ms())
             return (key, entry.lock.token, wanted) if wanted else None
         free = owner is None and entry.pending is None and not draining
         return (key, entry.lock.token, None) if free and incarnation in entry.waiters else None

@@ -27,6 +27,7 @@ from services.nameserver.server import NameserverServicer
 from services.nameserver.sessions import Sessions
 from services.nameserver.shrinking import Shrinking
 from services.nameserver.stuck_calls import StuckCalls
+from services.nameserver.system_topics import SystemTopics
 from services.nameserver.telemetry import Telemetry
 from services.nameserver.tending import Tending
 from services.nameserver.topic_calls import TopicCalls
@@ -41,7 +42,7 @@ from services.runtime.process import App, Runtime, run
 async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The nameserver's parts; it has nothing to recover, all state is in etcd."""
     catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=settings.watchers_max)
-    telemetry = Telemetry(runtime.registry, runtime.hub, catalog)
+    telemetry = Telemetry(runtime.registry, runtime.hub, catalog, settings.member_lease_ms)
     turns = Turns(runtime.random)
     topic_store = TopicStore(runtime.etcd, turns)
     group_store = GroupStore(
@@ -104,6 +105,9 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         runtime.connect,
         interval_ms=settings.shrink_interval_ms,
     )
+    system_topics = SystemTopics(
+        catalog, topic_store, progress.forget, queue_count=settings.metrics_queue_count
+    )
     try:
         yield App(
             servicers={name: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer)},
@@ -113,6 +117,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
                 sessions.run,
                 shrinking.run,
                 lookout.run,
+                *((system_topics.run,) if settings.metrics_stream else ()),
             ),
         )
     finally:

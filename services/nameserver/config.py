@@ -33,6 +33,9 @@ class NameserverSettings(ServiceSettings):
     inspect_interval_ms: int = Field(15_000, ge=100)
     """How often all groups are looked at for lag and stuck queues, in milliseconds; the replica
     whose node id comes first does it."""
+    metrics_queue_count: int = Field(QUEUES_DEFAULT, ge=1, le=QUEUES_MAX)
+    """Queues of the topic BATON_SYS_METRICS when it is created, but one per broker at least; a
+    broker that comes later gains one."""
     watchers_max: int = Field(10_000, ge=1)
     """Open watches of routes and groups; more are refused."""
 

@@ -61,10 +61,11 @@ class GroupCalls:
             self.telemetry.refused(error)
             raise
         self.sessions.heard(_session(heartbeat))
-        self.telemetry.accepted()
+        group = self.catalog.message(heartbeat.group)
+        self.telemetry.accepted(heartbeat, group.generation if group else 0)
         kind, differences = verdict_to_pb(verdict)
         return pb.HeartbeatResponse(
-            group=self.catalog.message(heartbeat.group),
+            group=group,
             interval_ms=self.settings.heartbeat_interval_ms,
             verdict=kind,
             differences=differences,

@@ -18,12 +18,15 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as CounterMetric
 
+from batonmq.events import EventHub
 from services.nameserver.catalog import Catalog
 from services.nameserver.inspector import Diagnosis, Inspector, Target
 from services.nameserver.questions import Key
-from services.runtime.events import EventHub
 
 log = logging.getLogger(__name__)
+
+LAGS_PER_S = 2_000
+"""Queues whose lag is told at once; the others wait for the next second."""
 
 Labels = tuple[str, ...]
 
@@ -136,6 +139,7 @@ class Lookout:
         self._metrics.show(found)
         self._metrics.looked()
         self._tell(found)
+        await self._tell_lag([d for d in found if _has_lag_to_tell(d)])
 
     def _on_duty(self) -> bool:
         nameservers = [
@@ -161,18 +165,53 @@ class Lookout:
             level = logging.WARNING if reason.stuck else logging.INFO
             log.log(level, "queues changed group=%s reason=%s queues=%d", group, reason, count)
 
+    async def _tell_lag(self, found: list[Diagnosis]) -> None:
+        for index, diagnosis in enumerate(found):
+            if not self._hub.watched:
+                return
+            if index % LAGS_PER_S == LAGS_PER_S - 1:
+                await asyncio.sleep(1)
+            self._hub.publish(_lag(diagnosis))
+
     def _was(self, key: Key) -> str:
         before = self._told.get(key)
         return before.finding.reason if before else ""
 
 
 def _event(diagnosis: Diagnosis) -> metrics_pb.MetricEvent:
-    group, queue = diagnosis.key
     finding = diagnosis.finding
     return metrics_pb.MetricEvent(
-        queue=queue_pb2.GroupQueue(
-            group=group,
-            queue=queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
-        ),
+        queue=_queue(diagnosis),
         stuck_changed=metrics_pb.StuckChanged(reason=finding.reason, message=finding.message),
+    )
+
+
+def _has_lag_to_tell(diagnosis: Diagnosis) -> bool:
+    e = diagnosis.evidence
+    return (
+        e.progress is not None and e.log is not None and (e.group.member_count or e.lag_count) > 0
+    )
+
+
+def _lag(diagnosis: Diagnosis) -> metrics_pb.MetricEvent:
+    e = diagnosis.evidence
+    assert e.progress is not None and e.log is not None
+    return metrics_pb.MetricEvent(
+        queue=_queue(diagnosis),
+        queue_lag=metrics_pb.QueueLag(
+            committed_offset=e.progress.committed_offset,
+            delivered_offset=e.progress.delivered_offset,
+            next_offset=e.log.next_offset,
+            acked_beyond_count=e.progress.acked_count,
+            oldest_unacked_ms=e.lag_ms,
+            client_id=e.owner,
+        ),
+    )
+
+
+def _queue(diagnosis: Diagnosis) -> queue_pb2.GroupQueue:
+    group, queue = diagnosis.key
+    return queue_pb2.GroupQueue(
+        group=group,
+        queue=queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
     )

@@ -264,6 +264,7 @@ def _progress(found: offsets_pb.Progress) -> Progress:
         committed_offset=found.committed_offset,
         unacked_count=found.unacked_count,
         acked_count=found.acked_count,
+        delivered_offset=found.delivered_offset,
         acked_range_count=found.acked_range_count,
         capped=found.ack_capped,
         idle_ms=found.idle_ms,

@@ -103,7 +103,7 @@ class Sessions:
             if self._broken.get(key, (None, 0))[0] != broken_ms:
                 return  # heard of meanwhile
             if silence is Silence.SURE:
-                await self._remove(key)
+                await self._remove(key, broken_ms)
         except BatonError as error:
             log.warning("session not ended yet group=%s error=%s", key.group, error)
             silence = Silence.UNKNOWN
@@ -124,10 +124,12 @@ class Sessions:
         after_ms = self._etcd.clock.monotonic_ms() - broken_ms
         return silence_of(left_s, granted_s, asked_ms - heard_ms, asked_ms - broken_ms, after_ms)
 
-    async def _remove(self, key: SessionKey) -> None:
+    async def _remove(self, key: SessionKey, broken_ms: int) -> None:
         outcome = await self._store.leave(key.group, key.client_id, key.incarnation_id)
         if outcome.left:
-            self._telemetry.session_broken()
+            silent_ms = self._etcd.clock.monotonic_ms() - broken_ms
+            generation = outcome.group.generation if outcome.group else 0
+            self._telemetry.session_broken(key.group, key.client_id, silent_ms, generation)
             log.warning(
                 "member removed, its session broke group=%s client_id=%s", key.group, key.client_id
             )

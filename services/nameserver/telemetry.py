@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
@@ -10,20 +11,29 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from batonmq.common.errors import BatonError, SubscriptionConflict
 from batonmq.common.rpc import differences_to_pb
+from batonmq.events import EventHub
 from services.nameserver.asks import GroupChange
 from services.nameserver.catalog import Catalog
 from services.nameserver.core.differences import longest_standing
-from services.nameserver.core.groups import Heartbeat, Policy, hash_of
-from services.runtime.events import EventHub
+from services.nameserver.core.groups import Group, Heartbeat, Policy, hash_of, owners_of
 
 log = logging.getLogger(__name__)
 
+MOVES_MAX = 1_000
+"""Queues in one event that change hands; more are told in several."""
+
 
 class Telemetry:
-    """Counts and publishes; the replica that made a change is the one that tells of it."""
+    """Counts and publishes; the replica that made a change is the one that tells of it.
 
-    def __init__(self, registry: CollectorRegistry, hub: EventHub, catalog: Catalog) -> None:
-        self._hub = hub
+    Args:
+        member_lease_ms: A member that expires was silent for so long, at least.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, hub: EventHub, catalog: Catalog, member_lease_ms: int
+    ) -> None:
+        self._hub, self._member_lease_ms = hub, member_lease_ms
         gauges = {
             "topics": ("Topics.", lambda: len(catalog.topics)),
             "shrinking_topics": (
@@ -84,9 +94,12 @@ class Telemetry:
             registry=registry,
         )
 
-    def accepted(self) -> None:
-        """A heartbeat was accepted."""
+    def accepted(self, heartbeat: Heartbeat, generation: int) -> None:
+        """A heartbeat was accepted, in a group of that generation."""
         self._heartbeats.inc()
+        if self._hub.watched:
+            seen = pb.MemberSeen(client_id=heartbeat.client_id, generation=generation)
+            self._hub.publish(pb.MetricEvent(queue=_of(heartbeat.group), member_seen=seen))
 
     def refused(self, error: BatonError) -> None:
         """A heartbeat was refused."""
@@ -101,9 +114,10 @@ class Telemetry:
         )
         self._hub.publish(pb.MetricEvent(queue=_of(heartbeat.group), subscription_refused=refused))
 
-    def session_broken(self) -> None:
+    def session_broken(self, group: str, client_id: str, silent_ms: int, generation: int) -> None:
         """A member was removed because its connection broke."""
         self._broken_sessions.inc()
+        self._expired(group, client_id, silent_ms, generation)
 
     def group_changed(self, change: GroupChange) -> None:
         """A record was written here."""
@@ -124,13 +138,22 @@ class Telemetry:
                 group.generation,
                 ",".join(f"{m.client_id}@{m.host}" for m in change.expired),
             )
+        for member in change.expired:
+            self._expired(group.name, member.client_id, self._member_lease_ms, group.generation)
         changed = pb.GroupChanged(
             group=group.name, generation=group.generation, member_count=len(group.members)
         )
         self._hub.publish(pb.MetricEvent(queue=_of(group.name), group_changed=changed))
+        if self._hub.watched:
+            for event in _rebalanced(change.before, group):
+                self._hub.publish(event)
         before = change.before.subscription_generation if change.before else 0
         if group.subscription_generation != before:
             self._subscription_changed(change)
+
+    def _expired(self, group: str, client_id: str, silent_ms: int, generation: int) -> None:
+        expired = pb.MemberExpired(client_id=client_id, silent_ms=silent_ms, generation=generation)
+        self._hub.publish(pb.MetricEvent(queue=_of(group), member_expired=expired))
 
     def _subscription_changed(self, change: GroupChange) -> None:
         group = change.group
@@ -164,3 +187,35 @@ def _author(change: GroupChange) -> str:
 
 def _of(group: str) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=group)
+
+
+def _rebalanced(before: Group | None, group: Group) -> Iterator[pb.MetricEvent]:
+    """The queues that were dealt to others than before; nothing if none was."""
+    if before is not None and before.assignments == group.assignments:
+        return
+    old, new = owners_of(before) if before else {}, owners_of(group)
+    moved = [
+        (queue, old.get(queue, ""), new.get(queue, ""))
+        for queue in dict.fromkeys((*old, *new))
+        if old.get(queue) != new.get(queue)
+    ]
+    for begin in range(0, len(moved), MOVES_MAX):
+        moves = [
+            pb.Rebalanced.QueueMove(
+                queue=queue_pb2.GroupQueue(
+                    queue=queue_pb2.Queue(
+                        topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id
+                    )
+                ),
+                from_client_id=from_client_id,
+                to_client_id=to_client_id,
+            )
+            for queue, from_client_id, to_client_id in moved[begin : begin + MOVES_MAX]
+        ]
+        rebalanced = pb.Rebalanced(
+            generation=group.generation,
+            member_count=len(group.members),
+            queue_count=len(new),
+            moves=moves,
+        )
+        yield pb.MetricEvent(queue=_of(group.name), rebalanced=rebalanced)

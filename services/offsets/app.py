@@ -21,6 +21,7 @@ from services.offsets.persistence import Stored, read_changes
 from services.offsets.replication_server import ReplicationServicer, WhileMaster
 from services.offsets.role import Role
 from services.offsets.serving import Offsets, Surroundings, alone, elected
+from services.offsets.stream import OffsetsStream
 from services.runtime.gates import PREFIX as GATES
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer, Peers
@@ -66,7 +67,7 @@ async def served(
         limits=settings.limits,
         clock=runtime.clock,
         metrics=OffsetsMetrics(runtime.registry),
-        hub=runtime.hub,
+        stream=OffsetsStream(runtime.hub),
         gates=Mirror(runtime.etcd, GATES),
         origin=Origin(settings.replica_set, runtime.etcd, places, others.stub),
     )

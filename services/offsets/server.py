@@ -141,26 +141,31 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         now, outcomes = self._now(), []
         for key, token in touches:
             error = _attempt(self._touch, key, token, now)
-            refused = self._refused("touch", error) if isinstance(error, BatonError) else None
+            refused = (
+                self._refused("touch", key, token, error) if isinstance(error, BatonError) else None
+            )
             outcomes.append(pb.TouchOutcome(error=refused))
         await self._commits.settled(key for key, _ in touches)
         return pb.TouchResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """See the proto."""
+        begin_s = self._telemetry.stream.now_s()
         self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.commit)
         check_single(item[0] for item in items)
         await self._find(item[0] for item in items)
         now, outcomes = self._now(), []
         results = [_attempt(self._commit, *item, now, Source.COMMIT) for item in items]
-        for result in results:
+        for item, result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
-                outcomes.append(pb.CommitOutcome(error=self._refused("commit", result)))
+                refused = self._refused("commit", item[0], item[1], result)
+                outcomes.append(pb.CommitOutcome(error=refused))
             else:
                 outcomes.append(pb.CommitOutcome(committed=committed_pb(result)))
         await self._commits.settled(item[0] for item in items)
         self._telemetry.commits("commit", [item[:2] for item in items], results)
+        self._telemetry.stream.commit_took(begin_s, (item[0].topic for item in items))
         return pb.CommitResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
@@ -171,9 +176,10 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         await self._find(item[0] for item in items)
         now, outcomes = self._now(), []
         results = [_attempt(self._close, *item, now) for item in items]
-        for result in results:
+        for item, result in zip(items, results, strict=True):
             if isinstance(result, BatonError):
-                outcomes.append(pb.CloseOutcome(error=self._refused("close", result)))
+                refused = self._refused("close", item[0], item[1], result)
+                outcomes.append(pb.CloseOutcome(error=refused))
             else:
                 outcomes.append(pb.CloseOutcome(closed=committed_pb(result)))
         await self._commits.settled(item[0] for item in items)
@@ -345,10 +351,12 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         if acks is not None:
             committed = _attempt(self._commit, key, token, acks, now, Source.PULL)
         if isinstance(committed, BatonError):
-            return pb.DeliveryOutcome(error=self._refused("pull", committed)), committed
+            refused = self._refused("pull", key, token, committed)
+            return pb.DeliveryOutcome(error=refused), committed
         delivered = _attempt(self._record, key, token, delivery, now)
         if isinstance(delivered, BatonError):
-            return pb.DeliveryOutcome(error=self._refused("record", delivered)), committed
+            refused = self._refused("record", key, token, delivered)
+            return pb.DeliveryOutcome(error=refused), committed
         answer = pb.Delivered(
             maybe_seen=ranges_pb(delivered.maybe_seen),
             progress=committed_pb(committed) if committed is not None else None,
@@ -444,9 +452,9 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._table.check_epoch(seen_epoch)
         self._commits.check_room()
 
-    def _refused(self, op: str, error: BatonError) -> error_pb2.Error:
+    def _refused(self, op: str, key: QueueKey, token: int, error: BatonError) -> error_pb2.Error:
         if isinstance(error, Fenced):
-            self._telemetry.fenced(op, error)
+            self._telemetry.fenced(op, key, token, error)
         return error_to_pb(error)
 
     async def _carried_out(self, outcome: Outcome) -> None:

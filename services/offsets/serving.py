@@ -30,8 +30,8 @@ from services.offsets.persistence import (
     recover,
 )
 from services.offsets.server import OffsetsServicer, Parts
+from services.offsets.stream import OffsetsStream
 from services.offsets.telemetry import Telemetry
-from services.runtime.events import EventHub
 from services.runtime.mirror import Mirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
@@ -44,7 +44,7 @@ class Surroundings:
     limits: Limits
     clock: Clock
     metrics: OffsetsMetrics
-    hub: EventHub
+    stream: OffsetsStream
     gates: Mirror
     origin: Origin
 
@@ -125,7 +125,7 @@ def _serving(
         commits=commits,
         clock=around.clock,
         modes=Modes(around.gates),
-        telemetry=Telemetry(metrics, around.hub),
+        telemetry=Telemetry(metrics, around.stream, table),
         handovers=partial(find_handovers, disk),
         here=Here(table, origin.offsets_set, origin.etcd, origin.places),
         leaving=Leaving(keeping),

@@ -11,8 +11,9 @@ from batonmq.common.errors import BatonError, Fenced
 from services.offsets.answers import queue_pb
 from services.offsets.core.calls import Committed, Condition, Fence, Grant, QueueKey
 from services.offsets.core.resets import Order, Outcome
+from services.offsets.core.table import ProgressTable
 from services.offsets.metrics import OffsetsMetrics
-from services.runtime.events import EventHub
+from services.offsets.stream import OffsetsStream
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +21,16 @@ log = logging.getLogger(__name__)
 class Telemetry:
     """Called with what has happened; of acks and moves once they are durable."""
 
-    def __init__(self, metrics: OffsetsMetrics, hub: EventHub) -> None:
-        self._metrics, self._hub = metrics, hub
+    def __init__(
+        self, metrics: OffsetsMetrics, stream: OffsetsStream, table: ProgressTable
+    ) -> None:
+        self._metrics, self.stream, self._table = metrics, stream, table
 
-    def fenced(self, op: str, error: Fenced) -> None:
+    def fenced(self, op: str, key: QueueKey, token: int, error: Fenced) -> None:
         """An item was refused, because its token is not in force."""
         self._metrics.fenced(op, error)
+        if self.stream.hub.watched:
+            self.stream.fenced(op, key, token, error)
 
     def fence(self, key: QueueKey, wish: Fence, result: Grant | BatonError) -> None:
         """A queue was passed on, or was not."""
@@ -33,6 +38,7 @@ class Telemetry:
         if isinstance(result, BatonError) or not result.changed:
             return
         holder = wish.holder.client_id if wish.holder else "nobody"
+        self.stream.granted(key, result.token, wish.holder.client_id if wish.holder else "")
         if wish.condition is Condition.FORCED:
             log.warning(
                 "queue taken by force queue=%s token=%d holder=%s by=%s reason=%s",
@@ -59,14 +65,11 @@ class Telemetry:
     ) -> None:
         """Acks of queues, under tokens, were taken or refused."""
         self._metrics.committed(op, results)
-        if not self._hub.watched:
+        if not self.stream.hub.watched:
             return
         for (key, token), result in zip(items, results, strict=True):
-            if isinstance(result, Committed) and result.changed:
-                committed = pb.CommittedRange(
-                    committed_offset=result.committed_offset, token=token, closed=op == "close"
-                )
-                self._hub.publish(pb.MetricEvent(queue=queue_pb(key), committed=committed))
+            if isinstance(result, Committed) and result.changed and key in self._table:
+                self.stream.committed(key, token, self._table.query(key), closed=op == "close")
 
     def moved(self, group: str, order: Order, outcome: Outcome) -> None:
         """A reset or a clone was carried out, or repeated."""
@@ -90,4 +93,5 @@ class Telemetry:
                 by=order.by,
                 reason=order.reason,
             )
-            self._hub.publish(pb.MetricEvent(queue=queue_pb(step.key), progress_reset=reset))
+            event = pb.MetricEvent(queue=queue_pb(step.key), progress_reset=reset)
+            self.stream.hub.publish(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from batonmq.common.backoff import Backoff
 from batonmq.common.errors import NoQuorum
@@ -55,7 +55,7 @@ class Mirror:
         """
         return await self._session.get(self._prefix + key)
 
-    async def watch(self) -> AsyncIterator[frozenset[str]]:
+    async def watch(self) -> AsyncGenerator[frozenset[str], None]:
         """Sets of changed keys; the first holds all. What changes meanwhile is joined."""
         await self._ready.wait()
         watcher = _Watcher(set(self.values))

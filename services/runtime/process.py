@@ -16,7 +16,6 @@ from random import Random
 from typing import Any, NoReturn, TypeVar
 
 import grpc.aio
-from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -28,12 +27,14 @@ from batonmq.common.clock import Clock
 from batonmq.common.config import ConfigError, load
 from batonmq.common.errors import NoQuorum
 from batonmq.common.explain import explain
+from batonmq.events import EventHub
 from services.runtime.etcd import EtcdSession, Lease
-from services.runtime.events import EventHub, MetricsServicer
+from services.runtime.events import watchable
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.mirror import Mirror
 from services.runtime.position import NOWHERE, Position
 from services.runtime.settings import ServiceSettings
+from services.runtime.streaming import publisher_of
 
 log = logging.getLogger(__name__)
 
@@ -289,9 +290,9 @@ async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
     server = grpc.aio.server(interceptors=[edge], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    metrics_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(runtime.hub), server)
     for add in app.servicers.values():
         add(server)
+    watchable(runtime.hub, server)
     names = [*app.servicers, METRICS_SERVICE]
     reflection.enable_server_reflection(
         [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
@@ -304,6 +305,8 @@ async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(loop()) for loop in app.loops]
+            if settings.metrics_stream:
+                running.append(tasks.create_task(publisher_of(runtime).run()))
             await _register(runtime, app)
             running.append(tasks.create_task(runtime.keep_registered()))
             for name in ("", *names):

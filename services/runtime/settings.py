@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from batonmq.common.config import Settings
@@ -26,5 +28,10 @@ class ServiceSettings(Settings):
     """host:port of etcd; of several members separated by commas."""
     node_lease_ms: int = Field(5_000, ge=2_000)
     """A process that is silent for so long is no longer listed, in milliseconds."""
+    metrics_stream: bool = True
+    """Whether what the process does is published to the topic BATON_SYS_METRICS; at a nameserver,
+    also whether it creates that topic and BATON_SYS_ALERTS."""
+    metrics_encoding: Literal["protobuf", "arrow"] = "protobuf"
+    """How: `arrow` is read faster by Spark, and needs the package pyarrow."""
     shutdown_grace_ms: int = Field(10_000, ge=0)
     """How long calls under way may take to end after SIGTERM, in milliseconds."""

@@ -39,6 +39,7 @@ from services.storage.node import Node, opened, recovered
 from services.storage.replication_server import Front, ReplicationServicer
 from services.storage.role import Role
 from services.storage.serving import Serving, Surroundings, serve
+from services.storage.stream import StorageStream
 from services.storage.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ async def replicated(
         replica_set=settings.broker_name,
     )
     async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        role = Role(settings, runtime, around.metrics, in_thread)
+        role = Role(settings, runtime, around.metrics, around.stream, in_thread)
 
         def on(node: Node) -> Serving:
             _log_report(node.report)
@@ -261,6 +262,7 @@ async def _surroundings(
         settings=settings,
         runtime=runtime,
         metrics=StorageMetrics(runtime.registry),
+        stream=StorageStream(runtime.hub, settings.broker_name),
         topics=topics,
         gates=Gates(gates_mirror),
         deliveries=DeliverySets(Places(places_mirror, runtime.nodes), deliveries),

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.common.v1 import queue_pb2
-from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
-
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, DiskFull
-from services.runtime.events import EventHub
 from services.storage.core.producers import Receipt
 from services.storage.core.retention import DiskState, Retention, Usage
 from services.storage.core.store import Checked, Store, TopicQueues
 from services.storage.flush import Flusher
 from services.storage.guarantee import Guarantee
 from services.storage.metrics import StorageMetrics
+from services.storage.stream import StorageStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,7 @@ class Appender:
     retention: Retention
     guarantee: Guarantee
     metrics: StorageMetrics
-    hub: EventHub
+    stream: StorageStream
     clock: Clock
 
     def append(
@@ -70,7 +67,7 @@ class Appender:
 
     def tell(self, batches: Sequence[Checked], outcomes: Sequence[Receipt | BatonError]) -> None:
         """Count what was appended to queues that consumers read."""
-        messages: dict[tuple[str, int], tuple[int, int]] = {}
+        messages: dict[tuple[str, int], tuple[int, int, int]] = {}
         for checked, outcome in zip(batches, outcomes, strict=True):
             if not isinstance(outcome, Receipt):
                 continue
@@ -78,19 +75,17 @@ class Appender:
                 self.metrics.duplicate_batches.inc()
                 continue
             header = checked.header
-            count, size = messages.get((header.topic, header.queue_id), (0, 0))
-            messages[header.topic, header.queue_id] = count + header.count, size + header.length
-        for (topic, queue_id), (count, size) in messages.items():
-            self.metrics.appended_messages.inc(count)
-            self.metrics.appended_bytes.inc(size)
-            if self.hub.watched:
-                queue = queue_pb2.Queue(topic=topic, broker=self.broker, queue_id=queue_id)
-                self.hub.publish(
-                    metrics_pb.MetricEvent(
-                        queue=queue_pb2.GroupQueue(queue=queue),
-                        appended=metrics_pb.Appended(message_count=count, byte_count=size),
-                    )
-                )
+            count, size, _ = messages.get((header.topic, header.queue_id), (0, 0, 0))
+            messages[header.topic, header.queue_id] = (
+                count + header.count,
+                size + header.length,
+                outcome.first_offset + header.count,
+            )
+        for (topic, queue_id), sums in messages.items():
+            self.metrics.appended_messages.inc(sums[0])
+            self.metrics.appended_bytes.inc(sums[1])
+            if self.stream.hub.watched:
+                self.stream.appended(topic, queue_id, sums)
 
     def _with_numbers(self, outcome: Receipt | BatonError) -> Receipt | BatonError:
         """`outcome`; if the disk has refused it just now, with what is known of the disk."""

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from prometheus_client import Histogram
-
 from batonmq.common.errors import NotServing
 from services.storage.core.producers import QueueKey
 from services.storage.node import Node
@@ -39,6 +37,7 @@ class Flusher:
 
     Args:
         grown: Called with the queues in which readers see more than before.
+        took: Called with the seconds that a sync took.
         interval_ms: Time between syncs nobody waits for; 0 syncs at once.
         in_thread: Makes the blocking call that syncs; by default a thread of its own.
 
@@ -51,13 +50,13 @@ class Flusher:
         self,
         node: Node,
         grown: Callable[[frozenset[QueueKey]], None],
-        seconds: Histogram,
+        took: Callable[[float], None],
         interval_ms: int = 0,
         in_thread: InThread | None = None,
     ) -> None:
         self._in_thread = in_thread or OneThread()
         self._store, self._sync, self._grown = node.store, node.sync, grown
-        self._seconds, self._interval_ms = seconds, interval_ms
+        self._took, self._interval_ms = took, interval_ms
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._wrote, self._urgent = asyncio.Event(), asyncio.Event()
         self.one_at_a_time = asyncio.Lock()
@@ -158,7 +157,7 @@ class Flusher:
             except OSError as error:
                 self.fail(error)
                 raise
-            self._seconds.observe(now() - begin)
+            self._took(now() - begin)
             self._grown(self._store.synced(unsynced.position))
             for call in self.on_sync:
                 call(unsynced.position)

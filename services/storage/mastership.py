@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from services.storage.core.epochs import History, common_point
 from services.storage.core.shipping import read_whole
 from services.storage.flush import InThread
 from services.storage.serving import Serving
+from services.storage.stream import REPLICATION, StorageStream
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,11 @@ class Mastership:
         serving: What works on this node's copy; nobody else writes to it meanwhile.
     """
 
-    def __init__(self, keeper: Keeper, serving: Serving, clock: Clock) -> None:
+    def __init__(
+        self, keeper: Keeper, serving: Serving, clock: Clock, stream: StorageStream
+    ) -> None:
         self.keeper, self.serving, self._clock = keeper, serving, clock
+        self._stream, self._synced_s = stream, deque[tuple[int, float]]()
         self._node, self._log = serving.node, serving.node.store.log
         self._grown = asyncio.Event()
         self._over = False
@@ -147,13 +152,18 @@ class Mastership:
         return self._log.segment_of(position)[1:]
 
     def _synced(self, position: int) -> None:
+        if self._stream.hub.watched:
+            self._synced_s.append((position, self._stream.now_s()))
         self.keeper.books.wrote(position + 1)
         self.keeper.looked_at()
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
 
     def _tell(self) -> None:
-        self.serving.flusher.confirmed(max(self.keeper.safe - 1, 0))
+        safe = max(self.keeper.safe - 1, 0)
+        self.serving.flusher.confirmed(safe)
+        while self._synced_s and self._synced_s[0][0] <= safe:
+            self._stream.took(REPLICATION, self._synced_s.popleft()[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Pull:
 
     Attributes:
         progress: Acks that ride along; for offsets to check.
+        client_id: Who says to pull; only told, never trusted.
     """
 
     holder: Holder
@@ -44,6 +45,7 @@ class Pull:
     subscription_generation: int
     progress: offsets_pb.Acks | None
     offsets_set: str
+    client_id: str = ""
 
 
 def append_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
@@ -103,6 +105,7 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
         request.subscription_generation,
         request.progress if request.HasField("progress") else None,
         check_offsets_set(request.offsets_set) if request.offsets_set else "",
+        request.client_id,
     )
 
 

@@ -22,6 +22,7 @@ from services.storage.guarantee import Guarantee
 from services.storage.mastership import Mastership
 from services.storage.metrics import StorageMetrics
 from services.storage.serving import Serving
+from services.storage.stream import StorageStream
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,11 @@ class Role(Guarantee):
         settings: StorageSettings,
         runtime: Runtime,
         metrics: StorageMetrics,
+        stream: StorageStream,
         in_thread: InThread,
     ) -> None:
         self._settings, self._runtime, self._in_thread = settings, runtime, in_thread
-        self._metrics = metrics
+        self._metrics, self._stream = metrics, stream
         metrics.master.set_function(lambda: not self.is_slave)
         self.broker = settings.broker_name
         self.member = Member(
@@ -221,7 +223,7 @@ class Role(Guarantee):
         keeper = self.member.keeper(revision, position, self._settings.replica_policy)
         if self.member.lacks(keeper):
             return None
-        mastership = Mastership(keeper, serving, self._runtime.clock)
+        mastership = Mastership(keeper, serving, self._runtime.clock, self._stream)
         await mastership.begin(self._in_thread)
         return mastership
 

@@ -8,16 +8,15 @@ from typing import Any
 
 import grpc.aio
 from baton.common.v1 import queue_pb2
-from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq.common.rpc import error_to_pb
+from batonmq.core.names import METRICS_TOPIC
 from batonmq.core.records import read_header
 from batonmq.core.route import TOPICS_REVISION
-from services.runtime.events import EventHub
 from services.runtime.gates import Gates
 from services.storage import requests
 from services.storage.appending import Appender
@@ -40,6 +39,7 @@ from services.storage.guarantee import Guarantee
 from services.storage.losses import Losses
 from services.storage.metrics import StorageMetrics
 from services.storage.pulls import ParkedPulls
+from services.storage.stream import APPEND, PULL, StorageStream
 from services.storage.topics import Topics
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
@@ -74,7 +74,7 @@ class Parts:
     damage: Damage
     scrubbed: Callable[[], int]
     metrics: StorageMetrics
-    hub: EventHub
+    stream: StorageStream
     clock: Clock
 
 
@@ -86,7 +86,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         """See the proto."""
-        guarantee = self._parts.guarantee
+        guarantee, begin_s = self._parts.guarantee, self._parts.stream.now_s()
         batches = requests.append_batches(request, replicated=guarantee.replicated)
         self._parts.flusher.check()
         checked = [_checked(batch) for batch in batches]
@@ -100,12 +100,15 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         wanted = request.durability or (pb.DURABILITY_FSYNCED if waits else pb.DURABILITY_MEMORY)
         if stored and wanted != pb.DURABILITY_MEMORY:
             await self._parts.flusher.reached(max(one.next_position for one in stored))
+        if topics.keys() - {METRICS_TOPIC}:
+            self._parts.stream.took(APPEND, begin_s)
         return pb.AppendResponse(outcomes=[self._outcome(one) for one in outcomes])
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
         """See the proto."""
         pull = requests.pull(request, self._parts.broker)
-        clock, guarantee = self._parts.clock, self._parts.guarantee
+        clock, guarantee, stream = self._parts.clock, self._parts.guarantee, self._parts.stream
+        begin_s = stream.now_s()
         end_ms = clock.monotonic_ms() + pull.hold_ms
         while True:
             if guarantee.is_slave:
@@ -120,9 +123,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             if hold_ms <= 0 or go_elsewhere:
                 return self._answer(request.pull_id, key, pull, None, None)
             await self._parts.pulls.wait(key, pull.holder, hold_ms)
+            begin_s = stream.now_s()
             pull = replace(pull, progress=None)  # by now it is old: section 6.6
         verdict = await self._record(pull, reading) if pull.holder.token else None
-        self._tell_delivered(pull, key, reading)
+        self._tell_delivered(pull, key, reading, verdict)
+        if stream.hub.watched and pull.holder.topic != METRICS_TOPIC:
+            stream.took(PULL, begin_s)
         return self._answer(request.pull_id, key, pull, reading, verdict)
 
     async def QueryOffsets(
@@ -270,25 +276,16 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             return 0
         return self._store.readable_position - read_header(reading.batches[-1]).position
 
-    def _tell_delivered(self, pull: requests.Pull, key: QueueKey, reading: Reading) -> None:
+    def _tell_delivered(
+        self, pull: requests.Pull, key: QueueKey, reading: Reading, verdict: Verdict | None
+    ) -> None:
         offset = pull.wanted.offset
         self._parts.losses.note(pull.holder, key, offset, offset + reading.lost_count)
         self._parts.metrics.delivered_messages.inc(reading.message_count)
         self._parts.metrics.filtered_messages.inc(reading.filtered_count)
-        if self._parts.hub.watched:
-            self._parts.hub.publish(
-                metrics_pb.MetricEvent(
-                    queue=pull.holder.queue(),
-                    delivered=metrics_pb.DeliveredRange(
-                        range=queue_pb2.OffsetRange(
-                            first_offset=pull.wanted.offset, next_offset=reading.next_offset
-                        ),
-                        token=pull.holder.token,
-                        message_count=reading.message_count,
-                        filtered_count=reading.filtered_count,
-                    ),
-                )
-            )
+        if self._parts.stream.hub.watched and pull.holder.topic != METRICS_TOPIC:
+            redelivered = verdict.redelivered if verdict else ()
+            self._parts.stream.delivered(pull.holder, pull.client_id, offset, reading, redelivered)
 
 
 def _in_sight(seconds: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from batonmq.common.errors import NotLeader
 from services.runtime.gates import Gates
@@ -27,6 +28,7 @@ from services.storage.query_server import QueryServicer
 from services.storage.schedule_server import ScheduleServicer
 from services.storage.scrub import Scrubber
 from services.storage.server import Parts, StorageServicer
+from services.storage.stream import FSYNC, StorageStream
 from services.storage.topics import Topics
 
 EXPIRE_INTERVAL_S = 600
@@ -44,6 +46,7 @@ class Surroundings:
     settings: StorageSettings
     runtime: Runtime
     metrics: StorageMetrics
+    stream: StorageStream
     topics: Topics
     gates: Gates
     deliveries: DeliverySets
@@ -97,7 +100,7 @@ def serve(
         followed: First position of the master's log, by which a slave cleans its own.
     """
     settings, runtime, metrics = around.settings, around.runtime, around.metrics
-    in_thread, topics = around.in_thread, around.topics
+    in_thread, topics, stream = around.in_thread, around.topics, around.stream
     pulls = ParkedPulls(
         around.deliveries.touch,
         metrics.parked_pulls,
@@ -107,11 +110,12 @@ def serve(
     flusher = Flusher(
         node,
         pulls.wake,
-        metrics.fsync_seconds,
+        partial(_synced, metrics, stream),
         interval_ms=settings.flush_interval_ms if settings.flush == "async" else 0,
         in_thread=in_thread,
     )
     retention = Retention(settings.retention_policy(), settings.segment_bytes)
+    stream.usage = lambda: retention.usage
     checkpointer = Checkpointer(node, flusher, in_thread)
     damage = Damage(metrics.damaged_batches)
     scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=in_thread)
@@ -145,7 +149,7 @@ def serve(
         retention=retention,
         guarantee=guarantee,
         metrics=metrics,
-        hub=runtime.hub,
+        stream=stream,
         clock=runtime.clock,
     )
     due = DueBatches(appender, topics, age_ms_max=settings.retention_ms)
@@ -166,7 +170,7 @@ def serve(
             damage=damage,
             scrubbed=lambda: scrubber.position,
             metrics=metrics,
-            hub=runtime.hub,
+            stream=stream,
             clock=runtime.clock,
         )
     )
@@ -198,3 +202,8 @@ def serve(
             expire_producers,
         ),
     )
+
+
+def _synced(metrics: StorageMetrics, stream: StorageStream, seconds: float) -> None:
+    metrics.fsync_seconds.observe(seconds)
+    stream.took_us(FSYNC, int(seconds * 1e6))

@@ -84,6 +84,27 @@ def test_topic_comes_and_goes(cluster: Up) -> None:
     assert json.loads(gone.err)["error"]["reason"] == "TOPIC_NOT_FOUND"
 
 
+def test_topics_of_the_system_are_listed_if_asked_for(cluster: Up) -> None:
+    def listed(*more: str) -> set[str]:
+        rows = cluster("topic", "list", *more).rows
+        return {row["TOPIC"] for row in rows if row["TOPIC"].startswith("BATON_SYS_")}
+
+    until_now(lambda: listed("--all") == {"BATON_SYS_METRICS", "BATON_SYS_ALERTS"})
+    assert listed() == set()
+
+
+def test_top_prints_one_frame_if_nobody_looks(cluster: Up, lines: Path) -> None:
+    cluster("topic", "create", "shown", "--queues", "2")
+    cluster("produce", "shown", "--file", str(lines))
+    cluster("consume", "shown", "--group", "looked-at", "--from", "first")
+    frame = cluster("top", "--once", "--seconds", "1")
+    assert (frame.code, "4 nodes" in frame.out) == (0, True)
+    assert {"TOPIC", "GROUP", "OWNER", "TIME"} <= set(frame.out.split())
+    assert "looked-at" in frame.out
+    shown = cluster("top", "--seconds", "1", "--format", "json").json
+    assert {row["group"]: row["lag"] for row in shown["groups"]}["looked-at"] == 0
+
+
 def test_topic_changes_its_size_and_what_may_be_done_with_it(cluster: Up, lines: Path) -> None:
     lines.write_bytes(b"a\n")
     cluster("topic", "create", "change", "--queues", "2")

@@ -20,7 +20,11 @@ from pydantic.fields import FieldInfo
 from batonmq.common.clock import Clock
 from batonmq.common.config import Settings
 from batonmq.common.explain import allowed_of, default_of, meanings, unit_of
+from batonmq.events import EventHub
 from batonmq.metrics import ClientMetrics
+from batonspark.alert_writer import AlertGauges
+from batonspark.progress import ProgressListener
+from batonspark.settings import JobSettings
 from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.metrics import Recorder
 from services.nameserver.catalog import Catalog
@@ -30,7 +34,6 @@ from services.nameserver.telemetry import Telemetry
 from services.offsets.config import OffsetsSettings
 from services.offsets.metrics import OffsetsMetrics
 from services.runtime.etcd import EtcdSession
-from services.runtime.events import EventHub
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.mirror import Mirror
 from services.runtime.settings import ServiceSettings
@@ -53,6 +56,7 @@ def lists() -> dict[str, str]:
     for service, kind in SETTINGS.items():
         own = [name for name in kind.model_fields if name in kind.__annotations__]
         found[f"settings {service}"] = _settings(kind, service.upper(), own)
+    found["settings spark"] = _settings(JobSettings, "SPARK", JobSettings.model_fields)
     for service, make in _METRICS.items():
         found[f"metrics {service}"] = _metrics(make)
     return found
@@ -123,7 +127,7 @@ def _offsets_metrics(registry: CollectorRegistry) -> object:
 def _nameserver_metrics(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
     catalog = Catalog(etcd, Mirror(etcd, "nodes/"), watchers_max=1)
-    return Telemetry(registry, _hub(), catalog), StuckMetrics(registry)
+    return Telemetry(registry, _hub(), catalog, 30_000), StuckMetrics(registry)
 
 
 def _hub() -> EventHub:
@@ -137,6 +141,7 @@ _METRICS: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "lockmgr": lambda registry: Recorder(registry, _hub()),
     "nameserver": _nameserver_metrics,
     "clients": ClientMetrics,
+    "spark": lambda registry: (ProgressListener(registry), AlertGauges(registry)),
 }
 
 

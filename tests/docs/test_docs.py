@@ -203,7 +203,8 @@ def unknown_names(page: Page, sources: str) -> list[str]:
         f"BATON_{service.upper()}_{name.upper()}"
         for service, kind in tables.SETTINGS.items()
         for name in (*kind.model_fields, "config_file")
-    }
+    } | set(re.findall(r"`(BATON_SPARK_\w+)`", "".join(tables.lists().values())))
+    variables.add("BATON_SPARK_CONFIG_FILE")
     metrics = set(re.findall(r"`(baton_\w+)`", "".join(tables.lists().values())))
     unknown = []
     for code in page.inline():

@@ -97,9 +97,12 @@ async def test_grants_denials_and_releases_are_told_live(
             await b.acquire(node, generation)
             await s.close(2)
             await b.release(node, 2)
-            await until(lambda: len(events) >= 4)
+            await until(lambda: len(events) >= 5)
             watching.cancel()
-        granted, denied, stolen, released = events
+        by_kind = {event.WhichOneof("kind"): event for event in events}
+        granted, stolen = (event for event in events if event.HasField("lock_granted"))
+        denied, released = by_kind["lock_denied"], by_kind["lock_released"]
+        handed = by_kind["handed_over"].handed_over
         assert (granted.lock_granted.client_id, granted.lock_granted.token) == ("a", 1)
         assert (denied.lock_denied.client_id, denied.lock_denied.reason) == (
             "b",
@@ -109,6 +112,10 @@ async def test_grants_denials_and_releases_are_told_live(
         assert stolen.lock_granted.previous_client_id == "a"
         assert stolen.lock_granted.wait_ms >= 31_000
         assert (released.lock_released.client_id, released.lock_released.token) == ("b", 2)
+        assert (handed.previous_client_id, handed.previous_token) == ("a", 1)
+        assert (handed.client_id, handed.token) == ("b", 2)
+        assert handed.manner == metrics_pb.HandedOver.MANNER_LEASE_EXPIRED
+        assert handed.contend_ms + handed.drain_ms >= 31_000
         value = node.runtime.registry.get_sample_value
         assert value("baton_lockmgr_steals_total") == 1
         assert value("baton_lockmgr_denials_total", {"reason": "UNACKED"}) == 1

@@ -22,6 +22,7 @@ from batonmq.channels import connect
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
+from batonmq.events import EventHub
 from services.nameserver.__main__ import build
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
@@ -39,8 +40,8 @@ from services.offsets.core.calls import Limits
 from services.offsets.disk import Disk
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.serving import Offsets, Surroundings, alone
+from services.offsets.stream import OffsetsStream
 from services.runtime.etcd import EtcdSession
-from services.runtime.events import EventHub
 from services.runtime.gates import PREFIX as GATES_PREFIX
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peers
@@ -133,7 +134,7 @@ class Direct:
         settings, etcd = runtime.settings, runtime.etcd
         assert isinstance(settings, NameserverSettings)
         self.catalog = Catalog(etcd, runtime.nodes, watchers_max=1)
-        telemetry = Telemetry(CollectorRegistry(), runtime.hub, self.catalog)
+        telemetry = Telemetry(CollectorRegistry(), runtime.hub, self.catalog, 30_000)
         turns = Turns(runtime.random)
         topic_store = TopicStore(etcd, turns)
         store = GroupStore(
@@ -173,6 +174,7 @@ async def replica(
     etcd_endpoint: str, cluster: str, *, follow_nodes: bool = True, **settings: Any
 ) -> AsyncIterator[Replica]:
     """A nameserver that runs until the block ends; it then just stops, as a crash would."""
+    settings = {"metrics_stream": False} | settings
     configured = NameserverSettings(cluster=cluster, etcd=etcd_endpoint, **settings)
     async with EtcdSession(etcd_endpoint, cluster, Clock()) as etcd:
         runtime = Runtime("nameserver", configured, etcd)
@@ -215,7 +217,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
                 limits=Limits(),
                 clock=clock,
                 metrics=OffsetsMetrics(registry),
-                hub=hub,
+                stream=OffsetsStream(hub),
                 gates=gates,
                 origin=only_set(etcd),
             ),

@@ -21,12 +21,12 @@ from prometheus_client import CollectorRegistry
 from batonmq.common.errors import DataLoss, Held, NotLeader, SubscriptionConflict
 from batonmq.common.rpc import error_to_pb
 from batonmq.core.route import QueueId
+from batonmq.events import EventHub
 from services.nameserver.core.diagnosis import Reason
 from services.nameserver.core.groups import Group, Pause, Staged, Subscription
 from services.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
 from services.nameserver.lookout import Lookout, StuckMetrics
 from services.runtime.etcd import Stored
-from services.runtime.events import EventHub
 from tests.nameserver.asked import TIMEOUT_S, Scene, queue_to_pb, scene
 
 
@@ -389,7 +389,8 @@ class Published(EventHub):
 
     def publish(self, event: metrics_pb.MetricEvent) -> None:
         super().publish(event)
-        self.reasons[event.stuck_changed.reason] += 1
+        if event.HasField("stuck_changed"):
+            self.reasons[event.stuck_changed.reason] += 1
 
 
 class Watch:

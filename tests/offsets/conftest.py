@@ -15,12 +15,13 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from prometheus_client import CollectorRegistry
 
 from batonmq.common.clock import Clock
+from batonmq.events import EventHub
 from services.offsets.core.calls import Limits
 from services.offsets.disk import Disk
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.serving import Surroundings, alone
+from services.offsets.stream import OffsetsStream
 from services.runtime.etcd import EtcdSession
-from services.runtime.events import EventHub
 from services.runtime.gates import PREFIX
 from services.runtime.mirror import Mirror
 from tests.offsets.service import Service, only_set
@@ -47,7 +48,7 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
                 limits=limits,
                 clock=clock,
                 metrics=OffsetsMetrics(registry),
-                hub=hub,
+                stream=OffsetsStream(hub),
                 gates=gates,
                 origin=only_set(etcd),
             ),

@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
+from batonmq.events import EventHub
 from services.offsets.arriving import Origin
 from services.offsets.codec import META
 from services.offsets.core.changes import POSITION
 from services.offsets.disk import Found
 from services.offsets.serving import Offsets
 from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.events import EventHub
 from services.runtime.mirror import Mirror
 from services.runtime.places import OFFSETS, PREFIX, Place
 

@@ -21,13 +21,14 @@ from prometheus_client import CollectorRegistry
 from batonmq.common.clock import Clock
 from batonmq.common.errors import DiskFull
 from batonmq.common.rpc import from_rpc_error
+from batonmq.events import EventHub
 from services.offsets import group_commit
 from services.offsets.core.calls import Limits
 from services.offsets.disk import FREE_BYTES_MIN, Disk
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.serving import Surroundings, alone
+from services.offsets.stream import OffsetsStream
 from services.runtime.etcd import EtcdSession
-from services.runtime.events import EventHub
 from services.runtime.mirror import Mirror
 from tests.offsets.service import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
@@ -56,7 +57,7 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
                 limits=Limits(),
                 clock=clock,
                 metrics=OffsetsMetrics(registry),
-                hub=hub,
+                stream=OffsetsStream(hub),
                 gates=gates,
                 origin=only_set(etcd, "readers"),
             ),

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from baton.common.v1 import error_pb2, queue_pb2
-from baton.metrics.v1.metrics_service_pb2 import CommittedRange, MetricBatch
+from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 from baton.offsets.v1 import offsets_service_pb2 as pb
 
 from services.offsets.codec import encode_key, unseal
@@ -384,9 +384,12 @@ async def test_what_changed_is_published_and_a_repetition_is_not(
         batch = tasks.create_task(first_batch())
         await until(lambda: service.hub.watched)
         await call(service, method, request(2, 1))
-    (event,) = (await batch).events
+    (event,) = (one for one in (await batch).events if one.HasField("committed"))
     assert event.queue == queue(queue_id=1)
-    assert event.committed == CommittedRange(committed_offset=2, token=1, closed=method == "Close")
+    committed = event.committed
+    assert (committed.committed_offset, committed.token) == (2, 1)
+    assert committed.closed == (method == "Close")
+    assert committed.client_id == "client-a"
 
 
 async def test_outcomes_are_counted(service: Service) -> None:

@@ -11,16 +11,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
 
+from batonmq import events
 from batonmq.common.clock import Clock
 from batonmq.common.errors import Overloaded
-from services.runtime import events
-from services.runtime.events import EVENTS_MAX, WATCHERS_MAX, EventHub, MetricsServicer
+from batonmq.events import EVENTS_MAX, WATCHERS_MAX, EventHub
+from services.runtime.events import watchable
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -28,6 +28,11 @@ from tests.support.waiting import until
 class SetClock(Clock):
     def unix_ms(self) -> int:
         return 1_234
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "BATCH_INTERVAL_S", 0.01)
 
 
 def new_hub() -> EventHub:
@@ -95,10 +100,7 @@ async def test_beyond_the_bound_the_oldest_are_dropped_and_counted() -> None:
     assert watcher.batches[0].dropped_count == 7
 
 
-async def test_batches_are_numbered_and_dropped_events_counted_since_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(events, "BATCH_INTERVAL_S", 0.01)
+async def test_batches_are_numbered_and_dropped_events_counted_since_the_start() -> None:
     hub = new_hub()
     async with watched(hub) as watcher:
         for number in range(EVENTS_MAX + 1):
@@ -111,10 +113,64 @@ async def test_batches_are_numbered_and_dropped_events_counted_since_the_start(
     assert [batch.dropped_count for batch in watcher.batches] == [1, 3]
 
 
+async def test_more_bytes_than_the_bound_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "EVENT_BYTES_MAX", 3 * event(1).ByteSize() + 30)
+    hub = new_hub()
+    with hub.listening() as listener:
+        for number in range(1, 101):
+            hub.publish(event(number))
+        kept = listener.take(1 << 20)
+    assert [one.appended.message_count for one in kept][-1] == 100
+    assert 0 < len(kept) < 10
+    assert listener.dropped_count == 100 - len(kept)
+
+
+async def test_batch_is_cut_at_its_bound_and_takes_a_long_event_all_the_same() -> None:
+    hub = new_hub()
+    with hub.listening() as listener:
+        long = pb.MetricEvent(delivered=pb.DeliveredRange(runs=[1 << 40] * 100_000))
+        for one in (event(1), long, event(2)):
+            hub.publish(one)
+        batches = [hub.batch(seq, listener) for seq in (1, 2, 3)]
+    assert [len(batch.events) for batch in batches] == [1, 1, 1]
+    assert not listener.waiting
+
+
+async def test_what_is_counted_is_gathered_only_while_somebody_listens() -> None:
+    hub, counts = new_hub(), [3]
+
+    def gatherer() -> list[pb.MetricEvent]:
+        return [event(counts.pop())] if counts else []
+
+    hub.gatherers.append(gatherer)
+    assert counts == [3]
+    async with watched(hub) as watcher:
+        await until(lambda: watcher.batches)
+    assert watcher.numbers() == [3]
+
+
+async def test_two_watchers_do_not_make_it_gather_twice_as_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "BATCH_INTERVAL_S", 1_000.0)
+    hub, asked = new_hub(), [0]
+
+    def gatherer() -> list[pb.MetricEvent]:
+        asked[0] += 1
+        return []
+
+    hub.gatherers.append(gatherer)
+    hub.gather()
+    hub.gather_if_due()
+    assert asked == [1]
+
+
 async def test_each_watcher_gets_everything() -> None:
     hub = new_hub()
     async with watched(hub) as first, watched(hub) as second:
-        await until(lambda: len(hub._watchers) == 2)
+        await until(lambda: hub._watcher_count == 2)
         hub.publish(event(1))
         await until(lambda: first.batches and second.batches)
     assert first.numbers() == second.numbers() == [1]
@@ -124,13 +180,13 @@ async def test_watcher_beyond_the_limit_is_refused_until_one_leaves() -> None:
     hub = new_hub()
     async with asyncio.TaskGroup() as tasks:
         watchers = [Watcher(hub, tasks) for _ in range(WATCHERS_MAX)]
-        await until(lambda: len(hub._watchers) == WATCHERS_MAX)
+        await until(lambda: hub._watcher_count == WATCHERS_MAX)
         with pytest.raises(Overloaded) as refused:
             await anext(hub.watch())
         watchers[0].task.cancel()
         await until(watchers[0].task.done)
         late = Watcher(hub, tasks)
-        await until(lambda: len(hub._watchers) == WATCHERS_MAX)
+        await until(lambda: hub._watcher_count == WATCHERS_MAX)
         hub.publish(event(1))
         await until(lambda: late.batches)
         for watcher in [*watchers, late]:
@@ -147,8 +203,7 @@ async def test_hub_is_not_watched_once_the_last_has_left() -> None:
 
 async def test_stream_over_the_wire_ends_with_its_caller() -> None:
     hub = new_hub()
-    add: Any = partial(pb_grpc.add_MetricsServiceServicer_to_server, MetricsServicer(hub))
-    async with serving(add) as channel:
+    async with serving(partial(watchable, hub)) as channel:
         call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())
         await until(lambda: hub.watched)
         hub.publish(event(5))

@@ -22,8 +22,9 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import Unreachable
+from batonmq.events import EventHub
 from services.runtime.etcd import EtcdSession
-from services.runtime.events import EventHub, MetricsServicer
+from services.runtime.events import MetricsServicer
 from services.runtime.mirror import Mirror
 from services.runtime.peers import Peer
 from tests.support.serving import serving_at

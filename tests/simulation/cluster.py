@@ -224,7 +224,7 @@ class ConsumerProcess(Process):
 
 def services(world: World, random: Random, options: Options) -> list[Service]:
     """The services of the cluster, in the order in which they start."""
-    common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000}
+    common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000, "metrics_stream": False}
     span_max = random.choice([8, 50])
 
     def names(node_id: str) -> Service:

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, TopicNotFound
 from batonmq.common.rpc import error_from_pb
+from batonmq.events import EventHub
 from batonmq.testing.disks import MemoryDisk
-from services.runtime.events import EventHub
 from services.storage.appending import Appender
 from services.storage.core.retention import Policy, Retention
 from services.storage.core.store import Store, TopicQueues
@@ -24,6 +24,7 @@ from services.storage.guarantee import Alone
 from services.storage.metrics import StorageMetrics
 from services.storage.node import Node, recovered
 from services.storage.schedule_server import ScheduleServicer
+from services.storage.stream import StorageStream
 from services.storage.topics import Topics
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
 
@@ -83,7 +84,9 @@ class Scene:
         self.registry = CollectorRegistry()
         self.topics = TopicsTwin()
         metrics = StorageMetrics(self.registry)
-        self.flusher = Flusher(node, lambda _: None, metrics.fsync_seconds, in_thread=in_thread)
+        self.flusher = Flusher(
+            node, lambda _: None, metrics.fsync_seconds.observe, in_thread=in_thread
+        )
         policy = Policy(age_ms_max=48 * 3_600_000, hours=frozenset({4}), log_bytes_max=0)
         self.retention = Retention(policy, SEGMENT_BYTES)
         self.appender = Appender(
@@ -94,7 +97,7 @@ class Scene:
             retention=self.retention,
             guarantee=Alone(node.store),
             metrics=metrics,
-            hub=EventHub("storage/a", 1, clock),
+            stream=StorageStream(EventHub("storage/a", 1, clock), BROKER),
             clock=clock,
         )
         self.due = DueBatches(self.appender, self.topics, age_ms_max=policy.age_ms_max)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
 
 from batonmq.testing.disks import MemoryDisk
 from services.storage import checkpoints
@@ -67,8 +66,7 @@ async def at_once(function: Callable[[Any], None], argument: Any) -> None:
 async def scene() -> AsyncIterator[Scene]:
     disk = WatchedDisk()
     with recovered(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
-        seconds = Histogram("seconds", "Of a sync.", registry=CollectorRegistry())
-        flusher = Flusher(node, lambda _: None, seconds, in_thread=at_once)
+        flusher = Flusher(node, lambda _: None, lambda _: None, in_thread=at_once)
         async with asyncio.TaskGroup() as tasks:
             flushing = tasks.create_task(flusher.run())
             yield Scene(disk, node, flusher, Checkpointer(node, flusher, at_once))

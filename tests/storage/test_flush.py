@@ -65,7 +65,7 @@ class Scene:
         self.flusher = Flusher(
             node,
             self.grown.append,
-            StorageMetrics(CollectorRegistry()).fsync_seconds,
+            StorageMetrics(CollectorRegistry()).fsync_seconds.observe,
             interval_ms=interval_ms,
         )
 

@@ -429,9 +429,12 @@ async def test_watchers_hear_of_appends_and_deliveries(etcd_endpoint: str, tmp_p
         await until(lambda: node.runtime.hub.watched)
         await node.append(tagged("x", "y"))
         await node.pull(expression="x")
-        await until(lambda: len(heard) == 2)
+        await until(lambda: heard)
         listening.cancel()
-        assert [one.WhichOneof("kind") for one in heard] == ["appended", "delivered"]
-        assert heard[0].appended.message_count == 2
-        assert (heard[1].delivered.message_count, heard[1].delivered.filtered_count) == (1, 1)
-        assert heard[1].queue.group == GROUP
+        found = {one.WhichOneof("kind"): one for one in heard}
+        appended, delivered = found["appended"].appended, found["delivered"].delivered
+        assert (appended.message_count, appended.next_offset) == (2, 2)
+        assert (delivered.message_count, delivered.filtered_count) == (1, 1)
+        assert (list(delivered.runs), delivered.lost_count) == ([0, 1, 1], 0)
+        assert delivered.byte_count == appended.byte_count
+        assert found["delivered"].queue.group == GROUP

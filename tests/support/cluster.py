@@ -21,6 +21,7 @@ async def local_cluster(
     cluster: str = "baton",
     brokers: int = 1,
     offsets_sets: int = 1,
+    storage_replicas: int = 1,
     available: bool = False,
     auto_restart: bool = True,
     report: Callable[[str], None] = to_stderr,
@@ -35,6 +36,7 @@ async def local_cluster(
         etcd: host:port of an etcd to share, under a `cluster` name of one's own.
         brokers: Storage nodes: `storage`, `storage-1` and so on.
         offsets_sets: `offsets`, `offsets-b` and so on.
+        storage_replicas: Nodes of each broker.
         available: There is enough of everything to lose one of each.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
@@ -44,6 +46,7 @@ async def local_cluster(
         etcd=etcd,
         brokers=brokers,
         offsets_sets=offsets_sets,
+        storage_replicas=storage_replicas,
         settings=settings,
         auto_restart=auto_restart,
     )

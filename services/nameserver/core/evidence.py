@@ -114,6 +114,7 @@ class Progress:
     committed_offset: int
     unacked_count: int = 0
     acked_count: int = 0
+    delivered_offset: int = 0
     acked_range_count: int = 0
     capped: bool = False
     idle_ms: int = 0

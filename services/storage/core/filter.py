@@ -5,7 +5,7 @@ Everything works on whole columns; there is no loop over messages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -46,12 +46,14 @@ class Selection:
         sizes: Their sizes.
         scanned_count: Entries, from the first on, that the pull covers.
         kept_count: How many of them pass the filter.
+        kept: Indexes of those; None if all do.
     """
 
     positions: list[int]
     sizes: list[int]
     scanned_count: int
     kept_count: int
+    kept: Int64Array | None = field(default=None, compare=False)
 
 
 def select(entries: Entries, wanted: HashFilter, *, bytes_max: int, messages_max: int) -> Selection:
@@ -67,7 +69,7 @@ def select(entries: Entries, wanted: HashFilter, *, bytes_max: int, messages_max
         scanned_count = int(kept[messages_max])
         kept = kept[:messages_max]
     if not len(kept):
-        return Selection([], [], scanned_count, 0)
+        return Selection([], [], scanned_count, 0, None if wanted.keeps_all else kept)
     positions = entries.positions[kept]
     starts = batch_starts(positions)
     sizes = entries.sizes[kept[starts]]
@@ -77,7 +79,13 @@ def select(entries: Entries, wanted: HashFilter, *, bytes_max: int, messages_max
         kept_count = int(starts[batches_max])
         scanned_count = int(kept[kept_count])
         starts, sizes = starts[:batches_max], sizes[:batches_max]
-    return Selection(positions[starts].tolist(), sizes.tolist(), scanned_count, kept_count)
+    return Selection(
+        positions[starts].tolist(),
+        sizes.tolist(),
+        scanned_count,
+        kept_count,
+        None if wanted.keeps_all else kept[:kept_count],
+    )
 
 
 def batch_starts(positions: Int64Array) -> Int64Array:

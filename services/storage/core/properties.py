@@ -42,12 +42,17 @@ class Found:
     Attributes:
         batches: Those with a message to deliver, ascending.
         scanned_count: Messages, from the first on, that the request covers.
-        kept_count: How many of them pass.
+        kept: Indexes of those that pass, ascending.
     """
 
     batches: list[bytes]
     scanned_count: int
-    kept_count: int
+    kept: list[int]
+
+    @property
+    def kept_count(self) -> int:
+        """How many pass."""
+        return len(self.kept)
 
 
 def find_passing(
@@ -67,12 +72,13 @@ def find_passing(
         messages_max: Messages to deliver.
     """
     found: list[bytes] = []
-    scanned_count = kept_count = bytes_count = 0
+    kept: list[int] = []
+    scanned_count = bytes_count = 0
     steps = STEPS_MAX
     for end, batch in batches:
         header = read_header(batch)
         first = header.first_offset - offset
-        room = messages_max - kept_count
+        room = messages_max - len(kept)
         if found and bytes_count + header.length > bytes_max:
             room = 0
         section = record_section(batch, header)
@@ -87,11 +93,11 @@ def find_passing(
         if passing:
             found.append(batch)
             bytes_count += header.length
-            kept_count += len(passing)
+            kept += [first + index for index in passing]
         steps -= STEPS_PER_BATCH + len(section) // BYTES_PER_STEP + looked.steps
         if scanned_count < end or steps <= 0:
             break
-    return Found(found, scanned_count, kept_count)
+    return Found(found, scanned_count, kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from batonmq.common.errors import (
     BadBatch,
@@ -35,7 +37,13 @@ from batonmq.core.records import (
 )
 from batonmq.core.subscription import SqlFilter
 from services.storage.core.commitlog import CommitLog, Stamped
-from services.storage.core.consumequeue import ConsumeQueue, Entries, folder_of, topic_of
+from services.storage.core.consumequeue import (
+    ConsumeQueue,
+    Entries,
+    Int64Array,
+    folder_of,
+    topic_of,
+)
 from services.storage.core.files import FileCache
 from services.storage.core.filter import HashFilter, batch_starts, select
 from services.storage.core.floors import Floor
@@ -108,6 +116,7 @@ class Reading:
         message_count: Messages in [offset, next_offset) that pass the filter.
         filtered_count: Messages in [offset, next_offset) that do not.
         lost_count: Messages in [offset, next_offset) that are no longer kept.
+        kept: Which of those behind the lost ones pass, as indexes; None if all do.
     """
 
     batches: list[bytes]
@@ -115,6 +124,7 @@ class Reading:
     message_count: int
     filtered_count: int
     lost_count: int = 0
+    kept: Int64Array | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +300,7 @@ class Store:
             wanted.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
+            kept=selection.kept,
         )
 
     def pull(self, key: QueueKey, wanted: Wanted) -> Reading | None:
@@ -468,6 +479,7 @@ class Store:
             wanted.offset + found.scanned_count,
             found.kept_count,
             found.scanned_count - found.kept_count,
+            kept=np.array(found.kept, np.int64),
         )
 
     def _read_batches(

@@ -26,7 +26,7 @@ from baton.common.v1 import error_pb2 as baton_dot_common_dot_v1_dot_error__pb2
 from baton.common.v1 import queue_pb2 as baton_dot_common_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/metrics/v1/metrics_service.proto\x12\x10\x62\x61ton.metrics.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\x0e\n\x0cWatchRequest\"=\n\rWatchResponse\x12,\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1d.baton.metrics.v1.MetricBatch\"\x88\x01\n\x0bMetricBatch\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x16\n\x0eincarnation_id\x18\x03 \x01(\x06\x12-\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x1d.baton.metrics.v1.MetricEvent\x12\x15\n\rdropped_count\x18\x05 \x01(\x04\"\x85\x06\n\x0bMetricEvent\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x03\x12*\n\x05queue\x18\x02 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12.\n\x08\x61ppended\x18\n \x01(\x0b\x32\x1a.baton.metrics.v1.AppendedH\x00\x12\x35\n\tdelivered\x18\x0b \x01(\x0b\x32 .baton.metrics.v1.DeliveredRangeH\x00\x12\x35\n\tcommitted\x18\x0c \x01(\x0b\x32 .baton.metrics.v1.CommittedRangeH\x00\x12\x35\n\x0clock_granted\x18\r \x01(\x0b\x32\x1d.baton.metrics.v1.LockGrantedH\x00\x12\x33\n\x0block_denied\x18\x0e \x01(\x0b\x32\x1c.baton.metrics.v1.LockDeniedH\x00\x12\x37\n\rlock_released\x18\x0f \x01(\x0b\x32\x1e.baton.metrics.v1.LockReleasedH\x00\x12\x37\n\rgroup_changed\x18\x10 \x01(\x0b\x32\x1e.baton.metrics.v1.GroupChangedH\x00\x12\x45\n\x14subscription_refused\x18\x11 \x01(\x0b\x32%.baton.metrics.v1.SubscriptionRefusedH\x00\x12\x45\n\x14subscription_changed\x18\x12 \x01(\x0b\x32%.baton.metrics.v1.SubscriptionChangedH\x00\x12\x33\n\x0block_forced\x18\x13 \x01(\x0b\x32\x1c.baton.metrics.v1.LockForcedH\x00\x12\x39\n\x0eprogress_reset\x18\x14 \x01(\x0b\x32\x1f.baton.metrics.v1.ProgressResetH\x00\x12\x37\n\rstuck_changed\x18\x15 \x01(\x0b\x32\x1e.baton.metrics.v1.StuckChangedH\x00\x42\x06\n\x04kind\"5\n\x08\x41ppended\x12\x15\n\rmessage_count\x18\x01 \x01(\x04\x12\x12\n\nbyte_count\x18\x02 \x01(\x04\"{\n\x0e\x44\x65liveredRange\x12+\n\x05range\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x15\n\rmessage_count\x18\x03 \x01(\x04\x12\x16\n\x0e\x66iltered_count\x18\x04 \x01(\x04\"I\n\x0e\x43ommittedRange\x12\x18\n\x10\x63ommitted_offset\x18\x01 \x01(\x03\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\"l\n\x0bLockGranted\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x1a\n\x12previous_client_id\x18\x03 \x01(\t\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x03\x12\x0e\n\x06stolen\x18\x05 \x01(\x08\"H\n\nLockDenied\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.baton.common.v1.Reason\"0\n\x0cLockReleased\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\"G\n\x0cGroupChanged\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x14\n\x0cmember_count\x18\x03 \x01(\r\"u\n\x13SubscriptionRefused\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12<\n\x0b\x64ifferences\x18\x03 \x03(\x0b\x32\'.baton.common.v1.SubscriptionDifference\"\x96\x01\n\x13SubscriptionChanged\x12\r\n\x05group\x18\x01 \x01(\t\x12\x1f\n\x17subscription_generation\x18\x02 \x01(\x03\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12<\n\x0b\x64ifferences\x18\x04 \x03(\x0b\x32\'.baton.common.v1.SubscriptionDifference\"S\n\nLockForced\x12\x1a\n\x12previous_client_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"b\n\rProgressReset\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_offset\x18\x02 \x01(\x03\x12\x11\n\tto_offset\x18\x03 \x01(\x03\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"/\n\x0cStuckChanged\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\\\n\x0eMetricsService\x12J\n\x05Watch\x12\x1e.baton.metrics.v1.WatchRequest\x1a\x1f.baton.metrics.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&baton/metrics/v1/metrics_service.proto\x12\x10\x62\x61ton.metrics.v1\x1a\x1b\x62\x61ton/common/v1/error.proto\x1a\x1b\x62\x61ton/common/v1/queue.proto\"\x0e\n\x0cWatchRequest\"=\n\rWatchResponse\x12,\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1d.baton.metrics.v1.MetricBatch\"\xab\x01\n\x0bMetricBatch\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x16\n\x0eincarnation_id\x18\x03 \x01(\x06\x12-\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x1d.baton.metrics.v1.MetricEvent\x12\x15\n\rdropped_count\x18\x05 \x01(\x04\x12\x12\n\nvocabulary\x18\x06 \x01(\r\x12\r\n\x05\x61rrow\x18\x07 \x01(\x0c\"\xdd\n\n\x0bMetricEvent\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x03\x12*\n\x05queue\x18\x02 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12.\n\x08\x61ppended\x18\n \x01(\x0b\x32\x1a.baton.metrics.v1.AppendedH\x00\x12\x35\n\tdelivered\x18\x0b \x01(\x0b\x32 .baton.metrics.v1.DeliveredRangeH\x00\x12\x35\n\tcommitted\x18\x0c \x01(\x0b\x32 .baton.metrics.v1.CommittedRangeH\x00\x12\x35\n\x0clock_granted\x18\r \x01(\x0b\x32\x1d.baton.metrics.v1.LockGrantedH\x00\x12\x33\n\x0block_denied\x18\x0e \x01(\x0b\x32\x1c.baton.metrics.v1.LockDeniedH\x00\x12\x37\n\rlock_released\x18\x0f \x01(\x0b\x32\x1e.baton.metrics.v1.LockReleasedH\x00\x12\x37\n\rgroup_changed\x18\x10 \x01(\x0b\x32\x1e.baton.metrics.v1.GroupChangedH\x00\x12\x45\n\x14subscription_refused\x18\x11 \x01(\x0b\x32%.baton.metrics.v1.SubscriptionRefusedH\x00\x12\x45\n\x14subscription_changed\x18\x12 \x01(\x0b\x32%.baton.metrics.v1.SubscriptionChangedH\x00\x12\x33\n\x0block_forced\x18\x13 \x01(\x0b\x32\x1c.baton.metrics.v1.LockForcedH\x00\x12\x39\n\x0eprogress_reset\x18\x14 \x01(\x0b\x32\x1f.baton.metrics.v1.ProgressResetH\x00\x12\x37\n\rstuck_changed\x18\x15 \x01(\x0b\x32\x1e.baton.metrics.v1.StuckChangedH\x00\x12\x33\n\x0bhanded_over\x18\x16 \x01(\x0b\x32\x1c.baton.metrics.v1.HandedOverH\x00\x12*\n\x06\x66\x65nced\x18\x17 \x01(\x0b\x32\x18.baton.metrics.v1.FencedH\x00\x12\x33\n\x0bmember_seen\x18\x18 \x01(\x0b\x32\x1c.baton.metrics.v1.MemberSeenH\x00\x12\x39\n\x0emember_expired\x18\x19 \x01(\x0b\x32\x1f.baton.metrics.v1.MemberExpiredH\x00\x12\x32\n\nrebalanced\x18\x1a \x01(\x0b\x32\x1c.baton.metrics.v1.RebalancedH\x00\x12,\n\x07latency\x18\x1b \x01(\x0b\x32\x19.baton.metrics.v1.LatencyH\x00\x12,\n\x07retried\x18\x1c \x01(\x0b\x32\x19.baton.metrics.v1.RetriedH\x00\x12\x37\n\rdead_lettered\x18\x1d \x01(\x0b\x32\x1e.baton.metrics.v1.DeadLetteredH\x00\x12/\n\tqueue_lag\x18\x1e \x01(\x0b\x32\x1a.baton.metrics.v1.QueueLagH\x00\x12\x35\n\x0cvolume_state\x18\x1f \x01(\x0b\x32\x1d.baton.metrics.v1.VolumeStateH\x00\x12,\n\x07handled\x18  \x01(\x0b\x32\x19.baton.metrics.v1.HandledH\x00\x12&\n\x04sent\x18! \x01(\x0b\x32\x16.baton.metrics.v1.SentH\x00\x42\x06\n\x04kind\"J\n\x08\x41ppended\x12\x15\n\rmessage_count\x18\x01 \x01(\x04\x12\x12\n\nbyte_count\x18\x02 \x01(\x04\x12\x13\n\x0bnext_offset\x18\x03 \x01(\x03\"\xdf\x01\n\x0e\x44\x65liveredRange\x12+\n\x05range\x18\x01 \x01(\x0b\x32\x1c.baton.common.v1.OffsetRange\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x15\n\rmessage_count\x18\x03 \x01(\x04\x12\x16\n\x0e\x66iltered_count\x18\x04 \x01(\x04\x12\x11\n\tclient_id\x18\x05 \x01(\t\x12\x19\n\x11redelivered_count\x18\x06 \x01(\x04\x12\x12\n\nbyte_count\x18\x07 \x01(\x04\x12\x0c\n\x04runs\x18\x08 \x03(\x04\x12\x12\n\nlost_count\x18\t \x01(\x04\"\x92\x01\n\x0e\x43ommittedRange\x12\x18\n\x10\x63ommitted_offset\x18\x01 \x01(\x03\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\x12\x11\n\tclient_id\x18\x04 \x01(\t\x12\x1a\n\x12\x61\x63ked_beyond_count\x18\x05 \x01(\x04\x12\x18\n\x10\x64\x65livered_offset\x18\x06 \x01(\x03\"l\n\x0bLockGranted\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x1a\n\x12previous_client_id\x18\x03 \x01(\t\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x03\x12\x0e\n\x06stolen\x18\x05 \x01(\x08\"W\n\nLockDenied\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.baton.common.v1.Reason\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"\xfb\x02\n\nHandedOver\x12\x1a\n\x12previous_client_id\x18\x01 \x01(\t\x12\x16\n\x0eprevious_token\x18\x02 \x01(\x03\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\x03\x12\x33\n\x06manner\x18\x05 \x01(\x0e\x32#.baton.metrics.v1.HandedOver.Manner\x12\x12\n\ncontend_ms\x18\x06 \x01(\x03\x12\x10\n\x08\x64rain_ms\x18\x07 \x01(\x03\x12\x10\n\x08\x66\x65nce_ms\x18\x08 \x01(\x03\x12\x12\n\npersist_ms\x18\t \x01(\x03\"\x95\x01\n\x06Manner\x12\x16\n\x12MANNER_UNSPECIFIED\x10\x00\x12\x13\n\x0fMANNER_GRACEFUL\x10\x01\x12\x15\n\x11MANNER_UNFINISHED\x10\x02\x12\x18\n\x14MANNER_LEASE_EXPIRED\x10\x03\x12\x1a\n\x16MANNER_DRAIN_TIMED_OUT\x10\x04\x12\x11\n\rMANNER_FORCED\x10\x05\"^\n\x06\x46\x65nced\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x15\n\rcurrent_token\x18\x03 \x01(\x03\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\t\x12\r\n\x05\x63ount\x18\x05 \x01(\r\"3\n\nMemberSeen\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\"I\n\rMemberExpired\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x11\n\tsilent_ms\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\x03\"\xe9\x01\n\nRebalanced\x12\x12\n\ngeneration\x18\x01 \x01(\x03\x12\x14\n\x0cmember_count\x18\x02 \x01(\r\x12\x13\n\x0bqueue_count\x18\x03 \x01(\r\x12\x35\n\x05moves\x18\x04 \x03(\x0b\x32&.baton.metrics.v1.Rebalanced.QueueMove\x1a\x65\n\tQueueMove\x12*\n\x05queue\x18\x01 \x01(\x0b\x32\x1b.baton.common.v1.GroupQueue\x12\x16\n\x0e\x66rom_client_id\x18\x02 \x01(\t\x12\x14\n\x0cto_client_id\x18\x03 \x01(\t\"\xc8\x02\n\x07Latency\x12\x36\n\toperation\x18\x01 \x01(\x0e\x32#.baton.metrics.v1.Latency.Operation\x12(\n\x02us\x18\x02 \x01(\x0b\x32\x1c.baton.metrics.v1.LogBuckets\"\xda\x01\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x14\n\x10OPERATION_APPEND\x10\x01\x12\x13\n\x0fOPERATION_FSYNC\x10\x02\x12\x19\n\x15OPERATION_REPLICATION\x10\x03\x12\x12\n\x0eOPERATION_PULL\x10\x04\x12\x14\n\x10OPERATION_COMMIT\x10\x05\x12\x14\n\x10OPERATION_HANDLE\x10\x06\x12\x12\n\x0eOPERATION_SEND\x10\x07\x12\x18\n\x14OPERATION_END_TO_END\x10\x08\"?\n\nLogBuckets\x12\x14\n\x0c\x66irst_bucket\x18\x01 \x01(\x11\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\x0b\n\x03sum\x18\x03 \x01(\x04\"3\n\x07Retried\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x15\n\rmessage_count\x18\x02 \x01(\x04\"8\n\x0c\x44\x65\x61\x64Lettered\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x15\n\rmessage_count\x18\x02 \x01(\x04\"\x9d\x01\n\x08QueueLag\x12\x18\n\x10\x63ommitted_offset\x18\x01 \x01(\x03\x12\x18\n\x10\x64\x65livered_offset\x18\x02 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x03 \x01(\x03\x12\x1a\n\x12\x61\x63ked_beyond_count\x18\x04 \x01(\x04\x12\x19\n\x11oldest_unacked_ms\x18\x05 \x01(\x03\x12\x11\n\tclient_id\x18\x06 \x01(\t\"5\n\x0bVolumeState\x12\x12\n\nused_bytes\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\"I\n\x07Handled\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x15\n\rmessage_count\x18\x02 \x01(\x04\x12\x14\n\x0c\x66\x61iled_count\x18\x03 \x01(\x04\"Z\n\x04Sent\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x15\n\rmessage_count\x18\x02 \x01(\x04\x12\x12\n\nbyte_count\x18\x03 \x01(\x04\x12\x14\n\x0c\x66\x61iled_count\x18\x04 \x01(\x04\"0\n\x0cLockReleased\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\"G\n\x0cGroupChanged\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x14\n\x0cmember_count\x18\x03 \x01(\r\"u\n\x13SubscriptionRefused\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12<\n\x0b\x64ifferences\x18\x03 \x03(\x0b\x32\'.baton.common.v1.SubscriptionDifference\"\x96\x01\n\x13SubscriptionChanged\x12\r\n\x05group\x18\x01 \x01(\t\x12\x1f\n\x17subscription_generation\x18\x02 \x01(\x03\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12<\n\x0b\x64ifferences\x18\x04 \x03(\x0b\x32\'.baton.common.v1.SubscriptionDifference\"S\n\nLockForced\x12\x1a\n\x12previous_client_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"b\n\rProgressReset\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_offset\x18\x02 \x01(\x03\x12\x11\n\tto_offset\x18\x03 \x01(\x03\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"/\n\x0cStuckChanged\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\\\n\x0eMetricsService\x12J\n\x05Watch\x12\x1e.baton.metrics.v1.WatchRequest\x1a\x1f.baton.metrics.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,65 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHRESPONSE']._serialized_start=134
   _globals['_WATCHRESPONSE']._serialized_end=195
   _globals['_METRICBATCH']._serialized_start=198
-  _globals['_METRICBATCH']._serialized_end=334
-  _globals['_METRICEVENT']._serialized_start=337
-  _globals['_METRICEVENT']._serialized_end=1110
-  _globals['_APPENDED']._serialized_start=1112
-  _globals['_APPENDED']._serialized_end=1165
-  _globals['_DELIVEREDRANGE']._serialized_start=1167
-  _globals['_DELIVEREDRANGE']._serialized_end=1290
-  _globals['_COMMITTEDRANGE']._serialized_start=1292
-  _globals['_COMMITTEDRANGE']._serialized_end=1365
-  _globals['_LOCKGRANTED']._serialized_start=1367
-  _globals['_LOCKGRANTED']._serialized_end=1475
-  _globals['_LOCKDENIED']._serialized_start=1477
-  _globals['_LOCKDENIED']._serialized_end=1549
-  _globals['_LOCKRELEASED']._serialized_start=1551
-  _globals['_LOCKRELEASED']._serialized_end=1599
-  _globals['_GROUPCHANGED']._serialized_start=1601
-  _globals['_GROUPCHANGED']._serialized_end=1672
-  _globals['_SUBSCRIPTIONREFUSED']._serialized_start=1674
-  _globals['_SUBSCRIPTIONREFUSED']._serialized_end=1791
-  _globals['_SUBSCRIPTIONCHANGED']._serialized_start=1794
-  _globals['_SUBSCRIPTIONCHANGED']._serialized_end=1944
-  _globals['_LOCKFORCED']._serialized_start=1946
-  _globals['_LOCKFORCED']._serialized_end=2029
-  _globals['_PROGRESSRESET']._serialized_start=2031
-  _globals['_PROGRESSRESET']._serialized_end=2129
-  _globals['_STUCKCHANGED']._serialized_start=2131
-  _globals['_STUCKCHANGED']._serialized_end=2178
-  _globals['_METRICSSERVICE']._serialized_start=2180
-  _globals['_METRICSSERVICE']._serialized_end=2272
+  _globals['_METRICBATCH']._serialized_end=369
+  _globals['_METRICEVENT']._serialized_start=372
+  _globals['_METRICEVENT']._serialized_end=1745
+  _globals['_APPENDED']._serialized_start=1747
+  _globals['_APPENDED']._serialized_end=1821
+  _globals['_DELIVEREDRANGE']._serialized_start=1824
+  _globals['_DELIVEREDRANGE']._serialized_end=2047
+  _globals['_COMMITTEDRANGE']._serialized_start=2050
+  _globals['_COMMITTEDRANGE']._serialized_end=2196
+  _globals['_LOCKGRANTED']._serialized_start=2198
+  _globals['_LOCKGRANTED']._serialized_end=2306
+  _globals['_LOCKDENIED']._serialized_start=2308
+  _globals['_LOCKDENIED']._serialized_end=2395
+  _globals['_HANDEDOVER']._serialized_start=2398
+  _globals['_HANDEDOVER']._serialized_end=2777
+  _globals['_HANDEDOVER_MANNER']._serialized_start=2628
+  _globals['_HANDEDOVER_MANNER']._serialized_end=2777
+  _globals['_FENCED']._serialized_start=2779
+  _globals['_FENCED']._serialized_end=2873
+  _globals['_MEMBERSEEN']._serialized_start=2875
+  _globals['_MEMBERSEEN']._serialized_end=2926
+  _globals['_MEMBEREXPIRED']._serialized_start=2928
+  _globals['_MEMBEREXPIRED']._serialized_end=3001
+  _globals['_REBALANCED']._serialized_start=3004
+  _globals['_REBALANCED']._serialized_end=3237
+  _globals['_REBALANCED_QUEUEMOVE']._serialized_start=3136
+  _globals['_REBALANCED_QUEUEMOVE']._serialized_end=3237
+  _globals['_LATENCY']._serialized_start=3240
+  _globals['_LATENCY']._serialized_end=3568
+  _globals['_LATENCY_OPERATION']._serialized_start=3350
+  _globals['_LATENCY_OPERATION']._serialized_end=3568
+  _globals['_LOGBUCKETS']._serialized_start=3570
+  _globals['_LOGBUCKETS']._serialized_end=3633
+  _globals['_RETRIED']._serialized_start=3635
+  _globals['_RETRIED']._serialized_end=3686
+  _globals['_DEADLETTERED']._serialized_start=3688
+  _globals['_DEADLETTERED']._serialized_end=3744
+  _globals['_QUEUELAG']._serialized_start=3747
+  _globals['_QUEUELAG']._serialized_end=3904
+  _globals['_VOLUMESTATE']._serialized_start=3906
+  _globals['_VOLUMESTATE']._serialized_end=3959
+  _globals['_HANDLED']._serialized_start=3961
+  _globals['_HANDLED']._serialized_end=4034
+  _globals['_SENT']._serialized_start=4036
+  _globals['_SENT']._serialized_end=4126
+  _globals['_LOCKRELEASED']._serialized_start=4128
+  _globals['_LOCKRELEASED']._serialized_end=4176
+  _globals['_GROUPCHANGED']._serialized_start=4178
+  _globals['_GROUPCHANGED']._serialized_end=4249
+  _globals['_SUBSCRIPTIONREFUSED']._serialized_start=4251
+  _globals['_SUBSCRIPTIONREFUSED']._serialized_end=4368
+  _globals['_SUBSCRIPTIONCHANGED']._serialized_start=4371
+  _globals['_SUBSCRIPTIONCHANGED']._serialized_end=4521
+  _globals['_LOCKFORCED']._serialized_start=4523
+  _globals['_LOCKFORCED']._serialized_end=4606
+  _globals['_PROGRESSRESET']._serialized_start=4608
+  _globals['_PROGRESSRESET']._serialized_end=4706
+  _globals['_STUCKCHANGED']._serialized_start=4708
+  _globals['_STUCKCHANGED']._serialized_end=4755
+  _globals['_METRICSSERVICE']._serialized_start=4757
+  _globals['_METRICSSERVICE']._serialized_end=4849
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -63,7 +64,12 @@ Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
 
 @_typing.final
 class MetricBatch(_message.Message):
-    """Events of one source in the order in which they happened."""
+    """Events of one source in the order in which they happened.
+
+    The same batches go to the topic BATON_SYS_METRICS, each as the body of one message whose key is
+    the source: all batches of a source lie in one queue, in order. A batch that is sent again has the
+    same source, incarnation_id and seq.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -72,14 +78,24 @@ class MetricBatch(_message.Message):
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     DROPPED_COUNT_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
+    ARROW_FIELD_NUMBER: _builtins.int
     source: _builtins.str
-    """Service name and node id, `storage/broker-a`."""
+    """Service name and node id, `storage/broker-a`; of a client `client/` and its client id."""
     seq: _builtins.int
     """Number of the batch, from 1, for one life of the source."""
     incarnation_id: _builtins.int
     """Random number of this life of the source."""
     dropped_count: _builtins.int
     """Events of this source that were dropped before this batch, since its start."""
+    vocabulary: _builtins.int
+    """Version of the vocabulary: 1. It grows when a kind or a field gets another meaning; new kinds
+    and fields leave it as it is, and readers pass on what they do not know.
+    """
+    arrow: _builtins.bytes
+    """In place of `events`: the same as one Arrow IPC stream with the columns that
+    docs/metrics-streams.md lists.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricEvent]:
         """Events, oldest first."""
@@ -92,10 +108,12 @@ class MetricBatch(_message.Message):
         incarnation_id: _builtins.int = ...,
         events: _abc.Iterable[Global___MetricEvent] | None = ...,
         dropped_count: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
+        arrow: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_count", b"dropped_count", "events", b"events", "incarnation_id", b"incarnation_id", "seq", b"seq", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrow", b"arrow", "dropped_count", b"dropped_count", "events", b"events", "incarnation_id", b"incarnation_id", "seq", b"seq", "source", b"source", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -103,7 +121,7 @@ Global___MetricBatch: _TypeAlias = MetricBatch  # noqa: Y015
 
 @_typing.final
 class MetricEvent(_message.Message):
-    """One thing that happened."""
+    """One thing that happened, or many of one kind within about a second."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,6 +139,18 @@ class MetricEvent(_message.Message):
     LOCK_FORCED_FIELD_NUMBER: _builtins.int
     PROGRESS_RESET_FIELD_NUMBER: _builtins.int
     STUCK_CHANGED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
+    MEMBER_SEEN_FIELD_NUMBER: _builtins.int
+    MEMBER_EXPIRED_FIELD_NUMBER: _builtins.int
+    REBALANCED_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
+    RETRIED_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERED_FIELD_NUMBER: _builtins.int
+    QUEUE_LAG_FIELD_NUMBER: _builtins.int
+    VOLUME_STATE_FIELD_NUMBER: _builtins.int
+    HANDLED_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     unix_ms: _builtins.int
     """Wall clock of the source."""
     @_builtins.property
@@ -175,6 +205,54 @@ class MetricEvent(_message.Message):
     def stuck_changed(self) -> Global___StuckChanged:
         """What keeps a queue from moving has changed."""
 
+    @_builtins.property
+    def handed_over(self) -> Global___HandedOver:
+        """A queue passed from one owner to the next."""
+
+    @_builtins.property
+    def fenced(self) -> Global___Fenced:
+        """A call of somebody who no longer owns the queue was refused."""
+
+    @_builtins.property
+    def member_seen(self) -> Global___MemberSeen:
+        """A member was heard of."""
+
+    @_builtins.property
+    def member_expired(self) -> Global___MemberExpired:
+        """A member was silent for too long."""
+
+    @_builtins.property
+    def rebalanced(self) -> Global___Rebalanced:
+        """Queues of a group were dealt anew."""
+
+    @_builtins.property
+    def latency(self) -> Global___Latency:
+        """How long something took."""
+
+    @_builtins.property
+    def retried(self) -> Global___Retried:
+        """Messages were put aside for another try."""
+
+    @_builtins.property
+    def dead_lettered(self) -> Global___DeadLettered:
+        """Messages went to the dead letters."""
+
+    @_builtins.property
+    def queue_lag(self) -> Global___QueueLag:
+        """How far a group is behind in a queue."""
+
+    @_builtins.property
+    def volume_state(self) -> Global___VolumeState:
+        """How full the disk of a storage node is."""
+
+    @_builtins.property
+    def handled(self) -> Global___Handled:
+        """Messages were handled by a consumer."""
+
+    @_builtins.property
+    def sent(self) -> Global___Sent:
+        """Messages were sent by a producer."""
+
     def __init__(
         self,
         *,
@@ -192,12 +270,24 @@ class MetricEvent(_message.Message):
         lock_forced: Global___LockForced | None = ...,
         progress_reset: Global___ProgressReset | None = ...,
         stuck_changed: Global___StuckChanged | None = ...,
+        handed_over: Global___HandedOver | None = ...,
+        fenced: Global___Fenced | None = ...,
+        member_seen: Global___MemberSeen | None = ...,
+        member_expired: Global___MemberExpired | None = ...,
+        rebalanced: Global___Rebalanced | None = ...,
+        latency: Global___Latency | None = ...,
+        retried: Global___Retried | None = ...,
+        dead_lettered: Global___DeadLettered | None = ...,
+        queue_lag: Global___QueueLag | None = ...,
+        volume_state: Global___VolumeState | None = ...,
+        handled: Global___Handled | None = ...,
+        sent: Global___Sent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "delivered", b"delivered", "group_changed", b"group_changed", "kind", b"kind", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "progress_reset", b"progress_reset", "queue", b"queue", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "volume_state", b"volume_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "delivered", b"delivered", "group_changed", b"group_changed", "kind", b"kind", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "progress_reset", b"progress_reset", "queue", b"queue", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "committed", b"committed", "dead_lettered", b"dead_lettered", "delivered", b"delivered", "fenced", b"fenced", "group_changed", b"group_changed", "handed_over", b"handed_over", "handled", b"handled", "kind", b"kind", "latency", b"latency", "lock_denied", b"lock_denied", "lock_forced", b"lock_forced", "lock_granted", b"lock_granted", "lock_released", b"lock_released", "member_expired", b"member_expired", "member_seen", b"member_seen", "progress_reset", b"progress_reset", "queue", b"queue", "queue_lag", b"queue_lag", "rebalanced", b"rebalanced", "retried", b"retried", "sent", b"sent", "stuck_changed", b"stuck_changed", "subscription_changed", b"subscription_changed", "subscription_refused", b"subscription_refused", "unix_ms", b"unix_ms", "volume_state", b"volume_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["appended", "delivered", "committed", "lock_granted", "lock_denied", "lock_released", "group_changed", "subscription_refused", "subscription_changed", "lock_forced", "progress_reset", "stuck_changed", "handed_over", "fenced", "member_seen", "member_expired", "rebalanced", "latency", "retried", "dead_lettered", "queue_lag", "volume_state", "handled", "sent"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -205,25 +295,29 @@ Global___MetricEvent: _TypeAlias = MetricEvent  # noqa: Y015
 
 @_typing.final
 class Appended(_message.Message):
-    """Batches were appended to one queue."""
+    """What was appended to one queue since the event before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     message_count: _builtins.int
     """Messages."""
     byte_count: _builtins.int
     """Bytes."""
+    next_offset: _builtins.int
+    """Offset that the next message of the queue gets."""
     def __init__(
         self,
         *,
         message_count: _builtins.int = ...,
         byte_count: _builtins.int = ...,
+        next_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "message_count", b"message_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "message_count", b"message_count", "next_offset", b"next_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,7 +325,10 @@ Global___Appended: _TypeAlias = Appended  # noqa: Y015
 
 @_typing.final
 class DeliveredRange(_message.Message):
-    """A range of offsets was delivered."""
+    """A range of offsets was delivered to one owner: pulls within about a second that follow each other.
+    Of a range that is told in several events the sums that can't be divided, bytes and redelivered
+    messages, are in the first.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -239,15 +336,34 @@ class DeliveredRange(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
     FILTERED_COUNT_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    REDELIVERED_COUNT_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    LOST_COUNT_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Token of the owner."""
     message_count: _builtins.int
-    """Messages that passed the filter."""
+    """Messages that passed the filter and were delivered."""
     filtered_count: _builtins.int
     """Messages dropped by the filter."""
+    client_id: _builtins.str
+    """Owner."""
+    redelivered_count: _builtins.int
+    """Messages among the delivered that an earlier owner may have started."""
+    byte_count: _builtins.int
+    """Bytes of the stored batches that left, whole."""
+    lost_count: _builtins.int
+    """Messages of the range that retention had removed before."""
     @_builtins.property
     def range(self) -> _queue_pb2.OffsetRange:
         """The scanned range."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Offsets of the delivered messages: by turns how many offsets follow that were not delivered, and
+        how many that were, from range.first_offset on. Empty: all of the range was delivered.
+        """
 
     def __init__(
         self,
@@ -256,10 +372,15 @@ class DeliveredRange(_message.Message):
         token: _builtins.int = ...,
         message_count: _builtins.int = ...,
         filtered_count: _builtins.int = ...,
+        client_id: _builtins.str = ...,
+        redelivered_count: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+        runs: _abc.Iterable[_builtins.int] | None = ...,
+        lost_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filtered_count", b"filtered_count", "message_count", b"message_count", "range", b"range", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "client_id", b"client_id", "filtered_count", b"filtered_count", "lost_count", b"lost_count", "message_count", b"message_count", "range", b"range", "redelivered_count", b"redelivered_count", "runs", b"runs", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -267,29 +388,41 @@ Global___DeliveredRange: _TypeAlias = DeliveredRange  # noqa: Y015
 
 @_typing.final
 class CommittedRange(_message.Message):
-    """Progress was committed."""
+    """Progress was committed; of commits of one token within about a second, the last."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    ACKED_BEYOND_COUNT_FIELD_NUMBER: _builtins.int
+    DELIVERED_OFFSET_FIELD_NUMBER: _builtins.int
     committed_offset: _builtins.int
     """Committed offset now."""
     token: _builtins.int
     """Token of the owner."""
     closed: _builtins.bool
     """True if the token was closed by the same call."""
+    client_id: _builtins.str
+    """Owner."""
+    acked_beyond_count: _builtins.int
+    """Messages acked beyond the committed offset."""
+    delivered_offset: _builtins.int
+    """Offset up to which was delivered."""
     def __init__(
         self,
         *,
         committed_offset: _builtins.int = ...,
         token: _builtins.int = ...,
         closed: _builtins.bool = ...,
+        client_id: _builtins.str = ...,
+        acked_beyond_count: _builtins.int = ...,
+        delivered_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "committed_offset", b"committed_offset", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_beyond_count", b"acked_beyond_count", "client_id", b"client_id", "closed", b"closed", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,23 +474,588 @@ class LockDenied(_message.Message):
 
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     """Who asked."""
     reason: _error_pb2.Reason.ValueType
     """Why."""
+    count: _builtins.int
+    """How often within about a second; 0 counts as 1."""
     def __init__(
         self,
         *,
         client_id: _builtins.str = ...,
         reason: _error_pb2.Reason.ValueType = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "count", b"count", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LockDenied: _TypeAlias = LockDenied  # noqa: Y015
+
+@_typing.final
+class HandedOver(_message.Message):
+    """A queue passed from one owner to the next. Phases follow each other; the last one, until the first
+    delivery under the new token, is told by that delivery.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Manner:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _MannerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HandedOver._Manner.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MANNER_UNSPECIFIED: HandedOver._Manner.ValueType  # 0
+        """Not told."""
+        MANNER_GRACEFUL: HandedOver._Manner.ValueType  # 1
+        """The owner before gave it back, or had nothing in hand and did nothing any more: everything that
+        was delivered to it is acked.
+        """
+        MANNER_UNFINISHED: HandedOver._Manner.ValueType  # 2
+        """The owner before gave it back while messages that it, or one before it, may have started are not
+        acked.
+        """
+        MANNER_LEASE_EXPIRED: HandedOver._Manner.ValueType  # 3
+        """The lease of the owner before ran out, or its process ended."""
+        MANNER_DRAIN_TIMED_OUT: HandedOver._Manner.ValueType  # 4
+        """It was alive, but did not drain within the time it has for that."""
+        MANNER_FORCED: HandedOver._Manner.ValueType  # 5
+        """An operator took it away."""
+
+    class Manner(_Manner, metaclass=_MannerEnumTypeWrapper):
+        """How a queue passed on."""
+
+    MANNER_UNSPECIFIED: HandedOver.Manner.ValueType  # 0
+    """Not told."""
+    MANNER_GRACEFUL: HandedOver.Manner.ValueType  # 1
+    """The owner before gave it back, or had nothing in hand and did nothing any more: everything that
+    was delivered to it is acked.
+    """
+    MANNER_UNFINISHED: HandedOver.Manner.ValueType  # 2
+    """The owner before gave it back while messages that it, or one before it, may have started are not
+    acked.
+    """
+    MANNER_LEASE_EXPIRED: HandedOver.Manner.ValueType  # 3
+    """The lease of the owner before ran out, or its process ended."""
+    MANNER_DRAIN_TIMED_OUT: HandedOver.Manner.ValueType  # 4
+    """It was alive, but did not drain within the time it has for that."""
+    MANNER_FORCED: HandedOver.Manner.ValueType  # 5
+    """An operator took it away."""
+
+    PREVIOUS_CLIENT_ID_FIELD_NUMBER: _builtins.int
+    PREVIOUS_TOKEN_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    MANNER_FIELD_NUMBER: _builtins.int
+    CONTEND_MS_FIELD_NUMBER: _builtins.int
+    DRAIN_MS_FIELD_NUMBER: _builtins.int
+    FENCE_MS_FIELD_NUMBER: _builtins.int
+    PERSIST_MS_FIELD_NUMBER: _builtins.int
+    previous_client_id: _builtins.str
+    """Owner before."""
+    previous_token: _builtins.int
+    """Its token."""
+    client_id: _builtins.str
+    """New owner."""
+    token: _builtins.int
+    """Its token."""
+    manner: Global___HandedOver.Manner.ValueType
+    """How it came about."""
+    contend_ms: _builtins.int
+    """From the first refused Acquire of the new owner until the owner before was asked to drain."""
+    drain_ms: _builtins.int
+    """Until it gave the queue back, or its lease had run out."""
+    fence_ms: _builtins.int
+    """Until offsets refused everything under the old token, durably."""
+    persist_ms: _builtins.int
+    """Until the new owner stood in etcd."""
+    def __init__(
+        self,
+        *,
+        previous_client_id: _builtins.str = ...,
+        previous_token: _builtins.int = ...,
+        client_id: _builtins.str = ...,
+        token: _builtins.int = ...,
+        manner: Global___HandedOver.Manner.ValueType = ...,
+        contend_ms: _builtins.int = ...,
+        drain_ms: _builtins.int = ...,
+        fence_ms: _builtins.int = ...,
+        persist_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "contend_ms", b"contend_ms", "drain_ms", b"drain_ms", "fence_ms", b"fence_ms", "manner", b"manner", "persist_ms", b"persist_ms", "previous_client_id", b"previous_client_id", "previous_token", b"previous_token", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedOver: _TypeAlias = HandedOver  # noqa: Y015
+
+@_typing.final
+class Fenced(_message.Message):
+    """A call of somebody who no longer owns the queue was refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    CURRENT_TOKEN_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Who called."""
+    token: _builtins.int
+    """Its token."""
+    current_token: _builtins.int
+    """Token now."""
+    call: _builtins.str
+    """Method, `Commit`."""
+    count: _builtins.int
+    """How often within about a second."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        token: _builtins.int = ...,
+        current_token: _builtins.int = ...,
+        call: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "client_id", b"client_id", "count", b"count", "current_token", b"current_token", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
+
+@_typing.final
+class MemberSeen(_message.Message):
+    """A member was heard of: about every ten seconds for each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Member."""
+    generation: _builtins.int
+    """Generation of its group."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberSeen: _TypeAlias = MemberSeen  # noqa: Y015
+
+@_typing.final
+class MemberExpired(_message.Message):
+    """A member was silent for too long and is none any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    SILENT_MS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Member."""
+    silent_ms: _builtins.int
+    """For how long it was silent, at least."""
+    generation: _builtins.int
+    """Generation of the group without it."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        silent_ms: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "generation", b"generation", "silent_ms", b"silent_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberExpired: _TypeAlias = MemberExpired  # noqa: Y015
+
+@_typing.final
+class Rebalanced(_message.Message):
+    """Queues of a group were dealt anew. Many moves are told in several events of one generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class QueueMove(_message.Message):
+        """One queue whose owner is to change."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        QUEUE_FIELD_NUMBER: _builtins.int
+        FROM_CLIENT_ID_FIELD_NUMBER: _builtins.int
+        TO_CLIENT_ID_FIELD_NUMBER: _builtins.int
+        from_client_id: _builtins.str
+        """Member that has it; empty for none."""
+        to_client_id: _builtins.str
+        """Member that gets it."""
+        @_builtins.property
+        def queue(self) -> _queue_pb2.GroupQueue:
+            """Queue; its group is that of the event."""
+
+        def __init__(
+            self,
+            *,
+            queue: _queue_pb2.GroupQueue | None = ...,
+            from_client_id: _builtins.str = ...,
+            to_client_id: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["from_client_id", b"from_client_id", "queue", b"queue", "to_client_id", b"to_client_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    MEMBER_COUNT_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Generation from which the deal holds."""
+    member_count: _builtins.int
+    """Members then."""
+    queue_count: _builtins.int
+    """Queues in all."""
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rebalanced.QueueMove]:
+        """Queues whose owner is to change."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        member_count: _builtins.int = ...,
+        queue_count: _builtins.int = ...,
+        moves: _abc.Iterable[Global___Rebalanced.QueueMove] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "member_count", b"member_count", "moves", b"moves", "queue_count", b"queue_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rebalanced: _TypeAlias = Rebalanced  # noqa: Y015
+
+@_typing.final
+class Latency(_message.Message):
+    """How long something took, every time within about a second. What a client tells is by topic, and what
+    a consumer tells by group too: they are in the event's queue.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Operation:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Latency._Operation.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        OPERATION_UNSPECIFIED: Latency._Operation.ValueType  # 0
+        """Not told."""
+        OPERATION_APPEND: Latency._Operation.ValueType  # 1
+        """From the arrival of an append until its answer."""
+        OPERATION_FSYNC: Latency._Operation.ValueType  # 2
+        """One fsync."""
+        OPERATION_REPLICATION: Latency._Operation.ValueType  # 3
+        """From durable at the master until durable at all members of the in-sync set."""
+        OPERATION_PULL: Latency._Operation.ValueType  # 4
+        """From the arrival of a pull that delivers something, or from when it found something, until its
+        answer.
+        """
+        OPERATION_COMMIT: Latency._Operation.ValueType  # 5
+        """From the arrival of a commit until its answer."""
+        OPERATION_HANDLE: Latency._Operation.ValueType  # 6
+        """Handler of a consumer, one call."""
+        OPERATION_SEND: Latency._Operation.ValueType  # 7
+        """From the first message of a producer's batch until its outcome."""
+        OPERATION_END_TO_END: Latency._Operation.ValueType  # 8
+        """From the store time of a message until its handler began."""
+
+    class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
+        """What took the time."""
+
+    OPERATION_UNSPECIFIED: Latency.Operation.ValueType  # 0
+    """Not told."""
+    OPERATION_APPEND: Latency.Operation.ValueType  # 1
+    """From the arrival of an append until its answer."""
+    OPERATION_FSYNC: Latency.Operation.ValueType  # 2
+    """One fsync."""
+    OPERATION_REPLICATION: Latency.Operation.ValueType  # 3
+    """From durable at the master until durable at all members of the in-sync set."""
+    OPERATION_PULL: Latency.Operation.ValueType  # 4
+    """From the arrival of a pull that delivers something, or from when it found something, until its
+    answer.
+    """
+    OPERATION_COMMIT: Latency.Operation.ValueType  # 5
+    """From the arrival of a commit until its answer."""
+    OPERATION_HANDLE: Latency.Operation.ValueType  # 6
+    """Handler of a consumer, one call."""
+    OPERATION_SEND: Latency.Operation.ValueType  # 7
+    """From the first message of a producer's batch until its outcome."""
+    OPERATION_END_TO_END: Latency.Operation.ValueType  # 8
+    """From the store time of a message until its handler began."""
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    US_FIELD_NUMBER: _builtins.int
+    operation: Global___Latency.Operation.ValueType
+    """What."""
+    @_builtins.property
+    def us(self) -> Global___LogBuckets:
+        """Times, in microseconds."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___Latency.Operation.ValueType = ...,
+        us: Global___LogBuckets | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["us", b"us"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "us", b"us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Latency: _TypeAlias = Latency  # noqa: Y015
+
+@_typing.final
+class LogBuckets(_message.Message):
+    """Counts of values in buckets whose bounds grow by the factor 2^(1/8): bucket i holds what is greater
+    than 2^((i-1)/8) and not greater than 2^(i/8). Sketches are merged by adding the counts of equal
+    buckets; a percentile read from one is wrong by 4.5 % at most.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_BUCKET_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    first_bucket: _builtins.int
+    """Number of the first bucket; values up to 1 count in bucket 0."""
+    sum: _builtins.int
+    """Sum of all values."""
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Values in it and in those that follow."""
+
+    def __init__(
+        self,
+        *,
+        first_bucket: _builtins.int = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "first_bucket", b"first_bucket", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogBuckets: _TypeAlias = LogBuckets  # noqa: Y015
+
+@_typing.final
+class Retried(_message.Message):
+    """Messages were put aside for another try, within about a second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Consumer that could not handle them."""
+    message_count: _builtins.int
+    """Messages."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        message_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "message_count", b"message_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retried: _TypeAlias = Retried  # noqa: Y015
+
+@_typing.final
+class DeadLettered(_message.Message):
+    """Messages went to the dead letters, within about a second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Consumer that could not handle them."""
+    message_count: _builtins.int
+    """Messages."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        message_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "message_count", b"message_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLettered: _TypeAlias = DeadLettered  # noqa: Y015
+
+@_typing.final
+class QueueLag(_message.Message):
+    """How far a group is behind in a queue, at each look of the nameserver that is on duty, while the group
+    has members or a lag.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMITTED_OFFSET_FIELD_NUMBER: _builtins.int
+    DELIVERED_OFFSET_FIELD_NUMBER: _builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    ACKED_BEYOND_COUNT_FIELD_NUMBER: _builtins.int
+    OLDEST_UNACKED_MS_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    committed_offset: _builtins.int
+    """Committed offset."""
+    delivered_offset: _builtins.int
+    """Offset up to which was delivered."""
+    next_offset: _builtins.int
+    """Offset that the next message of the queue gets."""
+    acked_beyond_count: _builtins.int
+    """Messages acked beyond the committed offset."""
+    oldest_unacked_ms: _builtins.int
+    """Age of the oldest message that is not acked; 0 if there is none, -1 if it is not known."""
+    client_id: _builtins.str
+    """Owner; empty for none."""
+    def __init__(
+        self,
+        *,
+        committed_offset: _builtins.int = ...,
+        delivered_offset: _builtins.int = ...,
+        next_offset: _builtins.int = ...,
+        acked_beyond_count: _builtins.int = ...,
+        oldest_unacked_ms: _builtins.int = ...,
+        client_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_beyond_count", b"acked_beyond_count", "client_id", b"client_id", "committed_offset", b"committed_offset", "delivered_offset", b"delivered_offset", "next_offset", b"next_offset", "oldest_unacked_ms", b"oldest_unacked_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueLag: _TypeAlias = QueueLag  # noqa: Y015
+
+@_typing.final
+class VolumeState(_message.Message):
+    """How full the disk of a storage node is, about every ten seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    used_bytes: _builtins.int
+    """Bytes in use on the file system of its log."""
+    free_bytes: _builtins.int
+    """Bytes that are free to it."""
+    def __init__(
+        self,
+        *,
+        used_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VolumeState: _TypeAlias = VolumeState  # noqa: Y015
+
+@_typing.final
+class Handled(_message.Message):
+    """Messages were handled by a consumer, within about a second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
+    FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Consumer."""
+    message_count: _builtins.int
+    """Messages whose handler said that they are done."""
+    failed_count: _builtins.int
+    """Messages whose handler failed."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        message_count: _builtins.int = ...,
+        failed_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "failed_count", b"failed_count", "message_count", b"message_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Handled: _TypeAlias = Handled  # noqa: Y015
+
+@_typing.final
+class Sent(_message.Message):
+    """Messages were sent by a producer, within about a second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    """Producer."""
+    message_count: _builtins.int
+    """Messages with a receipt."""
+    byte_count: _builtins.int
+    """Bytes of them, keys and properties included."""
+    failed_count: _builtins.int
+    """Messages without one."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        message_count: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+        failed_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "client_id", b"client_id", "failed_count", b"failed_count", "message_count", b"message_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sent: _TypeAlias = Sent  # noqa: Y015
 
 @_typing.final
 class LockReleased(_message.Message):

@@ -49,7 +49,8 @@ class MetricsServiceServicer:
     """
 
     def Watch(self, request, context):
-        """Batches of events from now on, about one a second while there are events.
+        """Batches of events from now on, about one a second while there are events. Each stream numbers its
+        batches, and counts what it has dropped, by itself.
 
         Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
         """

@@ -36,7 +36,8 @@ class MetricsServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MetricsServiceAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_metrics_service_pb2.WatchRequest, _metrics_service_pb2.WatchResponse]
-    """Batches of events from now on, about one a second while there are events.
+    """Batches of events from now on, about one a second while there are events. Each stream numbers its
+    batches, and counts what it has dropped, by itself.
 
     Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
     """
@@ -49,7 +50,8 @@ class MetricsServiceAsyncStub(MetricsServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_metrics_service_pb2.WatchRequest, _metrics_service_pb2.WatchResponse]  # type: ignore[assignment]
-    """Batches of events from now on, about one a second while there are events.
+    """Batches of events from now on, about one a second while there are events. Each stream numbers its
+    batches, and counts what it has dropped, by itself.
 
     Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
     """
@@ -65,7 +67,8 @@ class MetricsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _metrics_service_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_metrics_service_pb2.WatchResponse], _abc.AsyncIterator[_metrics_service_pb2.WatchResponse]]:
-        """Batches of events from now on, about one a second while there are events.
+        """Batches of events from now on, about one a second while there are events. Each stream numbers its
+        batches, and counts what it has dropped, by itself.
 
         Statuses: RESOURCE_EXHAUSTED (OVERLOADED) beyond 16 watchers.
         """

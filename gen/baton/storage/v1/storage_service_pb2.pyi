@@ -239,6 +239,7 @@ class PullRequest(_message.Message):
     SUBSCRIPTION_GENERATION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     OFFSETS_SET_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """First offset wanted, in messages, 0-based."""
     token: _builtins.int
@@ -268,6 +269,8 @@ class PullRequest(_message.Message):
     """Replica set of offsets that keeps the group, as far as the caller knows; empty if there is but
     one. If storage knows of another one, `offsets_epoch` says nothing.
     """
+    client_id: _builtins.str
+    """Who pulls; only told in events, never trusted. May be empty."""
     @_builtins.property
     def queue(self) -> _queue_pb2.GroupQueue:
         """Group and queue. Required."""
@@ -293,10 +296,11 @@ class PullRequest(_message.Message):
         subscription_generation: _builtins.int = ...,
         progress: _offsets_service_pb2.Acks | None = ...,
         offsets_set: _builtins.str = ...,
+        client_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "client_id", b"client_id", "expression", b"expression", "hold_ms", b"hold_ms", "messages_max", b"messages_max", "offset", b"offset", "offsets_epoch", b"offsets_epoch", "offsets_set", b"offsets_set", "progress", b"progress", "pull_id", b"pull_id", "queue", b"queue", "subscription_generation", b"subscription_generation", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

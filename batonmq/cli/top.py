@@ -1,0 +1,148 @@
+"""`baton top`: what the cluster does at this moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from rich.console import Console
+from rich.live import Live
+
+from batonmq.admin import Admin
+from batonmq.cli.output import Form
+from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.top_view import Frame, item_of
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError
+from batonmq.core.board import Board, Place, Standing
+from batonmq.watching import EventWatch
+
+GROUPS_MAX = 50
+"""Groups that are asked for their progress at the start; of others events tell."""
+FRAMES_PER_S = 2
+
+
+def top(
+    context: typer.Context,
+    *,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look for a while, print one frame, and end.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="How long to look with --once.", show_default=True)
+    ] = 3.0,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Show live what the cluster does: rates, lag, owners, hand-overs, conflicts; q ends.
+
+    It is told by the services themselves, once a second. With --once, or if the output is no
+    terminal, one frame is printed; with --format json as one object.
+    """
+    session = open_session(context, nameserver, form)
+    still = once or session.output.form is Form.JSON or not sys.stdout.isatty()
+    session.run(_Top(session).run(seconds if still else None), endless=not still)
+
+
+class _Top:
+    def __init__(self, session: Session) -> None:
+        self._session, self._clock = session, Clock()
+        self._watch = EventWatch(session.nameserver, self._take)
+
+    async def run(self, seconds: float | None) -> None:
+        """Look, for so long or until a key ends it."""
+        self._board = Board(self._clock.monotonic_ms())
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch.run())
+            async with Admin(self._session.nameserver) as admin:
+                self._board.begin(*await _standings(admin))
+            if seconds is None:
+                await self._show()
+            else:
+                await asyncio.sleep(seconds)
+                self._print()
+            watching.cancel()
+
+    def _take(self, batch: pb.MetricBatch) -> None:
+        now_ms = self._clock.monotonic_ms()
+        self._board.heard(batch.source, batch.dropped_count)
+        for event in batch.events:
+            self._board.take(event, now_ms)
+
+    def _frame(self) -> Frame:
+        return Frame(self._board.snapshot(self._clock.monotonic_ms()), len(self._watch.following))
+
+    def _print(self) -> None:
+        if self._session.output.form is Form.JSON:
+            snapshot = self._board.snapshot(self._clock.monotonic_ms())
+            item = item_of(snapshot, len(self._watch.following))
+            self._session.output.detail(item, (), {})
+        else:
+            Console(height=None if sys.stdout.isatty() else 10_000).print(self._frame())
+
+    async def _show(self) -> None:
+        ended = asyncio.Event()
+        with _keys(ended), Live(self._frame(), screen=True, auto_refresh=False) as live:
+            while not ended.is_set():
+                live.update(self._frame(), refresh=True)
+                try:
+                    async with asyncio.timeout(1 / FRAMES_PER_S):
+                        await ended.wait()
+                except TimeoutError:
+                    continue
+
+
+@contextmanager
+def _keys(ended: asyncio.Event) -> Iterator[None]:
+    """Set `ended` on `q`, while keys come one by one and are not shown."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    loop, fd = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        if b"q" in os.read(fd, 64).lower():
+            ended.set()
+
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    loop.add_reader(fd, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(fd)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+async def _standings(admin: Admin) -> tuple[list[Standing], dict[str, int]]:
+    """Where the queues of the groups stand, and how many members they have."""
+    groups = await admin.list_groups()
+    found: list[Standing] = []
+    for group in groups[:GROUPS_MAX]:
+        try:
+            progress = await admin.group_progress(group.name)
+        except BatonError:
+            continue  # deleted meanwhile, or nobody answers: then events tell
+        found += [
+            Standing(
+                group=group.name,
+                place=Place(queue.topic, queue.broker, queue.queue_id),
+                committed_offset=_or_unknown(queue.committed_offset),
+                next_offset=_or_unknown(queue.log_end_offset),
+                owner=queue.client_id or "",
+            )
+            for queue in progress.queues
+        ]
+    return found, {group.name: len(group.members) for group in groups}
+
+
+def _or_unknown(offset: int | None) -> int:
+    return -1 if offset is None else offset

@@ -1,0 +1,255 @@
+"""Which columns an event of each kind fills. Pure: messages come in as whatever has their fields.
+
+docs/metrics-streams.md tells what the kinds mean. A column has one meaning in all kinds that fill
+it, and is null in the others; what has no column of its own is in `attrs`, as text. Text that is
+empty is null; in `attrs` nothing stands that is 0, false or empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ColumnType = Literal["string", "int", "bigint", "timestamp", "bigints", "texts", "binary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The sum of a repeated field, whose path this is."""
+
+    path: str
+
+    def __call__(self, event: Any) -> int:
+        """Of one message."""
+        for name in self.path.split("."):
+            event = getattr(event, name)
+        return sum(event)
+
+
+Getter = str | Total | Callable[[Any], Any]
+"""Path of a field in the message of a kind, joined by dots; or what makes the value of it."""
+
+BATCH_COLUMNS: Mapping[str, ColumnType] = {
+    "source": "string",
+    "producer_id": "string",
+    "seq": "bigint",
+    "event_index": "int",
+    "vocabulary": "int",
+}
+"""What a row has of the batch of its event. The Arrow form of a batch leaves it out."""
+
+EVENT_COLUMNS: Mapping[str, ColumnType] = {
+    "kind": "string",
+    "time": "timestamp",
+    "topic": "string",
+    "consumer_group": "string",
+    "broker": "string",
+    "queue_id": "int",
+    "client_id": "string",
+    "previous_client_id": "string",
+    "token": "bigint",
+    "generation": "bigint",
+    "first_offset": "bigint",
+    "next_offset": "bigint",
+    "committed_offset": "bigint",
+    "delivered_offset": "bigint",
+    "count": "bigint",
+    "byte_count": "bigint",
+    "filtered_count": "bigint",
+    "redelivered_count": "bigint",
+    "reason": "string",
+    "duration_ms": "bigint",
+    "operation": "string",
+    "first_bucket": "int",
+    "buckets": "bigints",
+    "value_sum": "bigint",
+    "runs": "bigints",
+    "attrs": "texts",
+    "payload": "binary",
+}
+"""What a row has of its event, in this order. `texts` is a map of text to text."""
+
+DROPPED = "dropped"
+"""Kind of the row that tells how many events its source has dropped so far: of the batch itself."""
+DROPPED_INDEX = -1
+"""`event_index` of that row."""
+NO_KIND = "none"
+"""Kind of an event that has none."""
+UNREADABLE = "unreadable"
+"""Kind of the row of what is no event, or no batch of events; its bytes are in `payload`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an event of a kind fills besides `kind`, `time` and the columns of its queue.
+
+    Attributes:
+        columns: By column. An enumeration comes as a number there; the column has its name without
+            the prefix.
+        attrs: By name in `attrs`.
+    """
+
+    columns: Mapping[str, Getter] = field(default_factory=dict)
+    attrs: Mapping[str, Getter] = field(default_factory=dict)
+
+
+def producer_id(source: str, incarnation_id: int) -> str:
+    """One life of a source. With the number of a batch it names the batch for ever."""
+    return f"{source}/{incarnation_id:016x}"
+
+
+def unknown_kind(field_number: int) -> str:
+    """Kind of an event of a newer service; its bytes are in `payload`."""
+    return f"field_{field_number}"
+
+
+def _times(event: Any) -> int:
+    return event.count or 1
+
+
+def _known(age_ms: int) -> int | None:
+    return None if age_ms < 0 else age_ms
+
+
+def _differences(event: Any) -> str:
+    names = (
+        "topic", "setting", "newcomer_client_id", "newcomer_value", "member_client_id",
+        "member_value",
+    )  # fmt: skip
+    rows = [{name: getattr(one, name) for name in names} for one in event.differences]
+    return json.dumps(rows) if rows else ""
+
+
+def _moves(event: Any) -> str:
+    rows = [
+        {
+            "topic": move.queue.queue.topic,
+            "broker": move.queue.queue.broker,
+            "queue_id": move.queue.queue.queue_id,
+            "from_client_id": move.from_client_id,
+            "to_client_id": move.to_client_id,
+        }
+        for move in event.moves
+    ]
+    return json.dumps(rows) if rows else ""
+
+
+_CLIENT: Mapping[str, Getter] = {"client_id": "client_id", "count": "message_count"}
+
+KINDS: Mapping[str, Kind] = {
+    "appended": Kind(
+        {"count": "message_count", "byte_count": "byte_count", "next_offset": "next_offset"}
+    ),
+    "delivered": Kind(
+        {
+            "client_id": "client_id",
+            "token": "token",
+            "first_offset": "range.first_offset",
+            "next_offset": "range.next_offset",
+            "count": "message_count",
+            "byte_count": "byte_count",
+            "filtered_count": "filtered_count",
+            "redelivered_count": "redelivered_count",
+            "runs": "runs",
+        },
+        {"lost_count": "lost_count"},
+    ),
+    "committed": Kind(
+        {
+            "client_id": "client_id",
+            "token": "token",
+            "committed_offset": "committed_offset",
+            "delivered_offset": "delivered_offset",
+        },
+        {"closed": "closed", "acked_beyond_count": "acked_beyond_count"},
+    ),
+    "lock_granted": Kind(
+        {
+            "client_id": "client_id",
+            "previous_client_id": "previous_client_id",
+            "token": "token",
+            "duration_ms": "wait_ms",
+        },
+        {"stolen": "stolen"},
+    ),
+    "lock_denied": Kind({"client_id": "client_id", "reason": "reason", "count": _times}),
+    "lock_released": Kind({"client_id": "client_id", "token": "token"}),
+    "group_changed": Kind(
+        {"consumer_group": "group", "generation": "generation", "count": "member_count"}
+    ),
+    "subscription_refused": Kind(
+        {"consumer_group": "group", "client_id": "client_id"}, {"differences": _differences}
+    ),
+    "subscription_changed": Kind(
+        {
+            "consumer_group": "group",
+            "client_id": "client_id",
+            "generation": "subscription_generation",
+        },
+        {"differences": _differences},
+    ),
+    "lock_forced": Kind(
+        {"previous_client_id": "previous_client_id", "token": "token", "reason": "reason"},
+        {"by": "by"},
+    ),
+    "progress_reset": Kind(
+        {"committed_offset": "to_offset", "reason": "reason"},
+        {"op_id": "op_id", "from_offset": "from_offset", "by": "by"},
+    ),
+    "stuck_changed": Kind({"reason": "reason"}, {"message": "message"}),
+    "handed_over": Kind(
+        {
+            "client_id": "client_id",
+            "previous_client_id": "previous_client_id",
+            "token": "token",
+            "reason": "manner",
+            "duration_ms": lambda e: e.contend_ms + e.drain_ms + e.fence_ms + e.persist_ms,
+        },
+        {
+            "previous_token": "previous_token",
+            "contend_ms": "contend_ms",
+            "drain_ms": "drain_ms",
+            "fence_ms": "fence_ms",
+            "persist_ms": "persist_ms",
+        },
+    ),
+    "fenced": Kind(
+        {"client_id": "client_id", "token": "token", "count": _times},
+        {"current_token": "current_token", "call": "call"},
+    ),
+    "member_seen": Kind({"client_id": "client_id", "generation": "generation"}),
+    "member_expired": Kind(
+        {"client_id": "client_id", "generation": "generation", "duration_ms": "silent_ms"}
+    ),
+    "rebalanced": Kind(
+        {"generation": "generation", "count": "member_count"},
+        {"queue_count": "queue_count", "moves": _moves},
+    ),
+    "latency": Kind(
+        {
+            "operation": "operation",
+            "first_bucket": "us.first_bucket",
+            "buckets": "us.counts",
+            "count": Total("us.counts"),
+            "value_sum": "us.sum",
+        }
+    ),
+    "retried": Kind(_CLIENT),
+    "dead_lettered": Kind(_CLIENT),
+    "queue_lag": Kind(
+        {
+            "client_id": "client_id",
+            "committed_offset": "committed_offset",
+            "delivered_offset": "delivered_offset",
+            "next_offset": "next_offset",
+            "duration_ms": lambda e: _known(e.oldest_unacked_ms),
+        },
+        {"acked_beyond_count": "acked_beyond_count"},
+    ),
+    "volume_state": Kind({"byte_count": "used_bytes"}, {"free_bytes": "free_bytes"}),
+    "handled": Kind(_CLIENT, {"failed_count": "failed_count"}),
+    "sent": Kind({**_CLIENT, "byte_count": "byte_count"}, {"failed_count": "failed_count"}),
+}
+"""By the name of the field in MetricEvent's oneof."""

@@ -1,0 +1,169 @@
+"""How fast Spark makes a table of the metrics streams: two cores, from gRPC to files."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
+from pyspark.sql import DataFrame, SparkSession
+
+from batonmq.admin import Admin
+from batonmq.core.records import Message
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ClusterOptions
+from batonmq.metric_arrow import encode_events
+from batonmq.producer import Producer
+from batonspark.session import build_session
+from bench.figures import Figure, Goal, figure
+from bench.setup import Setup
+
+QUEUES = 4
+CORES = 2
+EVENTS_PER_BATCH = 2_000
+ROUNDS = 3
+_TICKS_PER_S = 100
+_GOALS = {"protobuf": Goal(value_min=400_000), "arrow": Goal(value_min=800_000)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows a second, and what a row cost in microseconds of processor time, of Spark alone."""
+
+    rows_per_s: float
+    cpu_us: float
+
+
+async def spark(setup: Setup) -> list[Figure]:
+    """Events as protobuf and as Arrow, into a Delta table and into nothing."""
+    count = setup.sized(1_000_000, 40_000)
+    options = ClusterOptions(auto_restart=False, log_level="WARNING")
+    figures: list[Figure] = []
+    async with LocalCluster(setup.folder / "cluster", options) as cluster:
+        setup.say("events for Spark")
+        for form in _GOALS:
+            await _fill(cluster.nameserver, form, count)
+        setup.say("a session of Spark")
+        session = await asyncio.to_thread(build_session, "bench", f"local[{CORES}]")
+        session.sparkContext.setLogLevel("ERROR")
+        try:
+            for form, goal in _GOALS.items():
+                for sink, write in (("a Delta table", _to_delta), ("nothing", _to_nothing)):
+                    setup.say(f"{form} to {sink}")
+                    found = await asyncio.to_thread(
+                        _measure, session, cluster.nameserver, form, write, setup.folder, count
+                    )
+                    name = f"metric rows from gRPC to {sink}, {form}"
+                    cores = Goal(value_max=CORES * 1e6 / (goal.value_min or 1))
+                    figures += [
+                        figure(name, found.rows_per_s, "rows/s", goal),
+                        figure(f"{name}, processor time", found.cpu_us, "us/row", cores),
+                    ]
+        finally:
+            await asyncio.to_thread(session.stop)
+    return figures
+
+
+async def _fill(nameserver: str, form: str, count: int) -> None:
+    async with Admin(nameserver) as admin:
+        await admin.create_topic(form, QUEUES)
+    async with Producer(nameserver) as producer:
+        pending = []
+        for seq in range(count // EVENTS_PER_BATCH):
+            made = MetricBatch(source="storage/broker-0", seq=seq, incarnation_id=1, vocabulary=1)
+            first = seq * EVENTS_PER_BATCH
+            events = [_event(number) for number in range(first, first + EVENTS_PER_BATCH)]
+            if form == "arrow":
+                made.arrow = encode_events(events)
+            else:
+                made.events.extend(events)
+            pending.append(await producer.submit(form, Message(made.SerializeToString())))
+        for each in pending:
+            await each
+
+
+def _event(number: int) -> MetricEvent:
+    """In such shares as services tell them under load: deliveries, commits, appends, latencies."""
+    event = MetricEvent(unix_ms=1_800_000_000_000 + number)
+    event.queue.group = f"group-{number % 5}"
+    event.queue.queue.topic = f"orders-{number % 3}"
+    event.queue.queue.broker = "broker-0"
+    event.queue.queue.queue_id = number % 8
+    kind, client = number % 10, f"client-{number % 20}"
+    if kind < 4:
+        delivered = event.delivered
+        delivered.range.first_offset, delivered.range.next_offset = number, number + 10
+        delivered.token, delivered.client_id = number % 50, client
+        delivered.message_count, delivered.byte_count = 10, 10_000
+    elif kind < 7:
+        event.committed.committed_offset, event.committed.delivered_offset = number, number + 10
+        event.committed.token, event.committed.client_id = number % 50, client
+    elif kind < 9:
+        event.appended.message_count, event.appended.byte_count = 100, 100_000
+        event.appended.next_offset = number
+    else:
+        event.latency.operation = Latency.OPERATION_APPEND
+        event.latency.us.first_bucket, event.latency.us.sum = 60, 100_000
+        event.latency.us.counts.extend(range(1, 20))
+    return event
+
+
+def _measure(
+    session: SparkSession,
+    nameserver: str,
+    form: str,
+    write: Callable[[DataFrame, Path], None],
+    folder: Path,
+    count: int,
+) -> _Run:
+    table = folder / "table"
+    runs: list[_Run] = []
+    for round_number in range(ROUNDS + 1):
+        rows = session.read.format("baton").options(
+            nameserver=nameserver, topic=form, view="metrics"
+        )
+        began, cpu_s = perf_counter(), _cpu_s(session)
+        write(rows.load(), table)
+        took, spent = perf_counter() - began, _cpu_s(session) - cpu_s
+        shutil.rmtree(table, ignore_errors=True)
+        if round_number:  # before that, Java compiles
+            runs.append(_Run(count / took, spent / count * 1e6))
+    return _Run(median(r.rows_per_s for r in runs), median(r.cpu_us for r in runs))
+
+
+def _to_delta(rows: DataFrame, table: Path) -> None:
+    dated = rows.selectExpr("*", "to_date(time) AS date")
+    dated.write.format("batondelta").mode("append").options(
+        path=str(table), partitionBy="date"
+    ).save()
+
+
+def _to_nothing(rows: DataFrame, table: Path) -> None:
+    rows.write.format("noop").mode("append").save()
+
+
+def _cpu_s(session: SparkSession) -> float:
+    """Processor time of the JVM and of all processes that it has started."""
+    jvm = session.sparkContext._jvm
+    assert jvm is not None
+    pid = jvm.java.lang.ProcessHandle.current().pid()
+    children: dict[int, list[int]] = {}
+    spent: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            values = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(values[1]), []).append(int(path.parent.name))
+        spent[int(path.parent.name)] = sum(map(int, values[11:15]))
+    waiting, total = [pid], 0
+    while waiting:
+        each = waiting.pop()
+        total += spent.get(each, 0)
+        waiting += children.get(each, [])
+    return total / _TICKS_PER_S

@@ -1,0 +1,160 @@
+"""What the metrics streams cost: the same work on two clusters, by turns, of which one publishes.
+
+Figures are messages per second of CPU of the services, all of them together, so that what else the
+machine does at the time counts little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from itertools import count
+from pathlib import Path
+
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from bench.figures import Figure, Goal, figure, interleaved
+from bench.setup import Setup, batch
+from bench.site import TIMEOUT_S, Site, group_queue, site
+
+QUEUES, IN_FLIGHT = 8, 16
+RECORD_BYTES, BATCH_RECORDS = 100, 100
+PULL_MESSAGES = 100
+TRICKLE_PER_S = 10
+SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
+_groups = count()
+_OFF = {service: {"metrics_stream": False} for service in SERVICES}
+_EVERY_OTHER = ("a", "b")
+
+
+async def streams(setup: Setup) -> list[Figure]:
+    """Small appends, small pulls whose acks ride along, and the same with a filter."""
+    requests = setup.sized(1_600, 80)
+    async with AsyncExitStack() as stack:
+        sites = {
+            "on": await stack.enter_async_context(site(setup.folder / "on", queue_count=QUEUES)),
+            "off": await stack.enter_async_context(
+                site(setup.folder / "off", queue_count=QUEUES, **_OFF)
+            ),
+        }
+        setup.say("produce")
+        for here in sites.values():
+            await _produce(here, requests)
+        rounds = setup.sized(7, 1)
+        produced = await _by_turns(sites, lambda here: _produce(here, requests), rounds)
+        setup.say("consume")
+        consumed = await _by_turns(sites, lambda here: _consume(here, requests, ""), rounds)
+        setup.say("consume with a filter")
+        filtered = await _by_turns(sites, lambda here: _consume(here, requests, "a"), rounds)
+        setup.say("a little")
+        little = await _by_turns(sites, lambda here: _produce_a_little(here, setup), rounds)
+    # Of equal work in equal time: what is more is the publishing.
+    percent = {name: 100 * TRICKLE_PER_S / rate for name, rate in little.items()}
+    publishing = figure(
+        "metrics streams of a cluster with 10 appends a second, CPU of all services",
+        percent["on"] - percent["off"],
+        "% of a core",
+        Goal(value_max=3),
+    )
+    compared = {
+        "produce 100 B, batches of 100": produced,
+        "consume 100 B, pulls of 100": consumed,
+        "the same of every other message": filtered,
+    }
+    return [
+        publishing,
+        *(
+            figure(
+                f"{name}, metrics streams on against off, per second of CPU",
+                rates["on"],
+                "messages/s",
+                Goal(ratio_min=0.97),
+                reference=rates["off"],
+            )
+            for name, rates in compared.items()
+        ),
+    ]
+
+
+async def _by_turns(
+    sites: dict[str, Site], work: Callable[[Site], Awaitable[int]], rounds: int
+) -> dict[str, float]:
+    def measured(here: Site) -> Callable[[], Awaitable[float]]:
+        async def measure() -> float:
+            begin_s = _cpu_s(here)
+            messages = await work(here)
+            return messages / (_cpu_s(here) - begin_s)
+
+        return measure
+
+    return await interleaved({name: measured(here) for name, here in sites.items()}, rounds)
+
+
+def _cpu_s(here: Site) -> float:
+    """CPU that the services have used."""
+    pids = filter(None, map(here.cluster.pid, here.cluster.options.names))
+    threads = (path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((path / "schedstat").read_text().split()[0]) for path in threads) / 1e9
+
+
+async def _produce(here: Site, requests: int) -> int:
+    """Append so many batches; how many messages that was."""
+    raws = [
+        batch(RECORD_BYTES, queue_id=queue_id, count=BATCH_RECORDS, tags=_EVERY_OTHER)
+        for queue_id in range(QUEUES)
+    ]
+    left = iter(range(requests))
+
+    async def worker() -> None:
+        for index in left:
+            request = pb.AppendRequest(
+                batches=[raws[index % QUEUES]], durability=pb.DURABILITY_FSYNCED
+            )
+            answer = await here.storage.Append(request, timeout=TIMEOUT_S)
+            assert answer.outcomes[0].HasField("receipt"), answer
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(IN_FLIGHT):
+            tasks.create_task(worker())
+    return requests * BATCH_RECORDS
+
+
+async def _produce_a_little(here: Site, setup: Setup) -> int:
+    """Append a batch now and then; how many."""
+    raw = batch(RECORD_BYTES, count=1)
+    request = pb.AppendRequest(batches=[raw], durability=pb.DURABILITY_FSYNCED)
+    count_ = setup.sized(10, 2) * TRICKLE_PER_S
+    for _ in range(count_):
+        await here.storage.Append(request, timeout=TIMEOUT_S)
+        await asyncio.sleep(1 / TRICKLE_PER_S)
+    return count_
+
+
+async def _consume(here: Site, requests: int, expression: str) -> int:
+    """Pull so many messages as a group of its own; how many were looked at."""
+    group = f"streams-{next(_groups)}"
+    token = await here.own(group, QUEUES)
+    each = requests * BATCH_RECORDS // QUEUES
+
+    async def pull_all(queue_id: int) -> None:
+        offset = 0
+        while offset < each:
+            request = pb.PullRequest(
+                queue=group_queue(group, queue_id),
+                offset=offset,
+                token=token,
+                messages_max=PULL_MESSAGES,
+                expression=expression,
+                client_id="bench",
+                progress=offsets_pb.Acks(committed_offset=offset) if offset else None,
+            )
+            answer = await here.storage.Pull(request, timeout=TIMEOUT_S)
+            assert answer.next_offset > offset, answer
+            offset = answer.next_offset
+
+    async with asyncio.TaskGroup() as tasks:
+        for queue_id in range(QUEUES):
+            tasks.create_task(pull_all(queue_id))
+    return each * QUEUES

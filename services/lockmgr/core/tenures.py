@@ -1,0 +1,127 @@
+"""When owners were told to give queues back, when they had, and what a hand-over is made of.
+
+Only for those who watch: nothing is decided by it, and a new leader begins without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from services.lockmgr.core.access import Condition
+from services.lockmgr.core.locks import Incarnation, QueueKey
+
+
+class Manner(Enum):
+    """How a queue passed on; names as in the contract."""
+
+    GRACEFUL = "GRACEFUL"
+    UNFINISHED = "UNFINISHED"
+    LEASE_EXPIRED = "LEASE_EXPIRED"
+    DRAIN_TIMED_OUT = "DRAIN_TIMED_OUT"
+    FORCED = "FORCED"
+
+
+class End(NamedTuple):
+    """The end of somebody's time as owner.
+
+    Attributes:
+        forced: Whether an operator made it.
+        silent: Whether the owner did nothing for it.
+    """
+
+    owner: Incarnation
+    token: int
+    at_ms: int
+    forced: bool = False
+    silent: bool = False
+
+
+class Passed(NamedTuple):
+    """A queue is about to pass to its next owner.
+
+    Attributes:
+        since_ms: When the next owner was first refused; None if it never was.
+        begin_ms: When its fence began.
+    """
+
+    to: Incarnation
+    since_ms: int | None
+    begin_ms: int
+
+
+class HandOver(NamedTuple):
+    """What came before the fence.
+
+    Attributes:
+        contend_ms: From the first refusal of the new owner until the one before was told.
+        drain_ms: Until that had given the queue back, or lost it.
+        end_ms: When that was.
+    """
+
+    end: End
+    contend_ms: int
+    drain_ms: int
+    end_ms: int
+    overdue: bool
+
+    def manner(self, condition: Condition, *, unfinished: bool) -> Manner:
+        """How it came about.
+
+        Args:
+            condition: Under which the fence passed.
+            unfinished: Whether messages are not acked that somebody may have started.
+        """
+        if self.end.forced:
+            return Manner.FORCED
+        if condition is Condition.IDLE or self.end.silent:
+            return Manner.DRAIN_TIMED_OUT if self.overdue else Manner.LEASE_EXPIRED
+        return Manner.UNFINISHED if unfinished else Manner.GRACEFUL
+
+
+@dataclass(slots=True)
+class _Tenure:
+    told_ms: int | None = None
+    overdue: bool = False
+    end: End | None = None
+
+
+class Tenures:
+    """The owners of one term of leadership; forgets a queue when it passes on."""
+
+    def __init__(self) -> None:
+        self._by_queue: dict[QueueKey, _Tenure] = {}
+
+    def told(self, key: QueueKey, now_ms: int) -> None:
+        """The owner is told that the queue is wanted; only the first time counts."""
+        tenure = self._by_queue.setdefault(key, _Tenure())
+        if tenure.told_ms is None:
+            tenure.told_ms = now_ms
+
+    def overdue(self, key: QueueKey) -> None:
+        """The owner lives, but is not renewed any more: it should have given the queue back."""
+        self._by_queue.setdefault(key, _Tenure()).overdue = True
+
+    def ended(self, key: QueueKey, end: End) -> None:
+        """Nobody owns the queue any more."""
+        self._by_queue.setdefault(key, _Tenure()).end = end
+
+    def passed(self, key: QueueKey, owner: End | None, passed: Passed) -> HandOver | None:
+        """The queue has a new owner; None if it is the one before, or that is not known.
+
+        Args:
+            owner: Who had it until the fence began; None if nobody did.
+        """
+        tenure = self._by_queue.pop(key, None) or _Tenure()
+        end = owner or tenure.end
+        if end is None or end.owner == passed.to:
+            return None
+        end_ms = min(end.at_ms, passed.begin_ms)
+        if passed.since_ms is None:  # it was free when it was asked for
+            return HandOver(end, 0, 0, passed.begin_ms, tenure.overdue)
+        since_ms = min(passed.since_ms, passed.begin_ms)
+        end_ms = max(end_ms, since_ms)
+        told_ms = since_ms if tenure.told_ms is None else tenure.told_ms
+        told_ms = min(max(told_ms, since_ms), end_ms)
+        return HandOver(end, told_ms - since_ms, end_ms - told_ms, end_ms, tenure.overdue)

@@ -1,0 +1,1 @@
+"""Answers from the streams that BatonMQ's services tell of themselves, by Spark."""

@@ -1,0 +1,136 @@
+"""The life of a job's process: settings, session, queries, SIGTERM, end.
+
+Exit status 0: SIGTERM or SIGINT, or all is done. 1: a query has failed, and the supervisor starts
+the process again; it goes on where it was. 2: the settings are not valid.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from prometheus_client import CollectorRegistry, start_http_server
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from batonmq.common import logs
+from batonmq.common.config import ConfigError, load
+from batonspark.alert_writer import AlertGauges
+from batonspark.progress import ProgressListener
+from batonspark.queries import QUERIES, Surroundings
+from batonspark.session import build_session
+from batonspark.settings import PREFIX, JobSettings
+
+log = logging.getLogger(__name__)
+
+START_ATTEMPTS_MAX = 3
+_LOOK_S = 0.5
+
+
+def run(*names: str) -> NoReturn:
+    """Run streaming queries in one session until SIGTERM, or until one ends.
+
+    Args:
+        names: Of `QUERIES`. Those that read a table are started after those that write it.
+    """
+    run_job("+".join(names), lambda settings, ended: _stream(names, settings, ended))
+
+
+def run_job(name: str, job: Callable[[JobSettings, threading.Event], bool]) -> NoReturn:
+    """Run a job in this process.
+
+    Args:
+        job: Is given the settings and an event that is set when the process is to end; returns
+            whether all went well.
+    """
+    try:
+        settings = load(JobSettings, PREFIX)
+    except ConfigError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        sys.exit(2)
+    logs.configure(settings.log_level, settings.log_format, service="spark", job=name)
+    logging.getLogger("py4j").setLevel(logging.WARNING)
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        done = job(settings, ended)
+    except ConfigError as error:
+        log.critical("process ends error=%s", error)
+        sys.exit(2)
+    except Exception:
+        log.critical("process ends", exc_info=True)
+        sys.exit(1)
+    sys.exit(0 if done else 1)
+
+
+@contextmanager
+def session(name: str, settings: JobSettings) -> Iterator[SparkSession]:
+    """A session of Spark for a job."""
+    built = build_session(f"baton-{name}", settings.master, settings.spark_config)
+    built.sparkContext.setLogLevel("WARN")
+    try:
+        yield built
+    finally:
+        built.stop()
+
+
+def _stream(names: Sequence[str], settings: JobSettings, ended: threading.Event) -> bool:
+    registry = CollectorRegistry()
+    server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry)
+    log.info("metrics served port=%d", server.server_port)
+    try:
+        with session("-".join(names), settings) as spark:
+            spark.streams.addListener(ProgressListener(registry))
+            given = Surroundings(spark, settings, AlertGauges(registry))
+            queries = [
+                _begun(start, given, ended)
+                for name, start in QUERIES.items()
+                if name in names and not ended.is_set()
+            ]
+            return _watch(queries, ended)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _begun(
+    start: Callable[[Surroundings], StreamingQuery], given: Surroundings, ended: threading.Event
+) -> StreamingQuery:
+    """Start a query, and wait for its first progress; start it again if it fails before that.
+
+    It starts processes that Spark gives ten seconds, which on a busy machine may not be enough.
+    So those of several queries had better not all start at once, either.
+    """
+    for attempt in range(1, START_ATTEMPTS_MAX + 1):
+        query = start(given)
+        while query.isActive and query.lastProgress is None and not ended.wait(_LOOK_S):
+            pass
+        if query.exception() is None or query.lastProgress is not None or ended.is_set():
+            break
+        log.warning("query did not start query=%s attempt=%d", query.name, attempt)
+    return query
+
+
+def _watch(queries: Sequence[StreamingQuery], ended: threading.Event) -> bool:
+    """Wait until the process is to end, a query fails, or all have ended; whether none failed."""
+    while not ended.wait(_LOOK_S):
+        running = [query for query in queries if query.isActive]
+        failed = [query for query in queries if query.exception() is not None]
+        if failed or not running:
+            break
+    failed = [query for query in queries if query.exception() is not None]
+    for query in queries:
+        query.stop()
+    return not failed

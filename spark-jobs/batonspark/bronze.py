@@ -1,0 +1,93 @@
+"""Messages of BATON_SYS_METRICS to the events in them, without those of a batch stored twice.
+
+Batches are told apart before they are opened: what the query has to remember is one row for a
+message, and not one for each event.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+from baton.metrics.v1.metrics_service_pb2 import MetricBatch
+from google.protobuf.message import DecodeError
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from batonmq.core.metric_columns import producer_id
+from batonmq.core.route import QueueId
+from batonspark.decode import LOST_COUNT, METRICS, Slice, lost_metrics, rows_within
+from batonspark.events import without_repeats
+from batonspark.metric_rows import Bodies, metric_rows
+from batonspark.schemas import MESSAGES as MESSAGES_DDL
+from batonspark.schemas import METRICS as METRICS_DDL
+
+STATE_VERSION = 1
+"""Of what the query keeps in Spark's state: another one begins a new checkpoint."""
+ROWS_PER_BATCH = 8_192
+
+
+def bronze(messages: DataFrame) -> DataFrame:
+    """Rows of `schemas.METRICS` with the `date` of their storing, from those of MESSAGES."""
+    named = messages.mapInArrow(with_names, f"{MESSAGES_DDL}, producer_id STRING, seq BIGINT")
+    events = without_repeats(named).mapInArrow(events_of, METRICS_DDL)
+    return events.withColumn("date", F.to_date("store_time"))
+
+
+def with_names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Add the name of the batch that each message holds."""
+    for batch in batches:
+        queues = _queues(batch)
+        offsets = batch.column("offset").to_pylist()
+        bodies = batch.column("body").to_pylist()
+        names = [_name(*each) for each in zip(bodies, queues, offsets, strict=True)]
+        producers = pa.array([name for name, _ in names], pa.string())
+        yield pa.RecordBatch.from_arrays(
+            [*batch.columns, producers, pa.array([seq for _, seq in names], pa.int64())],
+            names=[*batch.schema.names, "producer_id", "seq"],
+        )
+
+
+def _name(body: bytes | None, queue: QueueId, offset: int) -> tuple[str, int]:
+    """(producer_id, seq); the place of what holds no batch."""
+    try:
+        batch = MetricBatch.FromString(body or b"")
+    except DecodeError:
+        return str(queue), offset
+    if not batch.source:
+        return str(queue), offset
+    return producer_id(batch.source, batch.incarnation_id), batch.seq
+
+
+def events_of(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The events in messages, and the rows that stand for lost ones; queue by queue."""
+    for batch in batches:
+        places: defaultdict[QueueId, list[int]] = defaultdict(list)
+        for place, queue in enumerate(_queues(batch)):
+            places[queue].append(place)
+        for queue, some in places.items():
+            for rows in _of_queue(batch.take(pa.array(some)), queue):
+                yield from rows_within(rows, ROWS_PER_BATCH)
+
+
+def _of_queue(messages: pa.RecordBatch, queue: QueueId) -> Iterator[pa.RecordBatch]:
+    offsets = messages.column("offset").to_numpy()
+    stored = messages.column("store_time").cast(pa.int64()).to_numpy() // 1_000
+    properties = messages.column("properties").to_pylist()
+    lost = [int(dict(each or ()).get(LOST_COUNT, 0)) for each in properties]
+    for place in np.flatnonzero(lost):
+        first = int(offsets[place])
+        gap = Slice(queue, first, first + lost[place])
+        yield lost_metrics(gap, int(stored[place]))
+    kept = np.flatnonzero(np.array(lost) == 0)
+    bodies = messages.column("body").take(pa.array(kept)).to_pylist()
+    found = Bodies(queue, [body or b"" for body in bodies], offsets[kept], stored[kept])
+    yield metric_rows(found, METRICS)
+
+
+def _queues(messages: pa.RecordBatch) -> list[QueueId]:
+    """The queue of each message."""
+    columns = [messages.column(name).to_pylist() for name in ("topic", "broker", "queue_id")]
+    return [QueueId(*each) for each in zip(*columns, strict=True)]

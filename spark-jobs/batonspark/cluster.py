@@ -1,0 +1,239 @@
+"""A cluster as Spark sees it: which queues a topic has, where they begin and end, what is in them.
+
+Spark calls without asyncio; the clients run in an event loop of their own, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc.aio
+from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+
+from batonmq.admin import Admin
+from batonmq.common.aio import only_error
+from batonmq.common.errors import QueueNotFound, Unreachable
+from batonmq.common.rpc import error_from_pb
+from batonmq.core.route import QueueId
+from batonmq.reports import queue_to_pb
+from batonmq.routes import query_route, queues_of
+from batonspark.options import FETCH_BYTES_MAX, FETCH_MESSAGES_MAX, Reach
+
+T = TypeVar("T")
+_CALL_S = 15.0
+"""One try of a call; what does not answer is asked again, perhaps elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a queue holds: offsets [first_offset, next_offset) of the topic with this id."""
+
+    first_offset: int
+    next_offset: int
+    topic_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Stored batches that hold the messages [offset, next_offset); the first may begin earlier."""
+
+    offset: int
+    next_offset: int
+    batches: Sequence[bytes]
+
+
+class LoopThread:
+    """An event loop in a thread; a context manager, in which work can be submitted to it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="batonspark", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin with `work`."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; of tasks that fail together the first error alone."""
+        try:
+            return self.submit(work).result()
+        except BaseExceptionGroup as group:
+            raise only_error(group) from None
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
+
+
+class Cluster:
+    """Asks a cluster. A context manager; calls block.
+
+    Failures are raised as the classes of `batonmq.common.errors`, once `reach.timeout_ms` is over
+    if waiting might have helped.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self._thread = LoopThread()
+        self._reach = reach
+
+    def __enter__(self) -> Self:
+        self._thread.__enter__()
+        self.admin = self._thread.call(self._open())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._thread.call(self.admin.close())
+        finally:
+            self._thread.__exit__(kind, error, trace)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin with `work`, which uses `admin`."""
+        return self._thread.submit(work)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which uses `admin`."""
+        return self._thread.call(work)
+
+    def extents(self, topic: str) -> dict[QueueId, Extent]:
+        """What the queues of a topic hold, as far as they are still there.
+
+        Raises:
+            TopicNotFound: there is no such topic.
+        """
+        return self._thread.call(_extents(self.admin, topic))
+
+    def offsets_at(self, queues: Iterable[QueueId], unix_ms: int) -> dict[QueueId, int]:
+        """The first offset of each queue that was stored at or after a time; its end without."""
+        return self._thread.call(_offsets_at(self.admin, list(queues), unix_ms))
+
+    async def _open(self) -> Admin:
+        return self._reach.admin()
+
+
+class QueueFetcher:
+    """Fetches messages of one queue; its calls belong into the loop of `admin`.
+
+    Args:
+        slaves: Whether slaves are asked first.
+    """
+
+    def __init__(self, admin: Admin, queue: QueueId, *, slaves: bool) -> None:
+        self._admin, self._queue, self._slaves = admin, queue, slaves
+        self._node_id: str | None = None
+
+    async def fetch(self, offset: int, next_offset: int) -> Fetched:
+        """The messages from `offset` on that one answer takes, none from `next_offset` on.
+
+        An answer without messages waits until there are some: the end was known to be there.
+
+        Raises:
+            OffsetOutOfRange: they are no longer kept.
+            BatonError: nobody could answer.
+        """
+        request = query_pb.ReadRequest(
+            queue=queue_to_pb(self._queue),
+            offset=offset,
+            bytes_max=FETCH_BYTES_MAX,
+            messages_max=min(next_offset - offset, FETCH_MESSAGES_MAX),
+        )
+
+        async def ask(limit_s: float) -> query_pb.ReadResponse:
+            stub = await self._admin.directory.query(self._queue.broker, await self._source())
+            try:
+                answer = await stub.Read(request, timeout=min(limit_s, _CALL_S))
+            except grpc.aio.AioRpcError:
+                self._turn()
+                raise
+            if answer.next_offset == offset:
+                self._turn()
+                raise Unreachable(f"{self._queue} ends at {offset}, and had messages behind that")
+            return answer
+
+        answer = await self._admin.ask(ask)
+        return Fetched(offset, min(answer.next_offset, next_offset), answer.batches)
+
+    def _turn(self) -> None:
+        """Ask another node next time, if there is a choice."""
+        if self._slaves:
+            directory = self._admin.directory
+            self._node_id = directory.next_reader(self._queue.broker, self._node_id or "")
+
+    async def _source(self) -> str:
+        if self._node_id is None:
+            slaves = await self._admin.directory.slaves(self._queue.broker) if self._slaves else []
+            self._node_id = slaves[self._queue.queue_id % len(slaves)] if slaves else ""
+        return self._node_id
+
+
+async def _extents(admin: Admin, topic: str) -> dict[QueueId, Extent]:
+    queues = queues_of(await admin.ask(lambda _: query_route(admin.directory, topic)))
+    by_broker: defaultdict[str, list[QueueId]] = defaultdict(list)
+    for queue in queues:
+        by_broker[queue.broker].append(queue)
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(_extents_at(admin, b, some)) for b, some in by_broker.items()]
+    return {queue: extent for task in asked for queue, extent in task.result().items()}
+
+
+async def _extents_at(
+    admin: Admin, broker: str, queues: Sequence[QueueId]
+) -> Mapping[QueueId, Extent]:
+    request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, queues))
+
+    async def ask(limit_s: float) -> dict[QueueId, Extent]:
+        stub = await admin.directory.storage(broker)
+        answer = await stub.QueryOffsets(request, timeout=min(limit_s, _CALL_S))
+        found: dict[QueueId, Extent] = {}
+        for queue, outcome in zip(queues, answer.outcomes, strict=True):
+            if outcome.HasField("offsets"):
+                held = outcome.offsets
+                found[queue] = Extent(held.first_offset, held.next_offset, held.topic_id)
+                continue
+            error = error_from_pb(outcome.error)
+            if not isinstance(error, QueueNotFound):
+                raise error
+        return found
+
+    return await admin.ask(ask)
+
+
+async def _offsets_at(admin: Admin, queues: Sequence[QueueId], unix_ms: int) -> dict[QueueId, int]:
+    async def one(queue: QueueId) -> int:
+        request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
+
+        async def ask(limit_s: float) -> query_pb.SearchOffsetResponse:
+            stub = await admin.directory.query(queue.broker)
+            return await stub.SearchOffset(request, timeout=min(limit_s, _CALL_S))
+
+        return (await admin.ask(ask)).offset
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(one(queue)) for queue in queues]
+    return {queue: task.result() for queue, task in zip(queues, asked, strict=True)}

@@ -1,0 +1,128 @@
+"""Hand-overs with their phases, and who owned which queue from when to when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+
+from batonspark.events import attribute
+from batonspark.reports import Asked, Report
+
+QUEUE = ("consumer_group", "topic", "broker", "queue_id")
+PHASES = ("contend_ms", "drain_ms", "fence_ms", "persist_ms")
+FIRST_PULL_MAX_MS = 60_000
+"""A first pull that comes later belongs to a queue that had nothing to deliver."""
+OUTLIER_MIN_MS = 250
+"""What took less is none, however quick the others were."""
+PERCENTILES = (50, 95, 99)
+PAGE_ROWS_MAX = 20_000
+"""Of hand-overs, and of owners, so many are drawn: the newest."""
+
+
+def handovers(events: DataFrame, asked: Asked) -> DataFrame:
+    """One row for each hand-over.
+
+    `total_ms` is the time until the new owner stood. `first_pull_ms` comes after it, until a
+    delivery was told; since that is told within a second it is so much too long at most, and null
+    if nothing was delivered within a minute. `outlier`: three times the distance of the quartiles
+    above the upper one.
+    """
+    told = asked.in_time(asked.of_subject(events.where("kind = 'handed_over'")))
+    phases = [attribute(name).alias(name) for name in PHASES]
+    rows = told.select(
+        "time",
+        *QUEUE,
+        "previous_client_id",
+        attribute("previous_token").alias("previous_token"),
+        "client_id",
+        "token",
+        F.col("reason").alias("manner"),
+        *phases,
+        F.col("duration_ms").alias("total_ms"),
+    )
+    delivered = events.where("kind = 'delivered'")
+    pulls = delivered.groupBy(*QUEUE, "token").agg(F.min("time").alias("pull_time"))
+    wait_ms = F.unix_millis("pull_time") - F.unix_millis("time")
+    first_pull = F.when(wait_ms <= FIRST_PULL_MAX_MS, F.greatest(wait_ms, F.lit(0)))
+    timed = rows.join(pulls, [*QUEUE, "token"], "left").withColumn("first_pull_ms", first_pull)
+    return _with_outliers(timed).select(*rows.columns, "first_pull_ms", "outlier")
+
+
+def owners(events: DataFrame, asked: Asked) -> DataFrame:
+    """Who had which queue under which token, from `begin` to `end`; null: until now."""
+    kinds = ("lock_granted", "lock_forced", "lock_released")
+    rows = asked.of_subject(events.where(F.col("kind").isin(*kinds)))
+    released = (
+        rows.where("kind = 'lock_released'")
+        .groupBy(*QUEUE, "token")
+        .agg(F.min("time").alias("released"))
+    )
+    taken = rows.where("kind <> 'lock_released'")
+    ordered = Window.partitionBy(*QUEUE).orderBy("token", "time")
+    tenures = taken.withColumn("next_time", F.lead("time").over(ordered))
+    found = tenures.where("kind = 'lock_granted'").join(released, [*QUEUE, "token"], "left")
+    begin, end = F.col("time").alias("begin"), F.least("released", "next_time").alias("end")
+    spans = found.select(*QUEUE, "client_id", "token", begin, end)
+    if asked.since is not None:
+        spans = spans.where(F.coalesce("end", F.lit(asked.since)) >= F.lit(asked.since))
+    return spans if asked.until is None else spans.where(F.col("begin") < F.lit(asked.until))
+
+
+def percentiles(rows: DataFrame) -> list[dict[str, Any]]:
+    """One row for each phase: how many, and percentiles in milliseconds."""
+    names = (*PHASES, "first_pull_ms", "total_ms")
+    shares = F.array(*[F.lit(percent / 100) for percent in PERCENTILES])
+    wanted = [F.percentile(name, shares).alias(name) for name in names]
+    counted = [F.count(name).alias(f"{name}_n") for name in names]
+    greatest = [F.max(name).alias(f"{name}_max") for name in names]
+    (row,) = rows.agg(*wanted, *counted, *greatest).collect()
+    return [
+        {
+            "phase": name.removesuffix("_ms"),
+            "count": row[f"{name}_n"],
+            **dict(zip((f"p{p}" for p in PERCENTILES), row[name] or [None] * 3, strict=True)),
+            "max": row[f"{name}_max"],
+        }
+        for name in names
+    ]
+
+
+def report(events: DataFrame, asked: Asked) -> Report:
+    """All of it, with a page."""
+    from batonspark.handover_page import page  # noqa: PLC0415  loads matplotlib
+
+    rows = handovers(events.cache(), asked).cache()
+    spans = owners(events, asked)
+    manners = {one.manner: one["count"] for one in rows.groupBy("manner").count().collect()}
+    phases = percentiles(rows)
+    count, outliers = sum(manners.values()), rows.where("outlier").count()
+    summary = {
+        "asked": asked.described(),
+        "count": count,
+        "outlier_count": outliers,
+        "manners": manners,
+        "phases": phases,
+    }
+    drawn = rows.orderBy(F.desc("time")).limit(PAGE_ROWS_MAX).toPandas()
+    timeline = spans.orderBy(F.desc("begin")).limit(PAGE_ROWS_MAX).toPandas()
+    told = [f"hand-overs: {count:,}, of them {outliers:,} outliers"]
+    told += [f"  {manner.lower()}: {n:,}" for manner, n in sorted(manners.items())]
+    told += [_line(one) for one in phases]
+    return Report(summary, told, rows, page(drawn, timeline, summary))
+
+
+def _with_outliers(rows: DataFrame) -> DataFrame:
+    quartiles = F.percentile("total_ms", F.array(F.lit(0.25), F.lit(0.75)))
+    bounds = rows.agg(quartiles.alias("quartiles"))
+    low, high = F.col("quartiles")[0], F.col("quartiles")[1]
+    limit = F.greatest(high + 3 * (high - low), F.lit(OUTLIER_MIN_MS))
+    return rows.crossJoin(F.broadcast(bounds)).withColumn("outlier", F.col("total_ms") > limit)
+
+
+def _line(one: dict[str, Any]) -> str:
+    if not one["count"]:
+        return f"  {one['phase']:<11} none"
+    told = "  ".join(f"p{p} {one[f'p{p}']:,.0f}" for p in PERCENTILES)
+    return f"  {one['phase']:<11} {told}  max {one['max']:,} ms"

@@ -1,0 +1,99 @@
+"""Percentiles of what takes time, from sketches: windows of 10 s and of 1 min by source.
+
+A row of the result has the form of the events it is made of: first bucket, counts, sum. Sketches
+are merged by adding counts of equal buckets, so rows can be folded again, as those of the minutes
+are, in any order and in any portions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from batonmq.core.log_buckets import PER_DOUBLING
+from batonspark.events import event_time, struct, window_start
+
+KEYS = ("window_start", "source", "operation", "consumer_group", "topic")
+WINDOWS_S = (10, 60)
+PERCENTILES = (50, 95, 99)
+BASE = """
+    window_start TIMESTAMP, source STRING, operation STRING, consumer_group STRING, topic STRING,
+    first_bucket INT, buckets ARRAY<BIGINT>, value_sum BIGINT
+"""
+LATENCY = f"""
+    window_s INT, {BASE}, date DATE, minute TIMESTAMP,
+    count BIGINT, mean_us DOUBLE, p50_us DOUBLE, p95_us DOUBLE, p99_us DOUBLE
+"""
+"""`consumer_group` and `topic` are null where the source does not tell latencies apart by them."""
+
+
+def measures(events: DataFrame) -> DataFrame:
+    """Rows of BASE, one for each sketch that was told."""
+    told = events.where((F.col("kind") == "latency") & (F.size("buckets") > 0))
+    start = window_start(event_time(), WINDOWS_S[0])
+    columns = [field.name for field in struct(BASE)][1:]
+    return told.select(start.alias("window_start"), *columns)
+
+
+def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
+    """Rows of BASE merged, one for each value of `keys`; in whatever portions they come."""
+    opened = rows.select(
+        *keys, "first_bucket", "value_sum", F.posexplode("buckets").alias("place", "n")
+    )
+    bucket = (F.col("first_bucket") + F.col("place")).alias("bucket")
+    once = F.when(F.col("place") == 0, F.col("value_sum")).otherwise(0)
+    counted = opened.groupBy(*keys, bucket).agg(F.sum("n").alias("n"), F.sum(once).alias("value"))
+    filled = F.when(F.col("n") > 0, F.struct("bucket", "n"))
+    merged = counted.groupBy(*keys).agg(
+        F.array_sort(F.collect_list(filled)).alias("filled"), F.sum("value").alias("value_sum")
+    )
+    first, last = F.col("filled")[0]["bucket"], F.element_at("filled", -1)["bucket"]
+    counts = F.map_from_entries("filled")
+    dense = F.transform(
+        F.sequence(first, last), lambda at: F.coalesce(F.try_element_at(counts, at), F.lit(0))
+    )
+    told = merged.where(F.size("filled") > 0).withColumns({"first_bucket": first, "buckets": dense})
+    return told.select(*keys, "first_bucket", "buckets", "value_sum")
+
+
+def windows(base: DataFrame) -> DataFrame:
+    """Rows of LATENCY from the folded rows of BASE of whole minutes."""
+    wide = base.withColumn("window_s", F.explode(F.array(*map(F.lit, WINDOWS_S))))
+    start = window_start(F.col("window_start"), F.col("window_s"))
+    both = fold(wide.withColumn("window_start", start), ("window_s", *KEYS))
+    count = F.aggregate("buckets", F.lit(0).cast("bigint"), lambda total, n: total + n)
+    told = both.withColumns(
+        {
+            "date": F.to_date("window_start"),
+            "minute": F.date_trunc("minute", "window_start"),
+            "count": count,
+        }
+    ).withColumns(
+        {
+            "mean_us": F.col("value_sum") / F.col("count"),
+            **{f"p{p}_us": percentile(p) for p in PERCENTILES},
+        }
+    )
+    return told.to(struct(LATENCY))
+
+
+def latency(events: DataFrame) -> DataFrame:
+    """Rows of LATENCY from all the events of whole minutes."""
+    return windows(fold(measures(events)))
+
+
+def percentile(hundredth: int) -> Column:
+    """The same as `batonmq.core.log_buckets.percentile` of `buckets`, which has `count` values."""
+    wanted = F.greatest(F.col("count") * hundredth / 100, F.lit(1.0))
+    start = F.struct(F.lit(0).cast("bigint").alias("seen"), F.lit(0).alias("place"))
+
+    def next_place(at: Column, n: Column) -> Column:
+        seen = at["seen"] + n
+        below = F.when(seen < wanted, 1).otherwise(0)
+        return F.struct(seen.alias("seen"), (at["place"] + below).alias("place"))
+
+    bucket = F.col("first_bucket") + F.aggregate("buckets", start, next_place)["place"]
+    middle = F.pow(F.lit(2.0), (bucket - 0.5) / PER_DOUBLING)
+    return F.when(bucket <= 0, F.lit(1.0)).otherwise(middle)

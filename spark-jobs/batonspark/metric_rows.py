@@ -1,0 +1,153 @@
+"""Bodies of BATON_SYS_METRICS to rows with the columns METRICS. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from google.protobuf.message import DecodeError
+
+from batonmq.core.metric_columns import DROPPED, DROPPED_INDEX, UNREADABLE, producer_id
+from batonmq.core.route import QueueId
+from batonmq.metric_arrow import EVENTS, decode_events, timestamps
+from batonmq.metric_wire import encoded_rows, shallow_batch
+
+Int64Array = npt.NDArray[np.int64]
+Batches = Sequence[Any]
+"""MetricBatches whose events are bytes, None in place of what is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """Messages of one queue: shape (count,) each, by message."""
+
+    queue: QueueId
+    bodies: Sequence[bytes]
+    offsets: Int64Array
+    store_unix_ms: Int64Array
+
+
+class _Head(NamedTuple):
+    """What all rows of a message have."""
+
+    source: str
+    producer_id: str
+    seq: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of events: which message each is of, and its place in that message's batch."""
+
+    events: pa.RecordBatch
+    message: Int64Array
+    index: Int64Array
+
+
+def metric_rows(found: Bodies, schema: pa.Schema) -> pa.RecordBatch:
+    """All events of the messages, and the rows that tell what a source has dropped.
+
+    Those of one message need not lie together.
+    """
+    batches = [_parsed(body) for body in found.bodies]
+    parts = [
+        *_of_events(batches),
+        *_of_arrow(batches),
+        *_dropped(batches),
+        *_unreadable(batches, found),
+    ]
+    count = sum(part.events.num_rows for part in parts)
+    if not count:
+        return pa.RecordBatch.from_pylist([], schema)
+    message = pa.array(np.concatenate([part.message for part in parts]))
+    index = pa.array(np.concatenate([part.index for part in parts]).astype(np.int32))
+    heads = [
+        _head(batch, found.queue, offset)
+        for batch, offset in zip(batches, found.offsets.tolist(), strict=True)
+    ]
+    events = pa.Table.from_batches([part.events for part in parts], EVENTS).combine_chunks()
+    columns = {
+        "source": pa.array([head.source for head in heads]).take(message),
+        "producer_id": pa.array([head.producer_id for head in heads]).take(message),
+        "seq": pa.array([head.seq for head in heads], pa.int64()).take(message),
+        "event_index": index,
+        "vocabulary": pa.array([head.vocabulary for head in heads], pa.int32()).take(message),
+        "sys_broker": pa.repeat(pa.scalar(found.queue.broker), count),
+        "sys_queue_id": pa.repeat(pa.scalar(found.queue.queue_id, pa.int32()), count),
+        "sys_offset": pa.array(found.offsets).take(message),
+        "store_time": timestamps(found.store_unix_ms).take(message),
+    }
+    for name, column in zip(EVENTS.names, events.columns, strict=True):
+        columns[name] = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if columns["time"].null_count:  # of rows that are no events
+        columns["time"] = pc.coalesce(columns["time"], columns["store_time"])
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def _head(batch: Any, queue: QueueId, offset: int) -> _Head:
+    if batch is None:
+        return _Head("unknown", str(queue), offset, 0)
+    identity = producer_id(batch.source, batch.incarnation_id)
+    return _Head(batch.source, identity, batch.seq, batch.vocabulary)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return shallow_batch().FromString(body)
+    except DecodeError:
+        return None
+
+
+def _of_events(batches: Batches) -> list[_Rows]:
+    lists = [batch.events if batch is not None else () for batch in batches]
+    counts = np.fromiter(map(len, lists), np.int64, len(lists))
+    if not counts.any():
+        return []
+    found = encoded_rows(list(chain.from_iterable(lists)))
+    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    message = np.repeat(np.arange(len(counts)), counts)
+    return [_Rows(found.rows, message[found.places], index[found.places])]
+
+
+def _of_arrow(batches: Batches) -> list[_Rows]:
+    rows: list[_Rows] = []
+    for number, batch in enumerate(batches):
+        if batch is None or not batch.arrow:
+            continue
+        begin = 0
+        for part in decode_events(batch.arrow):
+            count = part.num_rows
+            index = np.arange(begin, begin + count)
+            rows.append(_Rows(part, np.full(count, number), index))
+            begin += count
+    return rows
+
+
+def _dropped(batches: Batches) -> list[_Rows]:
+    found = {
+        number: batch.dropped_count
+        for number, batch in enumerate(batches)
+        if batch is not None and batch.dropped_count
+    }
+    return _special([{"kind": DROPPED, "count": count} for count in found.values()], list(found))
+
+
+def _unreadable(batches: Batches, found: Bodies) -> list[_Rows]:
+    numbers = [number for number, batch in enumerate(batches) if batch is None]
+    return _special(
+        [{"kind": UNREADABLE, "payload": found.bodies[number]} for number in numbers], numbers
+    )
+
+
+def _special(rows: Sequence[dict[str, object]], numbers: Sequence[int]) -> list[_Rows]:
+    if not rows:
+        return []
+    index = np.full(len(rows), DROPPED_INDEX)
+    return [_Rows(pa.RecordBatch.from_pylist(rows, EVENTS), np.array(numbers), index)]

@@ -1,0 +1,107 @@
+"""What the queries are doing, for Prometheus and for the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge
+from pyspark.sql.streaming.listener import StreamingQueryListener
+
+log = logging.getLogger(__name__)
+
+_GAUGES = {
+    "running": "1 while the query runs, 0 once it has ended.",
+    "batch_id": "Number of the last micro-batch that was done.",
+    "input_rows": "Rows of the last micro-batch.",
+    "input_rows_per_second": "Rows that came per second.",
+    "processed_rows_per_second": "Rows per second while a micro-batch was worked on.",
+    "batch_duration_seconds": "How long the last micro-batch took.",
+    "backlog": "What is there and not read yet: messages of a topic, commits of a table.",
+    "state_rows": "Rows that the query remembers.",
+    "state_bytes": "Memory of the rows that the query remembers.",
+    "late_rows": "Rows of the last micro-batch that came too late to be looked at.",
+    "progress_time_seconds": "When the last micro-batch was told of, in Unix time.",
+}
+
+
+class ProgressListener(StreamingQueryListener):
+    """Sets gauges `baton_spark_<name>{query=...}` and writes a line for each micro-batch."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._names: dict[str, str] = {}
+        self._gauges = {
+            name: Gauge(f"baton_spark_{name}", text, ["query"], registry=registry)
+            for name, text in _GAUGES.items()
+        }
+
+    def onQueryStarted(self, event: Any) -> None:
+        """See StreamingQueryListener."""
+        name = self._names[str(event.runId)] = event.name or str(event.id)
+        self._gauges["running"].labels(name).set(1)
+        log.info("query started query=%s id=%s", name, event.id)
+
+    def onQueryProgress(self, event: Any) -> None:
+        """See StreamingQueryListener."""
+        told = json.loads(event.progress.json)
+        name, values = told["name"] or told["id"], measured(told)
+        for gauge, value in values.items():
+            self._gauges[gauge].labels(name).set(value)
+        self._gauges["progress_time_seconds"].labels(name).set_to_current_time()
+        log.info(
+            "query progress query=%s batch=%d rows=%d rows_per_s=%.0f backlog=%d duration_ms=%.0f",
+            name,
+            values["batch_id"],
+            values["input_rows"],
+            values["processed_rows_per_second"],
+            values["backlog"],
+            values["batch_duration_seconds"] * 1000,
+        )
+
+    def onQueryIdle(self, event: Any) -> None:
+        """See StreamingQueryListener."""
+
+    def onQueryTerminated(self, event: Any) -> None:
+        """See StreamingQueryListener."""
+        name = self._names.pop(str(event.runId), str(event.id))
+        self._gauges["running"].labels(name).set(0)
+        if event.exception:
+            log.error("query failed query=%s error=%s", name, event.exception.splitlines()[0])
+        else:
+            log.info("query ended query=%s", name)
+
+
+def measured(progress: Mapping[str, Any]) -> dict[str, float]:
+    """Values of the gauges, from the JSON of a StreamingQueryProgress."""
+    operators = progress.get("stateOperators", ())
+    return {
+        "batch_id": progress["batchId"],
+        "input_rows": progress["numInputRows"],
+        "input_rows_per_second": _number(progress.get("inputRowsPerSecond")),
+        "processed_rows_per_second": _number(progress.get("processedRowsPerSecond")),
+        "batch_duration_seconds": progress.get("durationMs", {}).get("triggerExecution", 0) / 1000,
+        "backlog": sum(_behind(source) for source in progress.get("sources", ())),
+        "state_rows": sum(each["numRowsTotal"] for each in operators),
+        "state_bytes": sum(each["memoryUsedBytes"] for each in operators),
+        "late_rows": sum(each["numRowsDroppedByWatermark"] for each in operators),
+    }
+
+
+def _behind(source: Mapping[str, Any]) -> int:
+    """How much the offsets of a source's end are behind the newest; ids are no offsets."""
+    latest, end = _offsets(source.get("latestOffset")), _offsets(source.get("endOffset"))
+    return sum(max(0, value - end.get(key, 0)) for key, value in latest.items())
+
+
+def _offsets(told: Any) -> dict[str, int]:
+    found = json.loads(told) if isinstance(told, str) and told.startswith("{") else told
+    if not isinstance(found, Mapping):
+        return {}
+    return {key: int(value) for key, value in found.items() if key != "topic_id"}
+
+
+def _number(told: Any) -> float:
+    """Rates are text, such as NaN, where there was no time to measure."""
+    return float(told) if isinstance(told, int | float) else 0.0

@@ -1,0 +1,156 @@
+"""The streaming queries, each from what it reads to what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import deltalake
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+from batonspark import alerts, bronze, rollup_writer
+from batonspark.alert_writer import AlertGauges, AlertWriter
+from batonspark.options import METRICS_TOPIC
+from batonspark.rules import load
+from batonspark.settings import JobSettings
+from batonspark.sink_delta import read_delta
+from batonspark.tables import ALERTS, BRONZE, LATENCY, ROLLUP, Warehouse
+
+ROLLUP_VERSION = 1
+"""Of the checkpoint of rollup. Another one makes the windows anew, as far as bronze reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a query is given."""
+
+    session: SparkSession
+    settings: JobSettings
+    gauges: AlertGauges
+
+    @property
+    def warehouse(self) -> Warehouse:
+        """Where tables and checkpoints lie."""
+        return Warehouse(str(Path(self.settings.data_dir).absolute()))
+
+
+def start_bronze(given: Surroundings) -> StreamingQuery:
+    """Events from the cluster to the table `bronze`."""
+    settings, warehouse = given.settings, given.warehouse
+    checkpoint = warehouse.checkpoint("bronze", bronze.STATE_VERSION)
+    warehouse.ensure(BRONZE)
+    beginning = _decided(
+        checkpoint, lambda: _after(read_delta(given.session, warehouse.table(BRONZE)))
+    )
+    options = {
+        **settings.reach(),
+        **beginning,
+        "topic": METRICS_TOPIC,
+        "readFrom": settings.read_from,
+        "failOnDataLoss": str(settings.fail_on_data_loss).lower(),
+        "maxRowsPerTrigger": str(settings.messages_per_trigger),
+    }
+    messages = given.session.readStream.format("baton").options(**options).load()
+    rows = bronze.bronze(messages).select(*BRONZE.schema.fieldNames())
+    writer = rows.writeStream.format("batondelta").option("partitionBy", "date")
+    return _started(writer.option("path", warehouse.table(BRONZE)), "bronze", checkpoint, settings)
+
+
+def start_rollup(given: Surroundings) -> StreamingQuery:
+    """Events from the table `bronze` to the tables `rollup` and `latency`."""
+    settings, warehouse = given.settings, given.warehouse
+    checkpoint = warehouse.checkpoint("rollup", ROLLUP_VERSION)
+    warehouse.ensure(BRONZE, ROLLUP, LATENCY)
+    beginning = _decided(checkpoint, lambda: rollup_writer.forget(warehouse))
+    events = _events(given, rollup_writer.COLUMNS, beginning)
+    windows = rollup_writer.WindowWriter(warehouse, lambda: _query_id(checkpoint))
+    writer = events.writeStream.foreachBatch(windows.write)
+    return _started(writer, "rollup", checkpoint, settings)
+
+
+def start_alerts(given: Surroundings) -> StreamingQuery:
+    """Events from the table `bronze` to the table `alerts`, the topic and the gauges.
+
+    Raises:
+        ConfigError: the rules are not valid.
+    """
+    settings, warehouse = given.settings, given.warehouse
+    checkpoint = warehouse.checkpoint("alerts", alerts.STATE_VERSION)
+    warehouse.ensure(BRONZE, ALERTS)
+    book = load(Path(settings.rules_file) if settings.rules_file else None)
+    topic = {**settings.reach(), "topic": settings.alerts_topic} if settings.alerts_topic else None
+    writes = AlertWriter(warehouse, lambda: _query_id(checkpoint), topic, given.gauges)
+    beginning = _decided(checkpoint, lambda: _after_alerts(warehouse, writes, given.session))
+    writes.restore()
+    events = _events(given, alerts.COLUMNS, beginning)
+    found = alerts.alerts(alerts.signals(events, book), book, settings.watermark_s)
+    writer = found.writeStream.foreachBatch(writes.write)
+    return _started(writer, "alerts", checkpoint, settings)
+
+
+QUERIES: Mapping[str, Callable[[Surroundings], StreamingQuery]] = {
+    "bronze": start_bronze,
+    "rollup": start_rollup,
+    "alerts": start_alerts,
+}
+
+
+def _events(given: Surroundings, columns: str, options: Mapping[str, str]) -> DataFrame:
+    reader = given.session.readStream.format("batondelta").options(**options)
+    reader = reader.option("columns", columns)
+    reader = reader.option("maxRowsPerTrigger", str(given.settings.rows_per_trigger))
+    return reader.load(given.warehouse.table(BRONZE))
+
+
+def _started(
+    writer: DataStreamWriter, name: str, checkpoint: str, settings: JobSettings
+) -> StreamingQuery:
+    named = writer.queryName(name).option("checkpointLocation", checkpoint)
+    if settings.available_now:
+        return named.trigger(availableNow=True).start()
+    return named.trigger(processingTime=f"{settings.trigger_ms} milliseconds").start()
+
+
+def _decided(checkpoint: str, decide: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+    """Options that say where a query begins: decided once, and kept with the checkpoint.
+
+    Spark asks again if its first micro-batch was cut short, and must be told the same.
+    """
+    kept = Path(checkpoint, "beginning.json")
+    if kept.exists():
+        return dict(json.loads(kept.read_text()))
+    options = decide()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    written = kept.with_suffix(".written")
+    written.write_text(json.dumps(options))
+    written.replace(kept)
+    return options
+
+
+def _query_id(checkpoint: str) -> str:
+    """Id of the query that has the checkpoint, once it has begun."""
+    return str(json.loads(Path(checkpoint, "metadata").read_text())["id"])
+
+
+def _after_alerts(
+    warehouse: Warehouse, writes: AlertWriter, session: SparkSession
+) -> Mapping[str, str]:
+    """Option of a stream that leaves out what has raised its alerts already, if there are some."""
+    if not writes.close_all(session):
+        return {}
+    newest = deltalake.DeltaTable(warehouse.table(BRONZE)).version()
+    return {"startingVersion": str(newest + 1)}
+
+
+def _after(rows: DataFrame) -> Mapping[str, str]:
+    """Option of a stream that goes on where the rows of bronze end, if there are some."""
+    lost = F.when(F.col("kind") == "data_loss", F.col("next_offset"))
+    end = F.max(F.coalesce(lost, F.col("sys_offset") + 1))
+    found = rows.groupBy("sys_broker", "sys_queue_id").agg(end.alias("end")).collect()
+    ends = {f"{row.sys_broker}/{row.sys_queue_id}": row.end for row in found}
+    return {"startingOffsets": json.dumps(dict(sorted(ends.items())))} if ends else {}

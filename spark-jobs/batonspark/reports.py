@@ -1,0 +1,153 @@
+"""What the reports have in common: the range that is asked for, its events, and where they go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from batonspark.app import run_job, session
+from batonspark.events import event_time
+from batonspark.settings import JobSettings
+from batonspark.sink_delta import read_delta
+from batonspark.tables import BRONZE, Warehouse
+
+log = logging.getLogger(__name__)
+
+LOOKBACK = timedelta(hours=24)
+"""So much earlier events are read too, since they explain what happened in the range."""
+LOOKAHEAD = timedelta(seconds=30)
+"""So much later ones too: what happens is told about a second after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a report is about; None is no bound. Times are UTC, without a zone.
+
+    Attributes:
+        first_offset, next_offset: Only these offsets, of every queue.
+    """
+
+    since: datetime | None = None
+    until: datetime | None = None
+    group: str | None = None
+    topic: str | None = None
+    first_offset: int | None = None
+    next_offset: int | None = None
+
+    def of_subject(self, rows: DataFrame) -> DataFrame:
+        """Rows of the group and the topic."""
+        for name, value in (("consumer_group", self.group), ("topic", self.topic)):
+            rows = rows if value is None else rows.where(F.col(name) == value)
+        return rows
+
+    def in_time(self, rows: DataFrame, column: str = "time") -> DataFrame:
+        """Rows of the time that is asked for."""
+        rows = rows if self.since is None else rows.where(F.col(column) >= F.lit(self.since))
+        return rows if self.until is None else rows.where(F.col(column) < F.lit(self.until))
+
+    def described(self) -> dict[str, str]:
+        """For people."""
+        given = {
+            "since": self.since,
+            "until": self.until,
+            "group": self.group,
+            "topic": self.topic,
+            "first_offset": self.first_offset,
+            "next_offset": self.next_offset,
+        }
+        return {name: str(value) for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a job has found.
+
+    Attributes:
+        summary: Becomes report.json.
+        lines: For the terminal.
+        rows: Become the Parquet files of the folder `rows`.
+        page: Becomes report.html, if there is one.
+        ok: Whether nothing is wrong: the exit status.
+    """
+
+    summary: Mapping[str, Any]
+    lines: Sequence[str]
+    rows: DataFrame
+    page: str = ""
+    ok: bool = True
+
+
+def run_report(name: str, make: Callable[[DataFrame, Asked], Report]) -> None:
+    """Run a report in this process, as the command line asks; see docs/spark.md.
+
+    Exit status as of any job; 1 also if the report says that something is wrong.
+    """
+    asked = arguments(name)
+
+    def job(settings: JobSettings, ended: threading.Event) -> bool:
+        with session(name, settings) as spark:
+            folder = Path(settings.data_dir).absolute() / "reports" / name
+            return _written(make(events(spark, settings, asked), asked), folder)
+
+    run_job(name, job)
+
+
+def arguments(name: str, given: Sequence[str] | None = None) -> Asked:
+    """The command line; ends the process if it makes no sense."""
+    parser = argparse.ArgumentParser(prog=name, description="See docs/spark.md.")
+    parser.add_argument("--since", type=_time, metavar="TIME", help="ISO 8601, UTC without a zone")
+    parser.add_argument("--until", type=_time, metavar="TIME", help="exclusive")
+    parser.add_argument("--group", help="only this consumer group")
+    parser.add_argument("--topic", help="only this topic")
+    parser.add_argument("--first-offset", type=int, help="only offsets from here on")
+    parser.add_argument("--next-offset", type=int, help="only offsets before this one")
+    return Asked(**vars(parser.parse_args(given)))
+
+
+def events(spark: SparkSession, settings: JobSettings, asked: Asked) -> DataFrame:
+    """Rows of bronze of the time that is asked for, and of some before and after.
+
+    Raises:
+        FileNotFoundError: there is no table.
+    """
+    path = Warehouse(str(Path(settings.data_dir).absolute())).table(BRONZE)
+    if not DeltaTable.is_deltatable(path):
+        raise FileNotFoundError(f"{path} is no table: run bronze.py first")
+    day = None if asked.since is None else (asked.since - LOOKBACK).date()
+    rows = read_delta(spark, path, prune=f"date >= '{day}'" if day else None)
+    return near(rows, asked)
+
+
+def near(rows: DataFrame, asked: Asked) -> DataFrame:
+    """Rows of the time that is asked for, and of some before and after; each event once."""
+    if asked.since is not None:
+        rows = rows.where(event_time() >= F.lit(asked.since - LOOKBACK))
+    if asked.until is not None:
+        rows = rows.where(event_time() < F.lit(asked.until + LOOKAHEAD))
+    return rows.dropDuplicates(["producer_id", "seq", "event_index", "kind"])
+
+
+def _written(report: Report, folder: Path) -> bool:
+    report.rows.write.mode("overwrite").parquet(str(folder / "rows"))
+    (folder / "report.json").write_text(json.dumps(report.summary, indent=2, default=str) + "\n")
+    if report.page:
+        (folder / "report.html").write_text(report.page)
+    print("\n".join(report.lines))
+    print(f"written to {folder}")
+    return report.ok
+
+
+def _time(text: str) -> datetime:
+    time = datetime.fromisoformat(text)
+    return time.astimezone(UTC).replace(tzinfo=None) if time.tzinfo else time

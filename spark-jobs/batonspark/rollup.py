@@ -1,0 +1,206 @@
+"""Windows of 10 s and of 1 min over the metric events: by queue, by topic and by group.
+
+An event is a row of measures like any other, for its queue and its 10 s; `fold` adds rows up. It
+does so in any order and in any portions, so what a window says does not depend on how its events
+came: in one micro-batch, in many, late or early. Everything else, the minutes, the topics and the
+groups, the rates and the ratios, is made from the rows of 10 s by `windows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from batonspark.events import attribute, event_time, has_attribute, struct, window_start
+
+WINDOWS_S = (10, 60)
+KEYS = ("window_start", "consumer_group", "topic", "broker", "queue_id")
+SUMS = (
+    "appended_count", "appended_bytes", "delivered_count", "delivered_bytes", "filtered_count",
+    "redelivered_count", "handled_count", "failed_count", "retried_count", "dead_lettered_count",
+    "lock_grant_count", "lock_denial_count", "steal_count", "forced_count", "fenced_count",
+    "rebalance_count", "moved_queue_count", "conflict_count", "expired_member_count",
+)  # fmt: skip
+"""Measures that add up."""
+LAG = ("lag_time", "lag", "lag_ms", "in_flight")
+"""What was told last of a queue within the window."""
+FIRST_COMMIT = ("first_commit_time", "first_committed_offset")
+LAST_COMMIT = ("last_commit_time", "committed_offset")
+RATES = ("appended_count", "appended_bytes", "delivered_count", "delivered_bytes")
+PERCENTILES = (50, 95, 99)
+
+BASE = f"""
+    window_start TIMESTAMP, consumer_group STRING, topic STRING, broker STRING, queue_id INT,
+    {", ".join(f"{name} BIGINT" for name in SUMS)},
+    lag_time TIMESTAMP, lag BIGINT, lag_ms BIGINT, in_flight BIGINT,
+    lag_max BIGINT, lag_ms_max BIGINT,
+    first_commit_time TIMESTAMP, first_committed_offset BIGINT,
+    last_commit_time TIMESTAMP, committed_offset BIGINT, hand_over_ms ARRAY<BIGINT>
+"""
+"""Measures of one queue over 10 s. What names no queue, such as a rebalance, has null there."""
+ROLLUP = f"""
+    level STRING, window_s INT, {BASE}, date DATE, minute TIMESTAMP,
+    appended_rate DOUBLE, appended_bytes_rate DOUBLE,
+    delivered_rate DOUBLE, delivered_bytes_rate DOUBLE, committed_rate DOUBLE,
+    redelivery_ratio DOUBLE, lag_s DOUBLE, hand_over_count BIGINT,
+    {", ".join(f"hand_over_p{p}_ms BIGINT" for p in PERCENTILES)}
+"""
+"""`level` is `queue`, `topic` or `group`; lag and in-flight of the latter are sums over queues."""
+
+
+def measures(events: DataFrame) -> DataFrame:
+    """Rows of BASE, one for each event that has something to measure."""
+    known = events.where(F.col("kind").isin(*sorted(_KINDS)))
+    timed = known.withColumn("at", event_time())
+    start = window_start(F.col("at"), WINDOWS_S[0])
+    columns = [value.alias(name) for name, value in (_counts() | _gauges()).items()]
+    return timed.select(start.alias(KEYS[0]), *KEYS[1:], *columns)
+
+
+def fold(rows: DataFrame, keys: Sequence[str] = KEYS) -> DataFrame:
+    """Rows of BASE added up, one for each value of `keys`; in whatever portions they come."""
+    added = rows.groupBy(*keys).agg(
+        *(F.sum(name).alias(name) for name in SUMS),
+        _of_latest(LAG).alias("last"),
+        F.max("lag_max").alias("lag_max"),
+        F.max("lag_ms_max").alias("lag_ms_max"),
+        F.min(F.when(F.col(FIRST_COMMIT[0]).isNotNull(), F.struct(*FIRST_COMMIT))).alias("early"),
+        _of_latest(LAST_COMMIT).alias("late"),
+        F.sort_array(F.flatten(F.collect_list("hand_over_ms"))).alias("hand_over_ms"),
+    )
+    flat = [*keys, *SUMS, *(f"last.{name}" for name in LAG), "lag_max", "lag_ms_max"]
+    flat += [f"early.{name}" for name in FIRST_COMMIT] + [f"late.{name}" for name in LAST_COMMIT]
+    return added.select(*flat, "hand_over_ms")
+
+
+def windows(base: DataFrame) -> DataFrame:
+    """Rows of ROLLUP from the folded rows of BASE of whole minutes."""
+    wide = base.withColumn("window_s", F.explode(F.array(*map(F.lit, WINDOWS_S))))
+    start = window_start(F.col("window_start"), F.col("window_s"))
+    queues = fold(wide.withColumn("window_start", start), ("window_s", *KEYS))
+    return _told(_levels(queues.withColumn("committed_rate", _commit_rate())))
+
+
+def rollup(events: DataFrame) -> DataFrame:
+    """Rows of ROLLUP from all the events of whole minutes."""
+    return windows(fold(measures(events)))
+
+
+def _levels(queues: DataFrame) -> DataFrame:
+    """The rows of queues, and those of each topic and of each group added up."""
+    named = {"topic": "topic", "group": "consumer_group"}
+    levels = [F.when(F.col(name).isNotNull(), F.lit(level)) for level, name in named.items()]
+    wide = queues.withColumn("level", F.explode(F.array_compact(F.array(F.lit("queue"), *levels))))
+    queue = F.col("level") == "queue"
+    kept = {
+        "consumer_group": queue | (F.col("level") == "group"),
+        "topic": queue | (F.col("level") == "topic"),
+        **dict.fromkeys(("broker", "queue_id", *FIRST_COMMIT, *LAST_COMMIT), queue),
+    }
+    wide = wide.withColumns({name: F.when(at, F.col(name)) for name, at in kept.items()})
+    greatest = ("lag_time", "lag_ms", "lag_max", "lag_ms_max", *FIRST_COMMIT, *LAST_COMMIT)
+    return wide.groupBy("level", "window_s", *KEYS).agg(
+        *(F.sum(name).alias(name) for name in (*SUMS, "lag", "in_flight", "committed_rate")),
+        *(F.max(name).alias(name) for name in greatest),
+        F.sort_array(F.flatten(F.collect_list("hand_over_ms"))).alias("hand_over_ms"),
+    )
+
+
+def _told(rows: DataFrame) -> DataFrame:
+    """What is made of the measures, and the columns in their order."""
+    delivered, again = F.col("delivered_count"), F.col("redelivered_count")
+    hand_overs = F.col("hand_over_ms")
+    made: dict[str, Column] = {
+        "date": F.to_date("window_start"),
+        "minute": F.date_trunc("minute", "window_start"),
+        **{name.replace("_count", "") + "_rate": F.col(name) / F.col("window_s") for name in RATES},
+        "redelivery_ratio": F.when(delivered > 0, again / delivered),
+        "lag_s": F.col("lag_ms") / 1000,
+        "hand_over_count": F.size(hand_overs).cast("bigint"),
+        **{f"hand_over_p{p}_ms": _rank(hand_overs, p) for p in PERCENTILES},
+    }
+    return rows.withColumns(made).to(struct(ROLLUP))
+
+
+def _of_latest(names: Sequence[str]) -> Column:
+    """The values of the row with the greatest first one; that decides between equals, too."""
+    return F.max(F.when(F.col(names[0]).isNotNull(), F.struct(*names)))
+
+
+def _commit_rate() -> Column:
+    """Messages per second between the first and the last commit of a window."""
+    seconds = F.col(LAST_COMMIT[0]).cast("double") - F.col(FIRST_COMMIT[0]).cast("double")
+    moved = F.col(LAST_COMMIT[1]) - F.col(FIRST_COMMIT[1])
+    return F.when(seconds > 0, moved / seconds)
+
+
+def _rank(ordered: Column, percentile: int) -> Column:
+    """The value at or below which so many in a hundred lie; null if there is none."""
+    rank = F.ceil(F.size(ordered) * percentile / 100).cast("int")
+    return F.when(F.size(ordered) > 0, F.element_at(ordered, F.greatest(rank, F.lit(1))))
+
+
+_COUNTED: Mapping[str, tuple[str, str]] = {
+    "appended_count": ("appended", "count"),
+    "appended_bytes": ("appended", "byte_count"),
+    "delivered_count": ("delivered", "count"),
+    "delivered_bytes": ("delivered", "byte_count"),
+    "filtered_count": ("delivered", "filtered_count"),
+    "redelivered_count": ("delivered", "redelivered_count"),
+    "handled_count": ("handled", "count"),
+    "retried_count": ("retried", "count"),
+    "dead_lettered_count": ("dead_lettered", "count"),
+    "lock_denial_count": ("lock_denied", "count"),
+    "fenced_count": ("fenced", "count"),
+}
+"""Sums of a column of the events of one kind."""
+_NUMBERED = {
+    "lock_grant_count": "lock_granted",
+    "forced_count": "lock_forced",
+    "rebalance_count": "rebalanced",
+    "expired_member_count": "member_expired",
+}
+"""Numbers of events of one kind."""
+_KINDS = {kind for kind, _ in _COUNTED.values()} | set(_NUMBERED.values())
+_KINDS |= {"queue_lag", "committed", "handed_over", "subscription_refused", "subscription_changed"}
+
+
+def _counts() -> dict[str, Column]:
+    """The additive measures of an event."""
+    kind, one = F.col("kind"), F.lit(1)
+    disagree = (kind == "subscription_refused") | (
+        (kind == "subscription_changed") & has_attribute("differences")
+    )
+    moves = F.json_array_length(F.try_element_at("attrs", F.lit("moves")))
+    told = {name: F.when(kind == of, F.col(column)) for name, (of, column) in _COUNTED.items()}
+    told |= {name: F.when(kind == of, one) for name, of in _NUMBERED.items()}
+    told |= {
+        "failed_count": F.when(kind == "handled", attribute("failed_count")),
+        "steal_count": F.when((kind == "lock_granted") & has_attribute("stolen"), one),
+        "moved_queue_count": F.when(kind == "rebalanced", moves),
+        "conflict_count": F.when(disagree, one),
+    }
+    return {name: F.coalesce(told[name].cast("bigint"), F.lit(0).cast("bigint")) for name in SUMS}
+
+
+def _gauges() -> dict[str, Column]:
+    """The other measures of an event; null where it does not tell them."""
+    lag, committed = F.col("kind") == "queue_lag", F.col("kind") == "committed"
+    unfinished = F.col("committed_offset") + attribute("acked_beyond_count")
+    waiting = F.greatest(F.col("next_offset") - unfinished, F.lit(0))
+    in_flight = F.greatest(F.col("delivered_offset") - unfinished, F.lit(0))
+    return {
+        "lag_time": F.when(lag, F.col("at")),
+        "lag": F.when(lag, waiting),
+        "lag_ms": F.when(lag, F.col("duration_ms")),
+        "in_flight": F.when(lag, in_flight),
+        "lag_max": F.when(lag, waiting),
+        "lag_ms_max": F.when(lag, F.col("duration_ms")),
+        "first_commit_time": F.when(committed, F.col("at")),
+        "first_committed_offset": F.when(committed, F.col("committed_offset")),
+        "last_commit_time": F.when(committed, F.col("at")),
+        "committed_offset": F.when(committed, F.col("committed_offset")),
+        "hand_over_ms": F.when(F.col("kind") == "handed_over", F.array("duration_ms")),
+    }

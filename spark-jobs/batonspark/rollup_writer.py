@@ -1,0 +1,119 @@
+"""Windows into their tables: what a micro-batch adds, together with what is there of its minutes.
+
+Each of the two tables remembers the micro-batch it had last, in the same commit as its rows, so one
+that comes again after a crash changes nothing; and late events find their window, however old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import deltalake
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from batonspark import latency, rollup
+from batonspark.events import struct
+from batonspark.tables import BRONZE, LATENCY, ROLLUP, Table, Upsert, Warehouse
+
+COLUMNS = (
+    "source, kind, time, topic, consumer_group, broker, queue_id, next_offset, committed_offset,"
+    " delivered_offset, count, byte_count, filtered_count, redelivered_count, duration_ms,"
+    " operation, first_bucket, buckets, value_sum, attrs, store_time"
+)
+"""What of bronze the windows are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """A table of windows and the functions that fill it.
+
+    Attributes:
+        base: Columns of the measures, as DDL.
+        standing: Predicate of the rows of the table that have the measures of 10 s.
+        partial: Events to measures, folded.
+        whole: Folded measures of whole minutes to rows of the table.
+    """
+
+    table: Table
+    base: str
+    standing: str
+    partial: Callable[[DataFrame], DataFrame]
+    whole: Callable[[DataFrame], DataFrame]
+
+
+WINDOWS = (
+    Windows(
+        ROLLUP,
+        rollup.BASE,
+        "window_s = 10 AND level = 'queue'",
+        lambda events: rollup.fold(rollup.measures(events)),
+        rollup.windows,
+    ),
+    Windows(
+        LATENCY,
+        latency.BASE,
+        "window_s = 10",
+        lambda events: latency.fold(latency.measures(events)),
+        latency.windows,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowWriter:
+    """Writes one micro-batch after the other.
+
+    Attributes:
+        query_id: Gives the id of the query whose micro-batches they are.
+    """
+
+    warehouse: Warehouse
+    query_id: Callable[[], str]
+
+    def write(self, events: DataFrame, batch_id: int) -> None:
+        """Add the events of a micro-batch to both tables."""
+        events.persist()
+        try:
+            for windows in WINDOWS:
+                self._add(windows, events, batch_id)
+        finally:
+            events.unpersist()
+
+    def _add(self, windows: Windows, events: DataFrame, batch_id: int) -> None:
+        path, transaction = self.warehouse.table(windows.table), (self.query_id(), batch_id)
+        if Upsert(path, (), transaction).done():
+            return
+        schema = to_arrow_schema(struct(windows.base), timezone="UTC")
+        fresh = windows.partial(events).toArrow().select(schema.names).cast(schema)
+        if not fresh.num_rows:
+            return
+        session = events.sparkSession
+
+        def made(found: pa.Table) -> pa.Table:
+            base = pa.concat_tables([fresh, found.select(schema.names).cast(schema)])
+            rows = windows.whole(session.createDataFrame(base, struct(windows.base))).toArrow()
+            wanted = to_arrow_schema(windows.table.schema, timezone="UTC")
+            return rows.select(wanted.names).cast(wanted)
+
+        Upsert(path, _minutes(fresh), transaction).apply(schema.names, windows.standing, made)
+
+
+def forget(warehouse: Warehouse) -> dict[str, str]:
+    """Delete the windows of all days that bronze still has: a query that begins anew makes them."""
+    table = deltalake.DeltaTable(warehouse.table(BRONZE))
+    days = [value["date"] for value in table.partitions() if value["date"]]
+    if days:
+        for windows in WINDOWS:
+            path = warehouse.table(windows.table)
+            deltalake.DeltaTable(path).delete(f"date >= '{min(days)}'")
+    return {}
+
+
+def _minutes(rows: pa.Table) -> Sequence[datetime]:
+    starts = pc.floor_temporal(rows.column("window_start"), unit="minute")
+    return [start.as_py() for start in pc.unique(starts)]

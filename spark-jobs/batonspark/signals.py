@@ -1,0 +1,111 @@
+"""What the watches see and what they say. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One event as the watches see it.
+
+    Attributes:
+        reason: As in StuckChanged.
+        text: The event in words, where it has some.
+        acked_beyond_count: As in QueueLag.
+        oldest_unacked_ms: As in QueueLag; negative if not known.
+        silent_ms: As in MemberExpired.
+    """
+
+    kind: str
+    unix_ms: int
+    client_id: str = ""
+    reason: str = ""
+    text: str = ""
+    committed_offset: int = 0
+    delivered_offset: int = 0
+    next_offset: int = 0
+    acked_beyond_count: int = 0
+    oldest_unacked_ms: int = -1
+    silent_ms: int = 0
+    first_bucket: int = 0
+    buckets: Sequence[int] = ()
+
+
+class State(StrEnum):
+    """What became of an alert."""
+
+    FIRING = "FIRING"
+    RESOLVED = "RESOLVED"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An alert began or ended.
+
+    Attributes:
+        detail: What tells alerts of one rule and subject apart: a verdict, a client; may be empty.
+        since_unix_ms: When it began; with rule, subject and detail it names the alert for ever.
+        reason: Name of a StuckReason, or why the alert ended; may be empty.
+    """
+
+    state: State
+    detail: str
+    since_unix_ms: int
+    unix_ms: int
+    summary: str
+    reason: str = ""
+    value: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """What a change says besides its name and its times."""
+
+    summary: str
+    reason: str = ""
+    value: float = 0.0
+    limit: float = 0.0
+
+
+class Alarm(BaseModel):
+    """The alerts of one rule and subject that are firing: by detail, since when."""
+
+    since: dict[str, int] = {}
+
+    def fire(self, detail: str, unix_ms: int, telling: Telling) -> Iterator[Change]:
+        """Begin the alert, unless it is firing."""
+        if detail not in self.since:
+            self.since[detail] = unix_ms
+            yield _change(State.FIRING, detail, unix_ms, unix_ms, telling)
+
+    def resolve(self, detail: str, unix_ms: int, telling: Telling) -> Iterator[Change]:
+        """End the alert, if it is firing."""
+        since = self.since.pop(detail, None)
+        if since is not None:
+            yield _change(State.RESOLVED, detail, since, unix_ms, telling)
+
+    def resolve_all(self, unix_ms: int, telling: Telling) -> Iterator[Change]:
+        """End every alert."""
+        for detail in sorted(self.since):
+            yield from self.resolve(detail, unix_ms, telling)
+
+
+def _change(
+    state: State, detail: str, since_unix_ms: int, unix_ms: int, telling: Telling
+) -> Change:
+    return Change(
+        state,
+        detail,
+        since_unix_ms,
+        unix_ms,
+        telling.summary,
+        telling.reason,
+        telling.value,
+        telling.limit,
+    )

@@ -1,0 +1,245 @@
+"""Rows to messages, each stored once however often Spark writes it.
+
+Every batch of messages is a producer of its own, whose id is a hash of what names it: the query and
+its micro-batch (or the write), the task, the place of the batch in it, and its content. Storage
+knows a repetition by that id and keeps the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from secrets import token_hex
+
+import pyarrow as pa
+from baton.storage.v1 import storage_service_pb2 as pb
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import StructType
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.common.errors import DuplicateSequence, NotWritable
+from batonmq.common.rpc import error_from_pb
+from batonmq.core.compression import Compression, Packing
+from batonmq.core.records import BatchBuilder, Message, encode_record
+from batonmq.core.route import KeyedQueues, QueueId
+from batonmq.core.sending import ONCE_EPOCH
+from batonmq.routes import query_route, writable_queues_of
+from batonspark.cluster import Cluster
+from batonspark.options import BadOption, WriteOptions
+
+BATCH_BYTES_MAX = 512 * 1024
+REQUEST_BYTES_MAX = 8 * 1024 * 1024
+REQUEST_BATCHES_MAX = 256
+_COLUMNS = ("body", "key", "tag", "properties")
+_QUERY_ID, _BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
+_CALL_S = 15.0
+
+
+@dataclass(frozen=True)
+class Stored(WriterCommitMessage):
+    """What one task has stored; `repeated_count` of it was stored by an earlier try."""
+
+    message_count: int
+    repeated_count: int
+
+
+class MessageWriter(DataSourceArrowWriter):
+    """Writes once what a job has.
+
+    Without `writeId` a repeated task stores nothing twice, but a repeated write does.
+    """
+
+    def __init__(self, options: WriteOptions, schema: StructType) -> None:
+        _check(schema)
+        self._options = options
+        self._name = f"write/{options.write_id or token_hex(16)}"
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Stored:
+        """Store the rows of a task."""
+        return write_rows(self._options, f"{self._name}/{_task().partitionId()}", iterator)
+
+
+class MessageStreamWriter(DataSourceStreamArrowWriter):
+    """Writes micro-batches. A query keeps its id as long as it keeps its checkpoint."""
+
+    def __init__(self, options: WriteOptions, schema: StructType) -> None:
+        _check(schema)
+        self._options = options
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Stored:
+        """Store the rows of a task."""
+        task = _task()
+        query_id, batch_id = task.getLocalProperty(_QUERY_ID), task.getLocalProperty(_BATCH_ID)
+        assert query_id is not None
+        assert batch_id is not None
+        name = f"stream/{query_id}/{batch_id}/{task.partitionId()}"
+        return write_rows(self._options, name, iterator)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A batch that still takes messages, and a hash of what it has."""
+
+    builder: BatchBuilder
+    digest: blake2b
+
+    def is_full(self, record_bytes: int, count_max: int) -> bool:
+        """Whether another record has no room."""
+        builder = self.builder
+        return builder.count >= count_max or builder.bytes_count + record_bytes > BATCH_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """An encoded batch of messages."""
+
+    queue: QueueId
+    count: int
+    encoded: bytes
+
+
+def _check(schema: StructType) -> None:
+    types = {field.name: field.dataType.simpleString() for field in schema}
+    wrong = [name for name in types if name not in _COLUMNS]
+    if wrong or types.get("body") not in ("binary", "string"):
+        raise BadOption(
+            "messages are written from the columns body (BINARY or STRING), key and tag (STRING) "
+            f"and properties (MAP<STRING, STRING>), not from {', '.join(types)}"
+        )
+
+
+def _task() -> TaskContext:
+    task = TaskContext.get()
+    assert task is not None
+    return task
+
+
+def write_rows(options: WriteOptions, name: str, rows: Iterator[pa.RecordBatch]) -> Stored:
+    """Store rows as messages.
+
+    Args:
+        name: Of the task: what is written again under the same name is stored once.
+    """
+    with Cluster(options.reach) as cluster:
+        route = cluster.call(
+            cluster.admin.ask(lambda _: query_route(cluster.admin.directory, options.topic))
+        )
+        queues = writable_queues_of(route)
+        if not queues:
+            raise NotWritable(f"topic {options.topic} takes no messages")
+        count = repeated = 0
+        batches = _batches(options, name, queues, _messages(options, rows))
+        for request in _requests(batches):
+            repeated += cluster.call(_append(cluster.admin, request))
+            count += sum(batch.count for batch in request)
+        return Stored(count, repeated)
+
+
+def _messages(options: WriteOptions, rows: Iterator[pa.RecordBatch]) -> Iterable[Message]:
+    """The messages of rows, in their order, or in one that depends on nothing but them."""
+    found = (message for batch in rows for message in _of_batch(batch))
+    return sorted(found, key=encode_record) if options.sorted else found
+
+
+def _of_batch(batch: pa.RecordBatch) -> Iterator[Message]:
+    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+    nothing = [None] * batch.num_rows
+    for body, key, tag, properties in zip(
+        *(columns.get(name, nothing) for name in _COLUMNS), strict=True
+    ):
+        yield Message(
+            body.encode() if isinstance(body, str) else body or b"",
+            tag or "",
+            tuple(key.split()) if key else (),
+            {one: value or "" for one, value in properties or ()},
+        )
+
+
+def _batches(
+    options: WriteOptions, name: str, queues: tuple[QueueId, ...], messages: Iterable[Message]
+) -> Iterator[_Batch]:
+    """Batches of messages; those with the same first key come into the same queue, in order."""
+    packing = Packing(Compression[options.compression.upper()])
+    keyed, opened = KeyedQueues(queues), dict[QueueId | None, _Opened]()
+    count = 0
+    for message in messages:
+        record = encode_record(message)
+        queue = keyed.of(message.keys[0]) if message.keys else None
+        batch = opened.get(queue)
+        if batch is not None and batch.is_full(len(record), options.rows_per_batch):
+            yield _encoded(opened.pop(queue), queue, queues)
+            batch = None
+        if batch is None:
+            digest = blake2b(f"spark/{name}/{count}".encode(), digest_size=8)
+            batch = opened[queue] = _Opened(BatchBuilder(packing), digest)
+            count += 1
+        batch.builder.add(message, record)
+        batch.digest.update(record)
+    for queue, batch in opened.items():
+        yield _encoded(batch, queue, queues)
+
+
+def _encoded(batch: _Opened, queue: QueueId | None, queues: tuple[QueueId, ...]) -> _Batch:
+    once = int.from_bytes(batch.digest.digest()) >> 1 or 1
+    chosen = queues[once % len(queues)] if queue is None else queue
+    encoded = batch.builder.encode(
+        topic=chosen.topic,
+        queue_id=chosen.queue_id,
+        producer=(once, ONCE_EPOCH),
+        born_unix_ms=Clock().unix_ms(),
+    )
+    return _Batch(chosen, batch.builder.count, encoded)
+
+
+def _requests(batches: Iterable[_Batch]) -> Iterator[list[_Batch]]:
+    """Batches for one round of requests."""
+    waiting: list[_Batch] = []
+    size = 0
+    for batch in batches:
+        waiting.append(batch)
+        size += len(batch.encoded)
+        if len(waiting) >= REQUEST_BATCHES_MAX or size >= REQUEST_BYTES_MAX:
+            yield waiting
+            waiting, size = [], 0
+    if waiting:
+        yield waiting
+
+
+async def _append(admin: Admin, batches: Sequence[_Batch]) -> int:
+    """Store batches, in order in each queue; how many messages were stored before."""
+    by_broker: defaultdict[str, list[_Batch]] = defaultdict(list)
+    for batch in batches:
+        by_broker[batch.queue.broker].append(batch)
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(_append_at(admin, b, some)) for b, some in by_broker.items()]
+    return sum(task.result() for task in asked)
+
+
+async def _append_at(admin: Admin, broker: str, batches: Sequence[_Batch]) -> int:
+    request = pb.AppendRequest(
+        batches=[batch.encoded for batch in batches], durability=pb.DURABILITY_FSYNCED
+    )
+
+    async def ask(limit_s: float) -> int:
+        stub = await admin.directory.storage(broker)
+        answer = await stub.Append(request, timeout=min(limit_s, _CALL_S))
+        repeated = 0
+        for batch, outcome in zip(batches, answer.outcomes, strict=True):
+            if outcome.HasField("error"):
+                error = error_from_pb(outcome.error)
+                if not isinstance(error, DuplicateSequence):  # stored, and long ago
+                    raise error
+            if outcome.HasField("error") or outcome.receipt.duplicate:
+                repeated += batch.count
+        return repeated
+
+    return await admin.ask(ask)

@@ -1,0 +1,348 @@
+"""The jobs beside a busy cluster, and whether what they say is true: `make spark-demo`.
+
+1. A local cluster; bronze, rollup and alerts run beside it, in one process of their own.
+2. New York's flights flow through a group whose members come and go (`baton demo`). Meanwhile a
+   member of another group is killed with one message in hand, so that its queue is taken from it;
+   and somebody joins with a subscription that the group does not have.
+3. Once the alerts have come and gone, the reports run. The events are counted once more, by a
+   reader that has nothing to do with Spark.
+
+Exit status 1 unless every number is as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deltalake
+import pyarrow as pa
+from baton.metrics.v1.metrics_service_pb2 import MetricBatch
+
+from batonmq.admin import Admin
+from batonmq.common.errors import SubscriptionConflict
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.core.names import METRICS_TOPIC
+from batonmq.core.route import QueueId
+from batonmq.demo.flights import load_flights
+from batonmq.demo.play import Result, play
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ClusterOptions
+from batonmq.producer import Producer
+from batonmq.puller import Puller
+
+HERE = Path(__file__).resolve().parent
+TOPIC, GROUP = "reservations", "desk"
+SEGMENT_BYTES = 16 * 1024 * 1024
+TABLE_LIMIT_S = 300
+JOB_LIMIT_S = 300
+RULES = """
+version: 1
+steals: {count_max: 0, window_ms: 15000}
+subscription_conflict: {severity: critical, clear_ms: 15000}
+silent_client: {forget_ms: 15000}
+"""
+"""Alerts are to be resolved while somebody waits for it."""
+REPORTS = ("duplicate_audit", "handover_report", "capacity_forecast")
+AWAITED = frozenset({"steals", "subscription_conflict"})
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where everything lies, and how jobs are told."""
+
+    folder: Path
+    nameserver: str
+    cores: int
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Of every job."""
+        return {
+            "BATON_SPARK_NAMESERVER": self.nameserver,
+            "BATON_SPARK_DATA_DIR": str(self.folder / "spark"),
+            "BATON_SPARK_MASTER": f"local[{self.cores}]",
+            "BATON_SPARK_RULES_FILE": str(self.folder / "rules.yaml"),
+            "BATON_SPARK_TRIGGER_MS": "2000",
+            "BATON_SPARK_WATERMARK_S": "5",
+        }
+
+    def table(self, name: str) -> str:
+        """Where a table lies."""
+        return str(self.folder / "spark" / "tables" / name)
+
+    def report(self, name: str, file: str) -> Path:
+        """A file of a report."""
+        return self.folder / "spark" / "reports" / name / file
+
+    async def job(self, name: str, log: Path) -> Process:
+        """Start a job."""
+        given = [f"{key}={value}" for key, value in self.settings.items()]
+        program = ["env", *given, sys.executable, str(HERE / "jobs" / f"{name}.py")]
+        with log.open("wb") as file:
+            return await asyncio.create_subprocess_exec(*program, stdout=file, stderr=file)
+
+
+async def demo(folder: Path, flight_count: int, cores: int) -> bool:
+    """All of it; whether everything was as it must be."""
+    flights = load_flights()[:flight_count]
+    settings = {"storage": {"segment_bytes": SEGMENT_BYTES}}
+    async with LocalCluster(folder / "cluster", ClusterOptions(settings=settings)) as cluster:
+        stage = Stage(folder, cluster.nameserver, cores)
+        (folder / "rules.yaml").write_text(RULES)
+        say(f"cluster is up at {stage.nameserver}; the jobs start beside it")
+        async with streaming(stage) as jobs, asyncio.TaskGroup() as tasks:
+            planted = tasks.create_task(plant(stage.nameserver))
+            result = await play(stage.nameserver, flights, folder / "journals", progress())
+            say(f"{result.consumed:,} flights handled, {result.handovers} hand-overs")
+            await planted
+            say("waiting for the alerts to be resolved")
+            alerts = await resolved(stage, jobs)
+        say("the jobs are stopped; the reports run")
+        for name in REPORTS:
+            await reported(stage, name)
+        events, rows = await counted(stage)
+    return verdict(stage, result, alerts, (events, rows))
+
+
+@asynccontextmanager
+async def streaming(stage: Stage) -> AsyncIterator[Process]:
+    """Bronze, rollup and alerts run, and end cleanly."""
+    log = stage.folder / "stream.log"
+    process = await stage.job("stream", log)
+    try:
+        yield process
+        if process.returncode is None:
+            process.terminate()
+        if await process.wait() != 0:
+            raise RuntimeError(f"the streaming jobs failed: see {log}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def plant(nameserver: str) -> None:
+    """One redelivery, one steal, one conflict."""
+    async with Admin(nameserver) as admin:
+        await admin.create_topic(TOPIC, 1)
+    async with Producer(nameserver) as producer:
+        await producer.send(TOPIC, b"seat 12A")
+    hold = [sys.executable, str(HERE / "demo.py"), "--hold", nameserver]
+    holder = await asyncio.create_subprocess_exec(*hold, stdout=PIPE)
+    assert holder.stdout is not None
+    try:
+        taken = await holder.stdout.readline()
+    finally:
+        holder.kill()
+        await holder.wait()
+    if taken.strip() != b"taken":
+        raise RuntimeError("the member that was to be killed took nothing")
+    say("a member was killed with one message in hand; its lease runs out in 30 s")
+    await take_over(nameserver)
+
+
+async def take_over(nameserver: str) -> None:
+    """Another member gets the message; then somebody disagrees with it about the subscription."""
+    got = asyncio.Event()
+    flagged: list[bool] = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        flagged.append(message.redelivered)
+        got.set()
+
+    async with member(nameserver, "second") as second, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(second.run(handle))
+        await got.wait()
+        say(f"the other member got it, marked as redelivered: {flagged[0]}")
+        try:
+            async with member(nameserver, "stranger", "window"):
+                raise RuntimeError("a subscription that differs was let in")
+        except SubscriptionConflict:
+            say("a third one was refused: its subscription differs")
+        second.stop()
+        await running
+
+
+async def hold(nameserver: str) -> None:
+    """Be the member that is killed."""
+
+    async def handle(_: ReceivedMessage) -> None:
+        print("taken", flush=True)
+        await asyncio.Event().wait()
+
+    async with member(nameserver, "first") as first:
+        await first.run(handle)
+
+
+def member(nameserver: str, client_id: str, expression: str = "*") -> Consumer:
+    """A member of the group; only the expression differs."""
+    settings = ConsumerSettings(consume_from="first", send_back=False)
+    return Consumer(nameserver, GROUP, {TOPIC: expression}, settings, client_id=client_id)
+
+
+async def resolved(stage: Stage, jobs: Process) -> Counter[tuple[str, str]]:
+    """How many alerts of each rule were firing and resolved, once the awaited ones are.
+
+    Raises:
+        RuntimeError: they are not, or the jobs have ended.
+    """
+    log = stage.folder / "stream.log"
+    try:
+        async with asyncio.timeout(TABLE_LIMIT_S):
+            while jobs.returncode is None:
+                found = await changes(stage)
+                if all(found[rule, "RESOLVED"] >= found[rule, "FIRING"] > 0 for rule in AWAITED):
+                    return found
+                await asyncio.sleep(1)
+    except TimeoutError:
+        raise RuntimeError(f"no end of the alerts in {TABLE_LIMIT_S} s: see {log}") from None
+    raise RuntimeError(f"the streaming jobs ended: see {log}")
+
+
+async def changes(stage: Stage) -> Counter[tuple[str, str]]:
+    """Rows of the table of alerts by rule and state."""
+    path = stage.table("alerts")
+    if not deltalake.DeltaTable.is_deltatable(path):
+        return Counter()
+    rows = await asyncio.to_thread(read, path, ["rule", "state"])
+    return Counter((row["rule"], row["state"]) for row in rows.to_pylist())
+
+
+async def reported(stage: Stage, name: str) -> None:
+    """Run one report; what it finds is judged later."""
+    log = stage.folder / f"{name}.log"
+    process = await stage.job(name, log)
+    async with asyncio.timeout(JOB_LIMIT_S):
+        await process.wait()
+    if not stage.report(name, "report.json").exists():
+        raise RuntimeError(f"{name} failed: see {log}")
+
+
+async def counted(stage: Stage) -> tuple[int, int]:
+    """Events in the topic as far as bronze has read it, and rows in bronze."""
+    columns = ["sys_broker", "sys_queue_id", "sys_offset"]
+    rows = await asyncio.to_thread(read, stage.table("bronze"), columns)
+    last = rows.group_by(columns[:2]).aggregate([("sys_offset", "max")]).to_pylist()
+    ends = {
+        QueueId(METRICS_TOPIC, one["sys_broker"], one["sys_queue_id"]): one["sys_offset_max"]
+        for one in last
+    }
+    events = 0
+    seen: set[tuple[str, int, int]] = set()
+    async with Puller(stage.nameserver) as puller:
+        await puller.assign(ends)
+        for queue in ends:
+            await puller.seek(queue, "begin")
+        open_queues = set(ends)
+        while open_queues:
+            for queue, messages in (await puller.poll()).items():
+                for message in messages:
+                    if message.offset <= ends[queue]:
+                        events += _events_of(message.body, seen)
+                    if message.offset >= ends[queue]:
+                        open_queues.discard(queue)
+    return events, rows.num_rows
+
+
+def _events_of(body: bytes, seen: set[tuple[str, int, int]]) -> int:
+    """Events of a batch, and the row that tells what was dropped; 0 if the batch is known."""
+    batch = MetricBatch.FromString(body)
+    name = (batch.source, batch.incarnation_id, batch.seq)
+    if name in seen:
+        return 0
+    seen.add(name)
+    return len(batch.events) + bool(batch.dropped_count)
+
+
+def verdict(
+    stage: Stage, result: Result, alerts: Counter[tuple[str, str]], counts: tuple[int, int]
+) -> bool:
+    """Say what was found; whether it is as it must be."""
+    audit = json.loads(stage.report("duplicate_audit", "report.json").read_text())
+    for name in REPORTS:
+        print(f"\n--- {name}\n{(stage.folder / f'{name}.log').read_text().strip()}")
+    print("\n--- alerts")
+    rules = sorted({rule for rule, _ in alerts})
+    for rule in rules:
+        print(f"{rule}: {alerts[rule, 'FIRING']} fired, {alerts[rule, 'RESOLVED']} resolved")
+    events, rows = counts
+    planted = [one for one in audit["duplicates"] if one["consumer_group"] == GROUP]
+    right = {
+        f"events in {events:,} = rows in bronze {rows:,}": events == rows,
+        f"flights lost {result.lost}, twice {result.duplicated}": result.ok,
+        f"audit is {audit['verdict']}": audit["verdict"] == "clean",
+        f"graceful duplicates {audit['bug_count']}": audit["bug_count"] == 0,
+        f"planted redelivery found {len(planted)} time, as {_causes(planted)}": (
+            [(one["count"], one["cause"]) for one in planted] == [(1, "crash")]
+        ),
+        f"other duplicates {audit['duplicate_count'] - len(planted)}": (
+            audit["duplicate_count"] == len(planted)
+        ),
+        "alerts fired and were resolved": all(alerts[rule, "RESOLVED"] for rule in AWAITED),
+    }
+    print("\n--- verdict")
+    for text, is_right in right.items():
+        print(f"{'ok ' if is_right else 'NOT'} {text}")
+    print(f"page: {stage.report('handover_report', 'report.html')}")
+    return all(right.values())
+
+
+def _causes(rows: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(sorted({one["cause"] for one in rows})) or "nothing"
+
+
+def read(path: str, columns: list[str]) -> pa.Table:
+    """Some columns of a table."""
+    table = deltalake.DeltaTable(path)
+    return pa.table(table.scan(columns).read_all())
+
+
+def progress() -> Callable[[str, int, int], None]:
+    """Says what is going on whenever that changes."""
+    told: set[str] = set()
+
+    def tell(what: str, done: int, total: int) -> None:
+        if what not in told:
+            told.add(what)
+            say(f"flights: {what}, {done:,} of {total:,}")
+
+    return tell
+
+
+def say(text: str) -> None:
+    """To the person who waits."""
+    print(text, flush=True)
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(prog="spark-demo", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("build/spark-demo"))
+    parser.add_argument("--flights", type=int, default=100_000)
+    parser.add_argument("--cores", type=int, default=2, help="of Spark")
+    parser.add_argument("--hold", metavar="HOST:PORT", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.hold:
+        asyncio.run(hold(given.hold))
+        return
+    folder = given.folder.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    sys.exit(0 if asyncio.run(demo(folder, given.flights, given.cores)) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""The query `alerts` alone; see docs/spark.md."""
+
+from __future__ import annotations
+
+from batonspark.app import run
+
+if __name__ == "__main__":
+    run("alerts")

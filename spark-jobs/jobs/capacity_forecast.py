@@ -1,0 +1,9 @@
+"""How fast topics grow, when disks are full, how many queues are needed; see docs/spark.md."""
+
+from __future__ import annotations
+
+from batonspark.capacity import forecast
+from batonspark.reports import run_report
+
+if __name__ == "__main__":
+    run_report("capacity_forecast", forecast)

@@ -1,0 +1,9 @@
+"""Which messages a group was delivered more than once, and why; see docs/spark.md."""
+
+from __future__ import annotations
+
+from batonspark.audit import audit
+from batonspark.reports import run_report
+
+if __name__ == "__main__":
+    run_report("duplicate_audit", audit)

@@ -1,0 +1,9 @@
+"""Every streaming query in one session: bronze, rollup and alerts; see docs/spark.md."""
+
+from __future__ import annotations
+
+from batonspark.app import run
+from batonspark.queries import QUERIES
+
+if __name__ == "__main__":
+    run(*QUERIES)

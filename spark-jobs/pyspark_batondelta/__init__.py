@@ -1,0 +1,7 @@
+"""Makes `format("batondelta")` known to every Spark session that can import this package."""
+
+from __future__ import annotations
+
+from batonspark.sink_delta import DeltaDataSource as DefaultSource
+
+__all__ = ["DefaultSource"]

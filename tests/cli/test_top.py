@@ -1,0 +1,111 @@
+"""Goal: `baton top` draws on a terminal, follows its size, and gives it back on `q`.
+
+Method: a real cluster, and the command in a process of its own on a pseudo terminal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.cli.running import BATON, Up
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+LEAVES = b"\x1b[?1049l"
+"""Back from the screen of its own to the lines that were there."""
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@dataclass
+class Screen:
+    """The terminal of a command.
+
+    Attributes:
+        shown: What it has drawn since `clear`.
+    """
+
+    fd: int
+    process: subprocess.Popen[bytes]
+    shown: bytes = field(default=b"")
+
+    def resize(self, lines: int, columns: int) -> None:
+        size = struct.pack("HHHH", lines, columns, 0, 0)
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, size)
+        self.shown = b""
+
+    def press(self, key: bytes) -> None:
+        os.write(self.fd, key)
+
+    def until(self, wanted: bytes) -> None:
+        """Until it has drawn this."""
+        while wanted not in self.shown:
+            assert select.select([self.fd], [], [], 30)[0], self.shown
+            try:
+                self.shown += os.read(self.fd, 65_536)
+            except OSError as error:  # the process has ended
+                raise AssertionError(self.shown) from error
+
+
+@contextmanager
+def screen(cluster: Up, *arguments: str) -> Iterator[Screen]:
+    main, side = pty.openpty()
+    command = [*BATON, "--nameserver", cluster.nameserver, *arguments]
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    with subprocess.Popen(
+        command, stdin=side, stdout=side, stderr=side, start_new_session=True
+    ) as process:
+        os.close(side)
+        try:
+            yield Screen(main, process)
+        finally:
+            process.kill()
+            os.close(main)
+
+
+def test_top_draws_follows_the_size_and_ends_with_q(cluster: Up) -> None:
+    cluster("topic", "create", "drawn", "--queues", "1")
+    with screen(cluster, "top") as terminal:
+        terminal.until(b"CONFLICTS")
+        terminal.until(b"4 nodes")
+        settings = termios.tcgetattr(terminal.fd)
+        assert not settings[3] & termios.ECHO, "keys are not shown"
+        terminal.resize(30, 60)
+        terminal.until(b"4 nodes")
+        terminal.until(b"4 nodes")
+        terminal.press(b"x")
+        terminal.press(b"q")
+        terminal.until(LEAVES)
+        assert terminal.process.wait(20) == 0
+        assert termios.tcgetattr(terminal.fd)[3] & termios.ECHO
+
+
+def test_top_that_is_interrupted_gives_the_terminal_back(cluster: Up) -> None:
+    with screen(cluster, "top") as terminal:
+        terminal.until(b"TOPIC")
+        terminal.process.terminate()
+        terminal.until(LEAVES)
+        assert terminal.process.wait(20) == 0
+
+
+def test_top_without_a_nameserver_says_so_and_leaves_the_terminal_alone(cluster: Up) -> None:
+    with screen(cluster, "--nameserver", "127.0.0.1:1", "top") as terminal:
+        terminal.until(b"UNREACHABLE")
+        assert terminal.process.wait(20) == 1
+        assert LEAVES not in terminal.shown

@@ -1,0 +1,104 @@
+"""Goal: docs/metrics-streams.md names every kind and field of the contract, and who tells it; the
+code tells every kind there.
+
+Method: the page against the contract and the sources; planted errors are noticed.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from baton.metrics.v1 import metrics_service_pb2 as pb
+
+from batonmq.core.metric_columns import KINDS
+from batonmq.events import EVENT_BYTES_MAX, EVENTS_MAX, VOCABULARY
+from services.nameserver.telemetry import MOVES_MAX
+from services.storage.core.delivered import ISLANDS_MAX
+from tests.docs import vocabulary
+from tests.docs.vocabulary import PAGE, PROTO, ROOT
+
+_ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \|", re.MULTILINE)
+_WHERE = {
+    "storage": "services/storage",
+    "offsets": "services/offsets",
+    "lockmgr": "services/lockmgr",
+    "nameserver": "services/nameserver",
+    "clients": "batonmq",
+}
+
+
+def emitters() -> dict[str, set[str]]:
+    """Who tells each kind, by the table of the page."""
+    table = PAGE.read_text().partition("| Kind | Told by |")[2].partition("\n\n")[0]
+    return {
+        kind: {name for name in _WHERE if re.search(rf"\b{name}\b", told)}
+        for kind, told in _ROW.findall(table)
+    }
+
+
+def tells(service: str, kind: str) -> bool:
+    """Whether a source of the service makes such an event."""
+    making = re.compile(rf"(?:MetricEvent\(|\s|\(){kind}=|\.latencies|_latencies\.events\(\)")
+    wanted = re.compile(rf"\b{kind}=") if kind != "latency" else making
+    files = (ROOT / _WHERE[service]).rglob("*.py")
+    return any(wanted.search(text) for file in files if "MetricEvent" in (text := file.read_text()))
+
+
+def test_list_of_kinds_and_fields_is_that_of_the_contract() -> None:
+    page = PAGE.read_text()
+    assert page == vocabulary.rewritten(page), "run: python -m tests.docs.vocabulary"
+
+
+@pytest.mark.parametrize("change", [("### appended", "### append"), ("`runs` |", "`run` |")])
+def test_a_changed_kind_or_field_is_noticed(change: tuple[str, str]) -> None:
+    page = PAGE.read_text()
+    planted = page.replace(*change)
+    assert planted != page
+    assert vocabulary.rewritten(planted) != planted
+
+
+def test_table_says_of_every_kind_who_tells_it() -> None:
+    assert emitters().keys() == vocabulary.kinds().keys()
+    assert all(emitters().values())
+
+
+@pytest.mark.parametrize("kind", vocabulary.kinds())
+def test_who_is_said_to_tell_a_kind_does(kind: str) -> None:
+    assert all(tells(service, kind) for service in emitters()[kind])
+    others = _WHERE.keys() - emitters()[kind] - {"clients"}
+    assert not any(tells(service, kind) for service in others)
+
+
+def test_who_does_not_tell_a_kind_is_noticed() -> None:
+    assert not tells("offsets", "appended")
+    assert not tells("lockmgr", "queue_lag")
+
+
+def test_columns_know_every_kind() -> None:
+    assert KINDS.keys() == vocabulary.kinds().keys()
+
+
+def test_every_comment_of_the_contract_is_found() -> None:
+    said = vocabulary.comments(PROTO.read_text())
+    for message in vocabulary.kinds().values():
+        assert said[message.name].endswith((".", ":"))
+        for field in message.fields:
+            assert said[f"{message.name}.{field.name}"], field.full_name
+
+
+def test_an_unknown_kind_passes_through_unharmed() -> None:
+    newer = pb.MetricEvent(unix_ms=7).SerializeToString() + b"\xfa\x3f\x03\x0a\x01x"
+    event = pb.MetricEvent.FromString(newer)
+    assert event.WhichOneof("kind") is None
+    batch = pb.MetricBatch(events=[event])
+    assert pb.MetricBatch.FromString(batch.SerializeToString()).events[0] == event
+    assert b"\xfa\x3f\x03\x0a\x01x" in batch.SerializeToString()
+
+
+def test_numbers_on_the_page_are_those_of_the_code() -> None:
+    page = PAGE.read_text()
+    assert f"{EVENTS_MAX:,} events and {EVENT_BYTES_MAX >> 20} MiB" in page
+    assert f"more than {ISLANDS_MAX:,} runs" in page
+    assert f"{MOVES_MAX:,} moves an event" in page
+    assert f"`vocabulary` of the batch: {VOCABULARY}." in page

@@ -1,0 +1,42 @@
+"""One Spark session and one cluster for all tests of Spark: each takes seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pyspark.sql import SparkSession
+
+from batonspark.session import build_session
+from tests.spark.running import TEST_CONFIG, RunningCluster
+
+TIMEOUT_S = 600
+"""Long: a test that is interrupted leaves the session to the others as a wreck."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of Spark more time than others have, unless they say how much."""
+    for item in items:
+        if item.get_closest_marker("spark") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A session on two cores, in which the product's formats are known."""
+    folder = tmp_path_factory.mktemp("spark")
+    config = TEST_CONFIG | {
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+        "spark.local.dir": str(folder / "local"),
+    }
+    session = build_session("tests", "local[2]", config)
+    session.sparkContext.setLogLevel("ERROR")
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """A cluster with two brokers, for tests that break nothing; each has topics of its own."""
+    with RunningCluster(tmp_path_factory.mktemp("cluster"), brokers=2) as running:
+        yield running

@@ -1,0 +1,151 @@
+"""Goal: events reach the watch of the subject they belong to, and what it says reaches the tables.
+
+Method: the stateful processor is driven without a session by Spark's tester, by signals and by
+watermarks; the DataFrames around it by events as services tell them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from baton.common.v1 import error_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from prometheus_client import CollectorRegistry
+from pyspark.sql import Row, SparkSession
+from pyspark.sql.streaming.tws_tester import TwsTester
+
+from batonspark.alert_writer import AlertGauges, messages
+from batonspark.alerts import CHANGES, SubjectProcessor, signals, told
+from batonspark.rules import ConflictRule, CountRule, LagRule, RuleBook
+from tests.spark.metric_events import NOON, event, rows
+
+BOOK = RuleBook(
+    lag=LagRule(samples=3, gone_ms=60_000),
+    steals=CountRule(count_max=0, window_ms=30_000),
+    subscription_conflict=ConflictRule(clear_ms=20_000),
+)
+QUEUE: dict[str, Any] = {"group": "g", "topic": "orders", "queue_id": 3}
+SUBJECT = "queue|g|orders|broker-0|3"
+
+
+def signal(kind: str, unix_ms: int, **values: Any) -> Row:
+    nothing = dict.fromkeys(
+        ("client_id", "reason", "text", "committed_offset", "delivered_offset", "next_offset",
+         "oldest_unacked_ms", "silent_ms", "first_bucket", "buckets")
+    )  # fmt: skip
+    return Row(kind=kind, unix_ms=unix_ms, acked_beyond_count=0, **{**nothing, **values})
+
+
+def driver() -> TwsTester:
+    processor = SubjectProcessor(BOOK)
+    return TwsTester(processor, timeMode="EventTime", eventTimeExtractor=lambda row: row.unix_ms)
+
+
+def names(found: Any) -> list[tuple[str, str, int]]:
+    return [(row.state, row.rule, row.unix_ms) for row in found]
+
+
+def test_signals_of_a_micro_batch_are_fed_in_the_order_of_their_time() -> None:
+    lag = {"committed_offset": 5, "delivered_offset": 9, "next_offset": 50}
+    late_first = [signal("queue_lag", at, **lag) for at in (30_000, 10_000, 20_000)]
+    (row,) = driver().test(SUBJECT, late_first)
+    assert (row.subject, row.state, row.detail, row.unix_ms) == (
+        SUBJECT,
+        "FIRING",
+        "stalled",
+        30_000,
+    )
+
+
+def test_watermark_ends_what_was_to_end_and_the_state_is_forgotten() -> None:
+    driven = driver()
+    found = driven.test("group|g", [signal("lock_granted", 1_000)])
+    found += driven.test("group|g", [signal("subscription_refused", 5_000, client_id="c2")])
+    assert names(found) == [
+        ("FIRING", "steals", 1_000),
+        ("FIRING", "subscription_conflict", 5_000),
+    ]
+    assert driven.setWatermark(24_999) == []
+    assert names(driven.setWatermark(25_000)) == [("RESOLVED", "subscription_conflict", 25_000)]
+    assert names(driven.setWatermark(99_000)) == [("RESOLVED", "steals", 32_000)]
+    assert driven.peekValueState("subject", "group|g") is None
+
+
+def test_subjects_do_not_know_of_each_other() -> None:
+    driven = driver()
+    assert driven.test("group|g", [signal("lock_granted", 1_000)])
+    assert driven.test("group|h", [signal("lock_granted", 1_000)])
+    assert driven.peekValueState("subject", "group|i") is None
+
+
+def test_subject_that_remembers_nothing_keeps_no_state() -> None:
+    driven = driver()
+    assert driven.test("group|g", [signal("member_seen", 1_000, client_id="c")]) == []
+    assert driven.peekValueState("subject", "group|g") is None
+
+
+@pytest.mark.spark
+def test_events_become_signals_of_their_subjects(spark: SparkSession) -> None:
+    conflict = [error_pb2.SubscriptionDifference(topic="orders", setting="expression")]
+    append, pull = pb.Latency.OPERATION_APPEND, pb.Latency.OPERATION_PULL
+    sketch = pb.LogBuckets(first_bucket=4, counts=[1, 2], sum=9)
+    events = [
+        event("queue_lag", 1_000, **QUEUE, committed_offset=5, delivered_offset=9, next_offset=50,
+              acked_beyond_count=2, oldest_unacked_ms=70),
+        event("stuck_changed", 2_000, **QUEUE, reason="HELD", message="c1 has it"),
+        event("lock_granted", 3_000, **QUEUE, stolen=True),
+        event("lock_granted", 3_000, **QUEUE),
+        event("delivered", 3_000, **QUEUE, message_count=4),
+        event("subscription_refused", 4_000, client_id="c2", differences=conflict),
+        event("member_expired", 5_000, group="g", client_id="c", silent_ms=31_000),
+        event("latency", 6_000, operation=append, us=sketch),
+        event("latency", 6_000, operation=pull, us=sketch),
+    ]  # fmt: skip
+    events[5].subscription_refused.group = "g"
+    found = {(row.subject, row.kind): row for row in signals(rows(spark, events), BOOK).collect()}
+    assert sorted(found) == [
+        ("group|g", "lock_granted"),
+        ("group|g", "member_expired"),
+        ("group|g", "subscription_refused"),
+        ("latency|storage/broker-0|APPEND", "latency"),
+        (SUBJECT, "queue_lag"),
+        (SUBJECT, "stuck_changed"),
+    ]
+    lag = found[SUBJECT, "queue_lag"]
+    assert (lag.unix_ms, lag.acked_beyond_count, lag.oldest_unacked_ms) == (NOON + 1_000, 2, 70)
+    assert found[SUBJECT, "stuck_changed"].text == "c1 has it"
+    assert '"setting": "expression"' in found["group|g", "subscription_refused"].text
+    assert found["group|g", "member_expired"].silent_ms == 31_000
+    assert found["latency|storage/broker-0|APPEND", "latency"].buckets == [1, 2]
+
+
+@pytest.mark.spark
+def test_change_becomes_an_alert_and_a_message(spark: SparkSession) -> None:
+    change = (SUBJECT, "lag", "warning", "FIRING", "stalled", NOON, NOON + 5, "text", "", 9.0, 0.0)
+    alerts = told(spark.createDataFrame([change], CHANGES))
+    (alert,) = alerts.collect()
+    assert alert.alert_id == f"lag|{SUBJECT}|stalled|{NOON}"
+    place = (alert.consumer_group, alert.topic, alert.broker, alert.queue_id)
+    assert place == ("g", "orders", "broker-0", 3)
+    (message,) = messages(alerts).collect()
+    assert (message.key, message.tag) == (alert.alert_id, "FIRING")
+    assert message.properties == {
+        "rule": "lag", "severity": "warning", "consumer_group": "g", "topic": "orders"
+    }  # fmt: skip
+    assert '"summary":"text"' in message.body
+
+
+def test_gauge_is_there_while_the_alert_fires() -> None:
+    registry = CollectorRegistry()
+    gauges = AlertGauges(registry)
+    labels = dict.fromkeys(
+        ("rule", "severity", "detail", "topic", "broker", "queue_id", "source", "operation"), ""
+    )
+    labels |= {"rule": "steals", "consumer_group": "g"}
+    alert = {name: value or None for name, value in labels.items()}
+    gauges.set([{**alert, "state": "FIRING"}])
+    assert registry.get_sample_value("baton_alert", labels) == 1
+    gauges.set([{**alert, "state": "RESOLVED"}])
+    assert registry.get_sample_value("baton_alert", labels) is None
+    gauges.set([{**alert, "state": "RESOLVED"}])

@@ -1,0 +1,159 @@
+"""Goal: the audit says "clean" only of events that tell everything, and counts the rest exactly.
+
+Method: what services would tell of a small history, decoded as Spark decodes it; then the same with
+something missing, doubled, or out of the range that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from pyspark.sql import DataFrame, SparkSession
+
+from batonmq.core.route import QueueId
+from batonspark.audit import audit
+from batonspark.decode import METRICS
+from batonspark.metric_rows import Bodies, metric_rows
+from batonspark.reports import Asked, Report, arguments, near
+from batonspark.schemas import METRICS as METRICS_DDL
+from tests.spark.metric_events import NOON, batch, event
+
+pytestmark = pytest.mark.spark
+
+QUEUE: dict[str, Any] = {"group": "g", "topic": "orders"}
+STORAGE, LOCKMGR, OFFSETS = "storage/broker-0", "lockmgr/lockmgr-0", "offsets/offsets-0"
+CRASH = pb.HandedOver.MANNER_LEASE_EXPIRED
+
+
+def delivered(second: int, token: int, first: int, next_: int, **more: Any) -> pb.MetricEvent:
+    offsets = {"first_offset": first, "next_offset": next_}
+    count = next_ - first
+    return event(
+        "delivered", second * 1000, **(QUEUE | more), range=offsets, token=token,
+        client_id=f"c{token}", message_count=count,
+    )  # fmt: skip
+
+
+def committed(second: int, token: int, offset: int, reach: int) -> pb.MetricEvent:
+    return event(
+        "committed", second * 1000, **QUEUE, token=token, committed_offset=offset,
+        delivered_offset=reach,
+    )  # fmt: skip
+
+
+HISTORY = [
+    batch([delivered(1, 1, 0, 100)], 1, STORAGE),
+    batch([committed(3, 1, 90, 100)], 1, OFFSETS),
+    batch([
+        event("lock_granted", 40_000, **QUEUE, client_id="c2", previous_client_id="c1", token=2,
+              stolen=True),
+        event("handed_over", 40_000, **QUEUE, client_id="c2", previous_client_id="c1", token=2,
+              previous_token=1, manner=CRASH),
+    ], 1, LOCKMGR),
+    batch([delivered(41, 2, 90, 200)], 2, STORAGE),
+    batch([committed(60, 2, 200, 200)], 2, OFFSETS),
+    batch([event("volume_state", 75_000, used_bytes=1)], 3, STORAGE),
+]  # fmt: skip
+"""A crash with ten messages in hand, told by three services."""
+
+
+def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:
+    found = Bodies(
+        QueueId("BATON_SYS_METRICS", "broker-0", 0),
+        [one.SerializeToString() for one in batches],
+        np.arange(len(batches)),
+        np.array([one.events[0].unix_ms for one in batches]),
+    )
+    return spark.createDataFrame(pa.Table.from_batches([metric_rows(found, METRICS)]), METRICS_DDL)
+
+
+def report(spark: SparkSession, batches: Sequence[pb.MetricBatch], asked: Asked) -> Report:
+    return audit(near(rows(spark, batches), asked), asked)
+
+
+def at(second: int) -> datetime:
+    return datetime.fromtimestamp(NOON / 1000 + second, UTC).replace(tzinfo=None)
+
+
+def test_crash_is_found_and_explained_and_repeated_batches_change_nothing(
+    spark: SparkSession,
+) -> None:
+    found = report(spark, [*HISTORY, HISTORY[3], HISTORY[0]], Asked())
+    assert (found.summary["verdict"], found.ok) == ("clean", True)
+    assert found.summary["counts"] == {"crash": 10}
+    assert found.summary["delivered_count"] == 210
+    (row,) = found.rows.collect()
+    assert (row.consumer_group, row.topic, row.queue_id) == ("g", "orders", 0)
+    assert (row.first_offset, row.next_offset, row["count"]) == (90, 100, 10)
+    assert (row.previous_client_id, row.previous_token) == ("c1", 1)
+    assert (row.client_id, row.token, row.time) == ("c2", 2, at(41))
+    assert "graceful duplicates (bugs): 0" in found.lines
+    assert "explained duplicates: 10" in found.lines
+
+
+def test_acked_messages_that_come_again_are_a_bug(spark: SparkSession) -> None:
+    again = batch([delivered(42, 3, 50, 60)], 4, STORAGE)
+    granted = event("lock_granted", 41_500, **QUEUE, client_id="c3", token=3)
+    found = report(spark, [*HISTORY, again, batch([granted], 2, LOCKMGR)], Asked())
+    assert (found.summary["verdict"], found.ok) == ("duplicates", False)
+    assert found.summary["counts"] == {"acked": 10, "crash": 10}
+    assert "graceful duplicates (bugs): 10" in found.lines
+
+
+@pytest.mark.parametrize(
+    ("batches", "gap"),
+    [
+        ([one for one in HISTORY if one is not HISTORY[3]], "uncovered"),
+        ([*HISTORY, batch([delivered(70, 2, 200, 300)], 5, STORAGE)], "missing"),
+        ([one for one in HISTORY if one.source != OFFSETS], "unheard"),
+    ],
+    ids=["delivery", "batch", "offsets"],
+)  # fmt: skip
+def test_missing_events_make_it_incomplete(
+    spark: SparkSession, batches: list[pb.MetricBatch], gap: str
+) -> None:
+    found = report(spark, batches, Asked())
+    assert (found.summary["verdict"], found.ok) == ("incomplete", False)
+    assert gap in {one["what"] for one in found.summary["gaps"]}
+
+
+def test_dropped_events_and_new_lives_of_a_source_are_told_with_their_place(
+    spark: SparkSession,
+) -> None:
+    dropping = batch([delivered(80, 2, 200, 210)], 4, STORAGE)
+    dropping.dropped_count = 7
+    anew = batch([committed(85, 2, 205, 210)], 2, OFFSETS)
+    anew.incarnation_id = 9
+    found = report(spark, [*HISTORY, dropping, anew], Asked())
+    told = {(one["what"], one["place"], one["count"]) for one in found.summary["gaps"]}
+    assert told == {("dropped", STORAGE, 7), ("restarted", OFFSETS, 1), ("missing", OFFSETS, 1)}
+    begins = {one["what"]: (one["begin"], one["end"]) for one in found.summary["gaps"]}
+    assert begins["dropped"] == (at(75), at(80))
+
+
+def test_no_events_are_not_clean(spark: SparkSession) -> None:
+    found = report(spark, HISTORY, Asked(group="nobody"))
+    assert (found.summary["verdict"], found.ok) == ("empty", False)
+
+
+def test_range_that_is_asked_for_bounds_the_repeats_and_not_their_reasons(
+    spark: SparkSession,
+) -> None:
+    whole = Asked(since=at(30), until=at(45))
+    assert report(spark, HISTORY, whole).summary["counts"] == {"crash": 10}
+    assert report(spark, HISTORY, replace(whole, until=at(41))).summary["counts"] == {}
+    some = replace(whole, first_offset=95, next_offset=98)
+    assert report(spark, HISTORY, some).summary["counts"] == {"crash": 3}
+
+
+def test_command_line_takes_times_with_and_without_a_zone() -> None:
+    given = ["--since", "2026-01-01T13:00:00+01:00", "--until", "2026-01-01T12:00:45"]
+    asked = arguments("duplicate_audit", [*given, "--group", "g", "--next-offset", "5"])
+    assert asked == Asked(at(0), at(45), "g", None, None, 5)

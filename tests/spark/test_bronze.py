@@ -1,0 +1,87 @@
+"""Goal: every message of the metrics topic becomes rows, also one that holds no batch or is lost.
+
+Method: the functions that run on executors, over hand-made messages; no session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+from baton.metrics.v1 import metrics_service_pb2 as pb
+
+from batonspark.bronze import events_of, with_names
+from batonspark.decode import LOST_COUNT, MESSAGES, METRICS
+from tests.spark.metric_events import NOON, batch, event
+
+
+def message(
+    offset: int, body: bytes | None, queue_id: int = 0, properties: Mapping[str, str] | None = None
+) -> dict[str, object]:
+    return {
+        "topic": "BATON_SYS_METRICS",
+        "broker": "broker-0",
+        "queue_id": queue_id,
+        "offset": offset,
+        "body": body,
+        "properties": list((properties or {}).items()),
+        "store_time": NOON * 1_000,
+    }
+
+
+def stored(*batches: pb.MetricBatch) -> list[dict[str, object]]:
+    return [message(n, one.SerializeToString(), n % 2) for n, one in enumerate(batches)]
+
+
+def opened(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    found = list(events_of(iter([pa.RecordBatch.from_pylist(rows, MESSAGES)])))
+    assert all(part.schema.equals(METRICS) for part in found)
+    return [row for part in found for row in part.to_pylist()]
+
+
+def named(rows: list[dict[str, object]]) -> list[tuple[str, int]]:
+    (found,) = with_names(iter([pa.RecordBatch.from_pylist(rows, MESSAGES)]))
+    assert found.schema.names[:-2] == MESSAGES.names
+    return list(zip(*(found[name].to_pylist() for name in ("producer_id", "seq")), strict=True))
+
+
+def test_batch_is_named_by_its_source_life_and_number() -> None:
+    rows = stored(batch([], 3, "storage/a"), batch([], 4, "storage/b"))
+    assert named(rows) == [
+        ("storage/a/0000000000000007", 3),
+        ("storage/b/0000000000000007", 4),
+    ]
+
+
+def test_message_that_holds_no_batch_is_named_by_its_place() -> None:
+    queue = "BATON_SYS_METRICS/broker-0/0"
+    rows = [message(5, b"\xff"), message(6, b""), message(7, None)]
+    assert named(rows) == [(queue, 5), (queue, 6), (queue, 7)]
+
+
+def test_events_of_several_queues_keep_their_places() -> None:
+    batches = [batch([event("member_seen", n, group="g")] * 2, n + 1) for n in range(4)]
+    rows = opened(stored(*batches))
+    places = sorted((r["sys_queue_id"], r["sys_offset"], r["seq"], r["event_index"]) for r in rows)
+    assert places == [(n % 2, n, n + 1, i) for n in (0, 2, 1, 3) for i in range(2)]
+
+
+def test_names_are_those_of_the_rows() -> None:
+    rows = [*stored(batch([event("member_seen", 1)], 9)), message(5, b"\xff")]
+    assert named(rows) == [(row["producer_id"], row["seq"]) for row in opened(rows)]
+
+
+def test_lost_messages_are_a_row_that_counts_them() -> None:
+    rows = [
+        message(40, None, properties={LOST_COUNT: "17"}),
+        *stored(batch([event("member_seen", 1)])),
+    ]
+    lost, kept = sorted(opened(rows), key=lambda row: row["kind"] != "data_loss")
+    assert (lost["kind"], lost["count"]) == ("data_loss", 17)
+    assert (lost["first_offset"], lost["next_offset"], lost["sys_offset"]) == (40, 57, 40)
+    assert kept["kind"] == "member_seen"
+
+
+def test_unreadable_message_is_a_row_with_its_bytes() -> None:
+    (row,) = opened([message(5, b"\xff")])
+    assert (row["kind"], row["payload"], row["sys_offset"]) == ("unreadable", b"\xff", 5)

@@ -1,0 +1,36 @@
+"""Goal: nothing depends on what only the driver has: its folder, its path, its memory.
+
+Method: a session whose executors are processes of their own, started from an empty folder.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import deltalake
+import pyarrow.parquet as pq
+import pytest
+
+from batonmq.core.records import Message
+from tests.spark import executors_child
+from tests.spark.running import RunningCluster
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+
+def test_executors_read_and_write_by_themselves(cluster: RunningCluster, tmp_path: Path) -> None:
+    topic = cluster.create("executors", 4)
+    cluster.send(topic, [Message(str(n).encode()) for n in range(1_000)])
+    away, table = tmp_path / "away", tmp_path / "table"
+    away.mkdir()
+    options = json.dumps(dict(cluster.options(topic)))
+    program = [sys.executable, executors_child.__file__, options, str(table)]
+    told = subprocess.run(program, cwd=away, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr[-4_000:]
+    assert "rows 1000" in told.stdout
+    files = deltalake.DeltaTable(str(table)).file_uris()
+    bodies = [int(body) for file in files for body in pq.read_table(file)["body"].to_pylist()]
+    assert sorted(bodies) == list(range(1_000))

@@ -1,0 +1,221 @@
+"""Goal: what Spark writes down of a topic is what was in it, each message once, whatever fails.
+
+Method: real processes. A query is killed with everything it started, at moments at which a
+micro-batch is begun and not committed; storage nodes are killed under a query; retention removes
+what a query has not read. Then counts have to be exact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import SparkSession
+
+from batonmq.admin import Admin
+from batonmq.core.records import Message
+from batonmq.core.route import QueueId
+from batonmq.producing.settings import ProducerSettings
+from batonspark.cluster import Cluster
+from batonspark.decode import LOST_COUNT
+from batonspark.options import Reach
+from batonspark.sink_delta import read_delta
+from tests.spark.queries import Query, committed, drain, is_between, started
+from tests.spark.running import RunningCluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
+
+SENT = 1_500
+WAIT_S = 300
+"""Bounds that only a machine that is far too busy comes near to."""
+
+
+def bodies(begin: int, end: int) -> list[Message]:
+    return [Message(str(n).encode(), keys=(f"k{n % 50}",)) for n in range(begin, end)]
+
+
+@contextmanager
+def child(queries: Sequence[Query], log: Path) -> Iterator[Child]:
+    """Queries in a process of their own, which is killed at the end if not before."""
+    with log.open("ab") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.spark.stream_child", json.dumps(queries)],
+            start_new_session=True,
+            stdout=said,
+            stderr=said,
+        )
+    running = Child(process, log)
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+class Child:
+    """A process with everything it started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log = process, log
+
+    def check(self) -> None:
+        if self._process.poll() is not None:
+            raise AssertionError(f"it ended by itself:\n{self._log.read_text()[-4_000:]}")
+
+    def send(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self.send(signal.SIGKILL)
+            self._process.wait()
+
+
+async def master(cluster: RunningCluster) -> str:
+    """Name of the storage process that leads."""
+    async with Admin(cluster.nameserver) as admin:
+        nodes = (await admin.cluster()).nodes
+    (leading,) = [node.address for node in nodes if node.service == "storage" and node.leader]
+    names = {address: name for name, address in cluster.processes.addresses.items()}
+    return names[leading]
+
+
+def test_tables_and_topics_have_every_message_once_after_kills_in_mid_batch(
+    spark: SparkSession, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    source, target = cluster.create("killed", 4), cluster.create("copied", 3)
+    cluster.send(source, bodies(0, SENT))
+    options = cluster.options(source, maxRowsPerTrigger=100)
+    queries: list[Query] = [
+        {
+            "source": options,
+            "columns": ["*", "to_date(store_time) as date"],
+            "format": "batondelta",
+            "sink": {
+                "path": str(tmp_path / "table"),
+                "partitionBy": "date",
+                "checkpointLocation": str(tmp_path / "of-table"),
+            },
+        },
+        {
+            "source": options,
+            "columns": ["body", "key", "map('offset', cast(offset as string)) as properties"],
+            "format": "baton",
+            "sink": {**cluster.options(target), "checkpointLocation": str(tmp_path / "of-topic")},
+        },
+    ]
+    for victim in queries:
+        wanted = committed(victim) + 2
+        with child(queries, tmp_path / "child.log") as running:
+
+            def is_hit(
+                victim: Query = victim, wanted: int = wanted, running: Child = running
+            ) -> bool:
+                if committed(victim) < wanted or not is_between(victim):
+                    running.check()
+                    return False
+                running.send(signal.SIGSTOP)
+                if is_between(victim):
+                    return True
+                running.send(signal.SIGCONT)
+                return False
+
+            cluster.call(until(is_hit, timeout_s=WAIT_S))
+            running.kill()
+        assert is_between(victim)
+    for query in queries:
+        query["source"] = cluster.options(source, maxRowsPerTrigger=1_000)
+        drain(spark, query)
+    table = read_delta(spark, str(tmp_path / "table"))
+    assert table.count() == SENT
+    assert table.select("broker", "queue_id", "offset").distinct().count() == SENT
+    assert table.select("body").distinct().count() == SENT
+    copied = spark.read.format("baton").options(**cluster.options(target)).load()
+    assert sorted(int(row.body) for row in copied.collect()) == list(range(SENT))
+
+
+def test_a_stream_goes_on_when_its_broker_comes_back(spark: SparkSession, tmp_path: Path) -> None:
+    with RunningCluster(tmp_path / "cluster") as cluster:
+        topic = cluster.create("restarted", 2)
+        cluster.send(topic, bodies(0, SENT))
+        given: Query = {
+            "source": cluster.options(topic, maxRowsPerTrigger=200),
+            "columns": ["*"],
+            "format": "batondelta",
+            "sink": {
+                "path": str(tmp_path / "table"),
+                "checkpointLocation": str(tmp_path / "checkpoint"),
+            },
+        }
+        query = started(spark, given, processingTime="0 seconds")
+        cluster.call(until(lambda: is_between(given), timeout_s=WAIT_S))
+        cluster.call(cluster.processes.kill("storage"))
+        cluster.call(cluster.processes.serving("storage"))
+        cluster.call(until(lambda: committed(given) >= 3, timeout_s=WAIT_S))
+        cluster.call(cluster.processes.restart("storage"))
+        query.processAllAvailable()
+        query.stop()
+        assert query.exception() is None
+    table = read_delta(spark, str(tmp_path / "table"))
+    assert table.count() == SENT
+    assert table.select("body").distinct().count() == SENT
+
+
+def test_reads_go_on_at_whoever_leads_or_follows(spark: SparkSession, tmp_path: Path) -> None:
+    """Slaves are read from; and when the master dies, so is the one that follows it."""
+    with RunningCluster(tmp_path / "cluster", storage_replicas=2) as cluster:
+        topic = cluster.create("replicated", 2)
+        cluster.send(topic, bodies(0, SENT))
+        cluster.processes.auto_restart = False
+        for source in ("slaves", "master"):
+            frame = spark.read.format("baton").options(**cluster.options(topic, readFrom=source))
+            assert frame.load().select("body").distinct().count() == SENT
+        cluster.call(cluster.processes.kill(cluster.call(master(cluster))))
+        for source in ("slaves", "master"):
+            frame = spark.read.format("baton").options(**cluster.options(topic, readFrom=source))
+            assert frame.load().select("body").distinct().count() == SENT
+
+
+def test_retention_that_was_faster_is_an_error_or_a_counted_loss(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    settings = {"segment_bytes": 65_536, "retention_bytes": 262_144, "disk_interval_ms": 50}
+    with RunningCluster(tmp_path / "cluster", storage=settings) as cluster:
+        topic = cluster.create("short", 1)
+        queue = QueueId(topic, "broker-0", 0)
+        given: Query = {
+            "source": cluster.options(topic, maxRowsPerTrigger=100),
+            "columns": ["*"],
+            "format": "batondelta",
+            "sink": {
+                "path": str(tmp_path / "table"),
+                "checkpointLocation": str(tmp_path / "checkpoint"),
+            },
+        }
+        small = ProducerSettings(batch_bytes_max=32_768)
+        cluster.send(topic, bodies(0, 100), small, queue=queue)
+        drain(spark, given)
+        sent = 100
+        with Cluster(Reach(cluster.nameserver)) as asked:
+            while (first := asked.extents(topic)[queue].first_offset) <= 100:
+                more = [Message(str(n).encode() + b" " * 500) for n in range(sent, sent + 500)]
+                cluster.send(topic, more, small, queue=queue)
+                sent += 500
+        with pytest.raises(StreamingQueryException, match="no longer kept"):
+            drain(spark, given)
+        given["source"] = cluster.options(topic, failOnDataLoss="false")
+        drain(spark, given)
+        table = read_delta(spark, str(tmp_path / "table")).collect()
+        messages = [row for row in table if row.body is not None]
+        lost = sum(int(row.properties[LOST_COUNT]) for row in table if row.body is None)
+        assert lost >= first - 100 > 0
+        assert len(messages) + lost == sent
+        assert len({row.offset for row in messages}) == len(messages)

@@ -1,0 +1,206 @@
+"""Goal: every event of the metrics streams becomes one row, also events that nobody knows yet.
+
+Method: an event of every kind of the contract, with every field set, as protobuf and as Arrow; and
+batches with holes. No Spark.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from batonmq.core.metric_columns import EVENT_COLUMNS, KINDS
+from batonmq.core.route import QueueId
+from batonmq.metric_arrow import EVENTS, EventRows, encode_events, event_rows
+from batonmq.metric_wire import FEW, encoded_rows
+from batonspark.decode import METRICS
+from batonspark.metric_rows import Bodies, metric_rows
+
+QUEUE = QueueId("BATON_SYS_METRICS", "broker-0", 1)
+
+
+def fill(message: Message, number: int) -> None:
+    """Give every field a value, all of them different where they can be."""
+    fields: list[Any] = list(message.DESCRIPTOR.fields)
+    for at, field in enumerate(fields, start=number):
+        repeated = field.is_repeated
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            fill(
+                getattr(message, field.name).add() if repeated else getattr(message, field.name), at
+            )
+            continue
+        value: object = at + 1
+        if field.type == FieldDescriptor.TYPE_STRING:
+            value = f"{field.name} {at}"
+        elif field.type == FieldDescriptor.TYPE_BOOL:
+            value = True
+        elif field.type == FieldDescriptor.TYPE_ENUM:
+            assert field.enum_type is not None
+            value = field.enum_type.values[1].number
+        if repeated:
+            getattr(message, field.name).append(value)
+        else:
+            setattr(message, field.name, value)
+
+
+def event(kind: str, unix_ms: int = 1_700_000_000_123) -> MetricEvent:
+    made = MetricEvent(unix_ms=unix_ms)
+    fill(made.queue, 0)
+    made.queue.queue.queue_id = 3
+    fill(getattr(made, kind), 40)
+    return made
+
+
+def rows_of(*batches: bytes) -> list[dict[str, object]]:
+    count = len(batches)
+    found = metric_rows(
+        Bodies(QUEUE, batches, np.arange(count) + 100, np.full(count, 1_700_000_001_000)), METRICS
+    )
+    found.validate(full=True)
+    rows: list[dict[str, object]] = found.to_pylist()
+    return sorted(rows, key=lambda row: (row["sys_offset"], row["event_index"]))
+
+
+KNOWN = [field.name for field in MetricEvent.DESCRIPTOR.oneofs_by_name["kind"].fields]
+
+
+def test_every_kind_of_the_contract_has_its_columns() -> None:
+    assert sorted(KINDS) == sorted(KNOWN)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_no_field_of_an_event_is_lost(kind: str) -> None:
+    """Each field is in a column or in `attrs`; the row has a value for each that it fills."""
+    made = event(kind)
+    (row,) = event_rows([made]).rows.to_pylist()
+    assert row["kind"] == kind
+    assert int(row["time"].timestamp() * 1000) == made.unix_ms
+    meant = KINDS[kind]
+    for column in meant.columns:
+        assert row[column] is not None, column
+    assert {name for name, _ in row["attrs"] or ()} == set(meant.attrs)
+    used = {
+        getter.split(".")[0]
+        for getter in [*meant.columns.values(), *meant.attrs.values()]
+        if isinstance(getter, str)
+    }
+    derived = {
+        "handed_over": {"contend_ms"},
+        "lock_denied": {"count"},
+        "fenced": {"count"},
+        "rebalanced": {"moves"},
+        "subscription_refused": {"differences"},
+        "subscription_changed": {"differences"},
+        "queue_lag": {"oldest_unacked_ms"},
+    }
+    fields = {field.name for field in getattr(made, kind).DESCRIPTOR.fields}
+    assert fields == used | derived.get(kind, set())
+
+
+def test_arrow_and_protobuf_give_the_same_rows() -> None:
+    events = [event(kind, 1_700_000_000_000 + n) for n, kind in enumerate(KNOWN)]
+    head = {"source": "storage/a", "seq": 4, "incarnation_id": 255, "vocabulary": 1}
+    plain = MetricBatch(**head, events=events).SerializeToString()  # type: ignore[arg-type]
+    arrow = MetricBatch(**head, arrow=encode_events(events)).SerializeToString()  # type: ignore[arg-type]
+    assert rows_of(plain) == rows_of(arrow)
+    assert [row["kind"] for row in rows_of(plain)] == KNOWN
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_many_events_of_a_kind_are_read_as_few_are(kind: str) -> None:
+    """Beyond some number they are read with numpy: also where fields are absent."""
+    events = []
+    for number in range(FEW + 50):
+        made = event(kind, 1_700_000_000_000 + number)
+        if number % 7 == 0:
+            made.ClearField("queue")
+        inner = getattr(made, kind)
+        fields = inner.DESCRIPTOR.fields
+        for at, field in enumerate(fields):
+            if number % (at + 2) == 0:
+                inner.ClearField(field.name)
+        inner.SetInParent()
+        events.append(made)
+    found = encoded_rows([each.SerializeToString() for each in events])
+    expected = event_rows(events)
+    found.rows.validate(full=True)
+
+    def in_order(rows: EventRows) -> list[dict[str, object]]:
+        ordered: list[dict[str, object]] = rows.rows.take(np.argsort(rows.places)).to_pylist()
+        return ordered
+
+    assert in_order(found) == in_order(expected)
+
+
+def test_an_event_that_is_none_stops_no_other() -> None:
+    events = [event("appended").SerializeToString() for _ in range(FEW + 50)]
+    events[7] = b"\x52\xff"
+    found = encoded_rows(events)
+    kinds = dict(zip(found.places.tolist(), found.rows.column("kind").to_pylist(), strict=True))
+    assert kinds.pop(7) == "unreadable"
+    assert len(kinds) == FEW + 49
+    assert set(kinds.values()) == {"appended"}
+
+
+def test_rows_name_their_batch_and_their_place() -> None:
+    def batch(seq: int, count: int) -> bytes:
+        events = [event("appended") for _ in range(count)]
+        made = MetricBatch(source="storage/a", seq=seq, incarnation_id=255, events=events)
+        return made.SerializeToString()
+
+    rows = rows_of(batch(1, 2), batch(2, 0), batch(3, 1))
+    assert [(row["seq"], row["event_index"], row["sys_offset"]) for row in rows] == [
+        (1, 0, 100),
+        (1, 1, 100),
+        (3, 0, 102),
+    ]
+    assert {row["producer_id"] for row in rows} == {"storage/a/00000000000000ff"}
+    assert {(row["sys_broker"], row["sys_queue_id"]) for row in rows} == {("broker-0", 1)}
+
+
+def test_an_unknown_kind_passes_through_with_its_bytes() -> None:
+    known = MetricEvent(unix_ms=5).SerializeToString()
+    payload = b"\x08\x01"
+    newer = known + bytes([0xA2, 0x3E, len(payload)]) + payload  # field 996, length-delimited
+    body = MetricBatch(source="s").SerializeToString() + b"\x22" + bytes([len(newer)]) + newer
+    (row,) = rows_of(body)
+    assert (row["kind"], row["payload"]) == ("field_996", payload)
+
+
+def test_what_a_source_dropped_is_a_row() -> None:
+    made = MetricBatch(source="s", seq=9, dropped_count=17)
+    (row,) = rows_of(made.SerializeToString())
+    assert (row["kind"], row["count"], row["event_index"]) == ("dropped", 17, -1)
+
+
+def test_a_message_that_is_no_batch_stops_nobody() -> None:
+    good = MetricBatch(source="s", events=[event("sent")]).SerializeToString()
+    bad, fine = rows_of(b"\xff\xff\xff", good)
+    assert (bad["kind"], bad["payload"], bad["seq"]) == ("unreadable", b"\xff\xff\xff", 100)
+    assert fine["kind"] == "sent"
+
+
+def test_what_says_nothing_is_null() -> None:
+    made = MetricEvent(unix_ms=1)
+    made.lock_granted.token = 3
+    (row,) = event_rows([made]).rows.to_pylist()
+    assert row["topic"] is row["consumer_group"] is row["queue_id"] is row["attrs"] is None
+    assert row["client_id"] is None
+    assert (row["token"], row["duration_ms"]) == (3, 0)
+
+
+def test_enumerations_come_by_name() -> None:
+    made = MetricEvent(unix_ms=1)
+    made.latency.operation = Latency.OPERATION_FSYNC
+    (row,) = event_rows([made]).rows.to_pylist()
+    assert row["operation"] == "FSYNC"
+
+
+def test_schemas_agree() -> None:
+    assert list(EVENT_COLUMNS) == EVENTS.names
+    assert METRICS.names[5:-4] == EVENTS.names

@@ -1,0 +1,83 @@
+"""Goal: what an option means is what docs/spark.md says, and a mistake is told at once.
+
+Method: options as users write them. No Spark.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from batonspark.options import AtTime, BadOption, Tls, read_options, write_options
+
+LEAST = {"nameserver": "ns:9876", "topic": "orders"}
+
+
+def test_defaults() -> None:
+    found = read_options(LEAST)
+    assert (found.topic, found.view) == ("orders", "messages")
+    assert (found.starting, found.ending) == ("earliest", "latest")
+    assert (found.rows_max, found.fail_on_loss, found.slaves) == (0, True, False)
+    assert found.reach.tls is None
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_names_are_taken_in_any_case() -> None:
+    assert read_options(LEAST | {"MAXROWSPERTRIGGER": "7"}).rows_max == 7
+
+
+def test_metrics_have_a_topic_of_their_own() -> None:
+    assert read_options({"nameserver": "ns:1", "view": "metrics"}).topic == "BATON_SYS_METRICS"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"startingOffsets": "latest"}, "latest"),
+        ({"startingOffsets": "timestamp", "startingTimestamp": "5"}, AtTime(5)),
+        ({"startingTimestamp": "1970-01-01T00:00:01"}, AtTime(1_000)),
+        ({"startingTimestamp": "1970-01-01T01:00:01.5+01:00"}, AtTime(1_500)),
+        ({"startingOffsets": '{"a/0": 3, "b/1": "latest"}'}, {"a/0": 3, "b/1": "latest"}),
+        ({"startingOffsets": '{"a/0": 3, "topic_id": 9}'}, {"a/0": 3}),
+    ],
+)
+def test_places_to_begin(given: dict[str, str], meant: object) -> None:
+    assert read_options(LEAST | given).starting == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"topics": "x"}, "unknown option topics"),
+        ({"topic": ""}, "topic is missing"),
+        ({"nameserver": ""}, "nameserver is missing"),
+        ({"view": "rows"}, "view can't be 'rows'"),
+        ({"maxRowsPerTrigger": "-1"}, "can't be '-1'"),
+        ({"failOnDataLoss": "perhaps"}, "can't be 'perhaps'"),
+        ({"startingOffsets": "soon"}, "startingOffsets can't be 'soon'"),
+        ({"startingOffsets": '{"a/0": -1}'}, "wants"),
+        ({"startingOffsets": '{"a/0"'}, "wants"),
+        ({"startingOffsets": "latest", "startingTimestamp": "5"}, "contradict"),
+        ({"startingOffsets": "timestamp"}, "startingOffsets can't be 'timestamp'"),
+        ({"startingTimestamp": "yesterday"}, "is no time"),
+        ({"tlsCertFile": "a.pem"}, "go together"),
+        ({"tls": "false", "tlsCaFile": "a.pem"}, "tls is false"),
+    ],
+)
+def test_mistakes_are_told(given: dict[str, str], text: str) -> None:
+    with pytest.raises(BadOption, match=re.escape(text)):
+        read_options(LEAST | given)
+
+
+def test_tls_is_on_where_a_file_for_it_is_named() -> None:
+    assert read_options(LEAST | {"tlsCaFile": "ca.pem"}).reach.tls == Tls("ca.pem")
+    assert read_options(LEAST | {"tls": "true"}).reach.tls == Tls()
+
+
+def test_options_of_a_write() -> None:
+    found = write_options(LEAST | {"writeId": "nightly", "order": "content", "queryName": "q"})
+    assert (found.topic, found.write_id, found.sorted) == ("orders", "nightly", True)
+    with pytest.raises(BadOption, match="unknown option startingoffsets"):
+        write_options(LEAST | {"startingOffsets": "latest"})

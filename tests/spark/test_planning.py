@@ -1,0 +1,87 @@
+"""Goal: micro-batches and filters choose the slices that they should, and none twice.
+
+Method: the pure rules, with offsets and filters made by hand or by Hypothesis. No session.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql.datasource import (
+    EqualTo,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    IsNotNull,
+    LessThan,
+    LessThanOrEqual,
+)
+
+from batonmq.core.route import QueueId
+from batonspark.offsets import admitted, key_of, ordered, places, queue_of
+from batonspark.planning import OFFSET_MAX, Wanted, narrowed
+
+OFFSETS = st.dictionaries(st.sampled_from(["a/0", "a/1", "b/0", "b/1"]), st.integers(0, 1_000))
+QUEUE = QueueId("orders", "broker-0", 3)
+
+
+@given(OFFSETS, OFFSETS, st.integers(0, 500))
+def test_a_batch_goes_on_in_every_queue_and_back_in_none(
+    begin: dict[str, int], end: dict[str, int], rows_max: int
+) -> None:
+    found = admitted(begin, end, rows_max)
+    assert found.keys() == begin.keys() | end.keys()
+    for key, offset in found.items():
+        first = begin.get(key, 0)
+        assert first <= offset <= max(first, end.get(key, 0))
+        assert offset > first or end.get(key, 0) <= first
+    if rows_max:
+        rows = sum(offset - begin.get(key, 0) for key, offset in found.items())
+        assert rows <= max(rows_max, len(found))
+
+
+def test_without_a_bound_a_batch_takes_everything() -> None:
+    assert admitted({"a/0": 3}, {"a/0": 10, "b/0": 4}, 0) == {"a/0": 10, "b/0": 4}
+
+
+def test_offsets_have_one_order_and_name_their_queues() -> None:
+    assert list(ordered({"topic_id": 1, "b/0": 2, "a/10": 3})) == ["a/10", "b/0", "topic_id"]
+    assert places({"topic_id": 1, "b/0": 2}) == {"b/0": 2}
+    assert queue_of("orders", key_of(QUEUE)) == QUEUE
+
+
+def test_filters_narrow_queues_and_offsets() -> None:
+    wanted = narrowed(
+        Wanted(),
+        [
+            EqualTo(("broker",), "broker-0"),
+            In(("queue_id",), (1, 3)),
+            GreaterThan(("offset",), 4),
+            LessThanOrEqual(("offset",), 9),
+            IsNotNull(("offset",)),
+            EqualTo(("properties", "offset"), 3),
+        ],
+        "",
+    )
+    assert (wanted.first_offset, wanted.next_offset) == (5, 10)
+    assert wanted.takes(QUEUE)
+    assert not wanted.takes(QueueId("orders", "broker-1", 3))
+    assert not wanted.takes(QueueId("orders", "broker-0", 2))
+
+
+def test_in_the_view_of_metrics_other_columns_name_the_place() -> None:
+    filters = [EqualTo(("queue_id",), 5), GreaterThanOrEqual(("sys_offset",), 7)]
+    wanted = narrowed(Wanted(), filters, "sys_")
+    assert wanted.takes(QUEUE)
+    assert (wanted.first_offset, wanted.next_offset) == (7, OFFSET_MAX)
+
+
+def test_times_are_narrowed_to_whole_milliseconds_and_no_further() -> None:
+    since = datetime(2026, 1, 31, 12, 0, 0, 1_500, tzinfo=UTC)
+    wanted = narrowed(
+        Wanted(), [GreaterThan(("store_time",), since), LessThan(("store_time",), since)], ""
+    )
+    unix_ms = int(since.timestamp() * 1_000)
+    assert (wanted.from_unix_ms, wanted.to_unix_ms) == (unix_ms, unix_ms)

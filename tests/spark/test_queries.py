@@ -1,0 +1,214 @@
+"""Goal: what services publish arrives in the tables once, is added up, and raises its alerts.
+
+Method: a real cluster, batches sent to its topic of metrics besides its own, some of them twice;
+the queries run until they have done what is there, are started again, and lose their checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+
+import deltalake
+import pytest
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from prometheus_client import CollectorRegistry
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.query import StreamingQuery
+
+from batonmq.admin import Admin
+from batonmq.common.clock import Clock
+from batonmq.common.config import load
+from batonmq.producer import Producer
+from batonspark import rollup
+from batonspark.alert_writer import AlertGauges, AlertWriter
+from batonspark.compaction import compact
+from batonspark.queries import Surroundings, start_alerts, start_bronze, start_rollup
+from batonspark.settings import PREFIX, JobSettings
+from batonspark.sink_delta import read_delta
+from batonspark.tables import ALERTS, BRONZE, ROLLUP, Table
+from tests.spark.metric_events import NOON, assert_same_rows, batch, event
+from tests.spark.running import RunningCluster
+from tests.support.waiting import until_now
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+SOURCE, GROUP = "storage/of-the-test", "of-the-test"
+RULES = "lag: {samples: 3, clear_samples: 2}\n"
+
+
+def run(start: Callable[[Surroundings], StreamingQuery], given: Surroundings) -> None:
+    start(given).awaitTermination()
+
+
+def table(given: Surroundings, which: Table) -> DataFrame:
+    return read_delta(given.session, given.warehouse.table(which))
+
+
+def ours(given: Surroundings) -> DataFrame:
+    """What bronze has of this test."""
+    return table(given, BRONZE).where(F.col("source") == SOURCE)
+
+
+def ours_of(given: Surroundings, which: Table) -> DataFrame:
+    """What a table has of the group of this test."""
+    return table(given, which).where(F.col("consumer_group") == GROUP)
+
+
+def now(events: list[pb.MetricEvent]) -> list[pb.MetricEvent]:
+    """The events, moved from noon to the present."""
+    shift = Clock().unix_ms() - NOON
+    for one in events:
+        one.unix_ms += shift
+    return events
+
+
+def send(cluster: RunningCluster, *batches: pb.MetricBatch) -> None:
+    """Store batches in one queue, in order, as a source does."""
+
+    async def store() -> None:
+        async with Producer(cluster.nameserver) as producer:
+            for one in batches:
+                body = one.SerializeToString()
+                await producer.send("BATON_SYS_METRICS", body, ordering_key=one.source)
+
+    cluster.call(store())
+
+
+def lag(at_ms: int, committed: int, next_offset: int = 100) -> pb.MetricEvent:
+    return event("queue_lag", at_ms, group=GROUP, topic="orders", committed_offset=committed,
+                 delivered_offset=50, next_offset=next_offset)  # fmt: skip
+
+
+async def _has_topics(nameserver: str) -> bool:
+    """Whether the nameserver has made the topics of the system."""
+    async with Admin(nameserver) as admin:
+        names = {topic.name for topic in await admin.list_topics()}
+        return {"BATON_SYS_METRICS", "BATON_SYS_ALERTS"} <= names
+
+
+@pytest.fixture(scope="module")
+def done(
+    spark: SparkSession, cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Surroundings:
+    """A queue stood and moves again; the batches that tell of it were stored twice."""
+    until_now(lambda: cluster.call(_has_topics(cluster.nameserver)), 60)
+    folder = tmp_path_factory.mktemp("jobs")
+    rules = folder / "rules.yaml"
+    rules.write_text(RULES)
+    env = {
+        "BATON_SPARK_NAMESERVER": cluster.nameserver,
+        "BATON_SPARK_DATA_DIR": str(folder / "data"),
+        "BATON_SPARK_RULES_FILE": str(rules),
+        "BATON_SPARK_AVAILABLE_NOW": "true",
+    }
+    settings = load(JobSettings, PREFIX, env)
+    given = Surroundings(spark, settings, AlertGauges(CollectorRegistry()))
+    stands = now([lag(at_ms, 5) for at_ms in (0, 1_000, 2_000, 3_000)])
+    first, second = batch(stands[:2], 1, SOURCE), batch(stands[2:], 2, SOURCE)
+    send(cluster, first, second, first)
+    run(start_bronze, given)
+    moves = batch(now([lag(at_ms, 100) for at_ms in (4_000, 5_000)]), 3, SOURCE)
+    stands_again = batch(now([lag(at_ms, 101, 200) for at_ms in (6_000, 7_000, 8_000)]), 4, SOURCE)
+    send(cluster, second, moves, stands_again)
+    for start in (start_bronze, start_rollup, start_alerts):
+        run(start, given)
+    return given
+
+
+@pytest.fixture
+def copied(done: Surroundings, tmp_path: Path) -> Surroundings:
+    """The same tables and checkpoints in a folder of one's own."""
+    shutil.copytree(done.settings.data_dir, tmp_path / "data")
+    settings = done.settings.model_copy(update={"data_dir": str(tmp_path / "data")})
+    return Surroundings(done.session, settings, AlertGauges(CollectorRegistry()))
+
+
+def test_events_are_kept_once(done: Surroundings) -> None:
+    rows = ours(done).orderBy("seq", "event_index").collect()
+    sizes = {1: 2, 2: 2, 3: 2, 4: 3}
+    expected = [(seq, index) for seq, size in sizes.items() for index in range(size)]
+    assert [(row.seq, row.event_index) for row in rows] == expected
+    sources = table(done, BRONZE).select("source").distinct().collect()
+    assert len(sources) > 1, "the cluster tells of itself, too"
+
+
+def test_windows_are_those_of_all_events(done: Surroundings) -> None:
+    expected = rollup.rollup(table(done, BRONZE))
+    assert_same_rows(table(done, ROLLUP), expected)
+
+
+def test_alerts_reach_the_table_and_the_topic_once(
+    done: Surroundings, cluster: RunningCluster
+) -> None:
+    alerts = ours_of(done, ALERTS).orderBy("time", "state").collect()
+    assert [(row.state, row.detail) for row in alerts] == [
+        ("FIRING", "stalled"),
+        ("RESOLVED", "stalled"),
+        ("FIRING", "stopped"),
+    ]
+    sent = done.session.read.format("baton").options(**cluster.options("BATON_SYS_ALERTS")).load()
+    bodies = [json.loads(row.body) for row in sent.orderBy("offset").collect()]
+    told = [(each["alert_id"], each["state"]) for each in bodies if GROUP in each["alert_id"]]
+    assert told[:3] == [(row.alert_id, row.state) for row in alerts]
+
+
+def test_alerts_of_a_micro_batch_that_comes_again_are_written_once(
+    copied: Surroundings, cluster: RunningCluster
+) -> None:
+    topic = cluster.create("alerts")
+    copied.warehouse.ensure(ALERTS)
+    options = cluster.options(topic)
+    writer = AlertWriter(copied.warehouse, lambda: "again", options, copied.gauges)
+    firing = ours_of(copied, ALERTS).where("state = 'FIRING' AND detail = 'stopped'")
+    alerts = firing.withColumn("alert_id", F.lit("again")).persist()
+    before = table(copied, ALERTS).count()
+    for number in (7, 7, 6):
+        writer.write(alerts, number)
+    alerts.unpersist()
+    assert table(copied, ALERTS).count() == before + 1
+    sent = copied.session.read.format("baton").options(**cluster.options(topic)).load()
+    numbers = [row.key for row in sent.collect()]
+    assert numbers == ["again"] * 2, "one for micro-batch 7, and one for 6"
+
+
+def test_gauges_are_restored_from_the_table(copied: Surroundings) -> None:
+    registry = CollectorRegistry()
+    AlertWriter(copied.warehouse, str, None, AlertGauges(registry)).restore()
+    (metric,) = registry.collect()
+    ours = [one.labels for one in metric.samples if one.labels["consumer_group"] == GROUP]
+    assert [labels["detail"] for labels in ours] == ["stopped"]
+
+
+def test_query_without_its_checkpoint_writes_nothing_twice(copied: Surroundings) -> None:
+    count = ours(copied).count()
+    shutil.rmtree(Path(copied.settings.data_dir, "checkpoints"))
+    for start in (start_bronze, start_rollup, start_alerts):
+        run(start, copied)
+    assert ours(copied).count() == count
+    expected = rollup.rollup(table(copied, BRONZE))
+    assert_same_rows(table(copied, ROLLUP), expected)
+    alerts = ours_of(copied, ALERTS).orderBy("time", "state").collect()
+    assert [(row.state, row.detail, row.reason) for row in alerts][3:] == [
+        ("RESOLVED", "stopped", "STATE_LOST")
+    ]
+
+
+def test_compaction_joins_files_deletes_old_days_and_disturbs_no_stream(
+    copied: Surroundings, cluster: RunningCluster
+) -> None:
+    path = copied.warehouse.table(BRONZE)
+    files, count = len(deltalake.DeltaTable(path).file_uris()), table(copied, BRONZE).count()
+    old = ours(copied).withColumn("date", F.to_date(F.lit("2020-01-01")))
+    old.write.format("batondelta").option("partitionBy", "date").mode("append").save(path)
+    assert compact(copied.settings, Event())
+    assert len(deltalake.DeltaTable(path).file_uris()) < files
+    assert table(copied, BRONZE).where("date = '2020-01-01'").isEmpty()
+    assert table(copied, BRONZE).count() == count
+    send(cluster, batch(now([lag(0, 3)]), 5, SOURCE))
+    run(start_bronze, copied)
+    assert ours(copied).where("seq = 5").count() == 1

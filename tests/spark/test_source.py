@@ -1,0 +1,178 @@
+"""Goal: a topic read by Spark is what was sent to it, where and in which parts one asked for it.
+
+Method: a real cluster, batch reads and streams with every option; rows are compared with what was
+sent and with what the storage nodes say.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from batonmq.core.records import Message
+from batonmq.core.route import QueueId
+from batonmq.producing.settings import ProducerSettings
+from batonspark import decode
+from batonspark.source import starting_offsets
+from tests.spark.running import RunningCluster
+
+pytestmark = pytest.mark.spark
+
+
+def read(spark: SparkSession, cluster: RunningCluster, topic: str, **options: object) -> DataFrame:
+    return spark.read.format("baton").options(**cluster.options(topic, **options)).load()
+
+
+def numbers(frame: DataFrame) -> list[int]:
+    return sorted(int(row.body) for row in frame.select("body").collect())
+
+
+def drain(
+    spark: SparkSession, cluster: RunningCluster, topic: str, folder: Path, **options: object
+) -> list[dict[str, Any]]:
+    """Stream what is there into a table; what the query told of each micro-batch."""
+    frame = spark.readStream.format("baton").options(**cluster.options(topic, **options)).load()
+    query = (
+        frame.writeStream.format("batondelta")
+        .option("path", str(folder / "table"))
+        .option("checkpointLocation", str(folder / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    return [json.loads(progress.json) for progress in query.recentProgress]
+
+
+def test_columns_are_those_that_spark_expects(spark: SparkSession, cluster: RunningCluster) -> None:
+    topic = cluster.create("columns")
+    for view, schema in (("messages", decode.MESSAGES), ("metrics", decode.METRICS)):
+        frame = read(spark, cluster, topic, view=view)
+        assert to_arrow_schema(frame.schema, timezone="UTC").equals(schema)
+        assert frame.count() == 0
+
+
+def test_rows_are_the_messages_that_were_sent(spark: SparkSession, cluster: RunningCluster) -> None:
+    topic = cluster.create("rows", 4)
+    sent = [
+        Message(
+            str(n).encode(),
+            tag="odd" if n % 2 else "",
+            keys=("k", str(n)) if n % 3 else (),
+            properties={"größe": str(n), "b": ""} if n % 5 else {},
+        )
+        for n in range(500)
+    ]
+    cluster.send(topic, sent[:250])
+    cluster.send(topic, sent[250:], ProducerSettings(compression="zstd", linger_ms=20))
+    rows = {int(row.body): row for row in read(spark, cluster, topic).collect()}
+    assert len(rows) == len(sent)
+    places = {(row.broker, row.queue_id, row.offset) for row in rows.values()}
+    assert len(places) == len(sent)
+    for n, message in enumerate(sent):
+        row = rows[n]
+        assert (row.topic, row.tag) == (topic, message.tag or None)
+        assert row.key == (" ".join(message.keys) or None)
+        assert row.properties == message.properties
+        assert row.store_time is not None
+
+
+def test_a_batch_read_begins_and_ends_where_it_is_told(
+    spark: SparkSession, cluster: RunningCluster
+) -> None:
+    topic = cluster.create("ranges")
+    queue = QueueId(topic, "broker-0", 0)
+    cluster.send(topic, [Message(str(n).encode()) for n in range(100)], queue=queue)
+    name = "broker-0/0"
+    where = {"startingOffsets": json.dumps({name: 10}), "endingOffsets": json.dumps({name: 25})}
+    assert numbers(read(spark, cluster, topic, **where)) == list(range(10, 25))
+    assert numbers(read(spark, cluster, topic, startingOffsets="latest")) == []
+    assert numbers(read(spark, cluster, topic, queues="broker-1/0")) == []
+    rows = read(spark, cluster, topic).orderBy("offset").collect()
+    middle = rows[50].store_time
+    expected = [int(row.body) for row in rows if row.store_time >= middle]
+    at = read(spark, cluster, topic, startingTimestamp=middle.isoformat())
+    assert numbers(at) == expected
+    before = read(spark, cluster, topic, endingTimestamp=middle.isoformat())
+    assert numbers(before) == [n for n in range(100) if n not in expected]
+
+
+def test_pushed_filters_spare_partitions_and_change_no_row(
+    spark: SparkSession, cluster: RunningCluster
+) -> None:
+    topic = cluster.create("pushed", 4)
+    cluster.send(topic, [Message(str(n).encode()) for n in range(400)])
+    whole = read(spark, cluster, topic)
+    middle = whole.orderBy("store_time").collect()[200].store_time
+    for condition in (
+        "broker = 'broker-0' and queue_id = 1",
+        "queue_id in (0, 5) and offset >= 7 and offset < 9",
+        f"store_time >= '{middle}'",
+        f"store_time < '{middle}' and body <> '3'",
+        "offset > 3 and offset <= 3",
+    ):
+        pushed = read(spark, cluster, topic, pushDown="true").where(condition)
+        assert numbers(pushed) == numbers(whole.where(condition)), condition
+    one = read(spark, cluster, topic, pushDown="true").where("broker = 'broker-0' and queue_id = 1")
+    assert one.rdd.getNumPartitions() == 1
+    assert whole.rdd.getNumPartitions() == 4
+
+
+def test_a_stream_takes_no_more_than_it_may_and_resumes_where_it_was(
+    spark: SparkSession, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    topic = cluster.create("limited", 2)
+    cluster.send(topic, [Message(str(n).encode()) for n in range(250)])
+    batches = drain(spark, cluster, topic, tmp_path, maxRowsPerTrigger=100)
+    rows = [batch["numInputRows"] for batch in batches if batch["numInputRows"]]
+    assert sum(rows) == 250
+    assert max(rows) <= 100
+    cluster.send(topic, [Message(str(n).encode()) for n in range(250, 300)])
+    drain(spark, cluster, topic, tmp_path, maxRowsPerTrigger=100)
+    table = spark.read.parquet(str(tmp_path / "table"))
+    assert numbers(table) == list(range(300))
+
+
+def test_a_stream_reports_how_far_it_is_behind(
+    spark: SparkSession, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    topic = cluster.create("behind", 1)
+    cluster.send(topic, [Message(str(n).encode()) for n in range(40)])
+    first = drain(spark, cluster, topic, tmp_path, maxRowsPerTrigger=30)[0]
+    (source,) = first["sources"]
+    (key,) = (key for key in source["endOffset"] if key != "topic_id")
+    assert source["latestOffset"][key] - source["endOffset"][key] == 10
+
+
+def test_starting_offsets_pin_a_moment(
+    spark: SparkSession, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    topic = cluster.create("pinned", 2)
+    cluster.send(topic, [Message(str(n).encode()) for n in range(20)])
+    pinned = starting_offsets(cluster.options(topic, startingOffsets="latest"))
+    cluster.send(topic, [Message(str(n).encode()) for n in range(20, 30)])
+    drain(spark, cluster, topic, tmp_path, startingOffsets=pinned)
+    assert numbers(spark.read.parquet(str(tmp_path / "table"))) == list(range(20, 30))
+
+
+def test_a_misspelt_option_is_an_error(spark: SparkSession, cluster: RunningCluster) -> None:
+    with pytest.raises(PySparkException, match="unknown option startingoffset;"):
+        read(spark, cluster, "any", startingOffset="latest").count()
+
+
+def test_a_topic_that_is_not_there_is_an_error(
+    spark: SparkSession, cluster: RunningCluster
+) -> None:
+    with pytest.raises(PySparkException, match=r"TOPIC_NOT_FOUND|TopicNotFound"):
+        read(spark, cluster, "nowhere").count()
+
+
+def test_arrow_batches_are_small(cluster: RunningCluster) -> None:
+    rows = pa.RecordBatch.from_pylist([{"n": n} for n in range(25)])
+    assert [part.num_rows for part in decode.rows_within(rows, 10)] == [10, 10, 5]

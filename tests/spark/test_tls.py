@@ -1,0 +1,98 @@
+"""Goal: with the options for TLS a client talks to servers that speak nothing else.
+
+Method: certificates made for the test; a real gRPC server that wants one of the client; the health
+service is asked.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+
+from batonspark.options import Tls, read_options
+
+NAME = "storage.example"
+
+
+def openssl(*arguments: str, folder: Path) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def certify(name: str, folder: Path) -> None:
+    """A key and a certificate by the authority in the folder."""
+    request = ["req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"]
+    openssl(*request, "-keyout", f"{name}.key", "-out", f"{name}.csr", folder=folder)
+    (folder / f"{name}.ext").write_text(f"subjectAltName=DNS:{name}\n")
+    signing = ["x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"]
+    given = ["-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.pem"]
+    openssl(*signing, *given, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an authority, a server and a client."""
+    folder = tmp_path_factory.mktemp("tls")
+    authority = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=authority"]
+    openssl(*authority, "-days", "2", "-keyout", "ca.key", "-out", "ca.pem", folder=folder)
+    certify(NAME, folder)
+    certify("client", folder)
+    return folder
+
+
+@asynccontextmanager
+async def serving(papers: Path) -> AsyncIterator[str]:
+    """Address of a server that trusts clients of the authority alone."""
+    key, chain, root = (
+        (papers / name).read_bytes() for name in (f"{NAME}.key", f"{NAME}.pem", "ca.pem")
+    )
+    server = grpc.aio.server()
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    credentials = grpc.ssl_server_credentials([(key, chain)], root, require_client_auth=True)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def tls(papers: Path, **more: str) -> Tls:
+    options = {"nameserver": "ns:1", "topic": "t", "tlsCaFile": str(papers / "ca.pem")} | more
+    found = read_options(options).reach.tls
+    assert found is not None
+    return found
+
+
+async def status(tls: Tls, address: str) -> int:
+    async with tls.connect(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        return int(answer.status)
+
+
+async def test_with_the_right_papers_calls_are_answered(papers: Path) -> None:
+    own = {"tlsCertFile": str(papers / "client.pem"), "tlsKeyFile": str(papers / "client.key")}
+    async with serving(papers) as address:
+        wanted = tls(papers, tlsServerName=NAME, **own)
+        assert await status(wanted, address) == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("missing", ["client", "name"])
+async def test_without_them_nothing_is_said(papers: Path, missing: str) -> None:
+    own = {"tlsCertFile": str(papers / "client.pem"), "tlsKeyFile": str(papers / "client.key")}
+    given = {"client": {"tlsServerName": NAME}, "name": own}[missing]
+    async with serving(papers) as address:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await status(tls(papers, **given), address)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,151 @@
+"""Goal: the streams of a real cluster tell of a hand-over, of messages that come twice and why, and
+of a conflict; they go on after storage was killed; `baton top` shows what happens.
+
+Method: real processes; one member leaves gracefully, one is killed with messages in hand, one asks
+for another subscription. What the topic has is held against what the members wrote down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from baton.metrics.v1 import metrics_service_pb2 as pb
+
+from batonmq.admin import Admin
+from batonmq.common.errors import SubscriptionConflict, TopicNotFound
+from batonmq.consumer import Consumer
+from batonmq.core.names import METRICS_TOPIC
+from batonmq.puller import Puller
+from tests.e2e.crew import crew_of, send
+from tests.streams.reading import by_kind
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+TOPIC, QUEUES = "work", 4
+SOON = {"lockmgr": {"lock_lease_ms": 5_000}, "nameserver": {"session_grace_ms": 1_000}}
+
+
+class Told:
+    """Everything that the topic has, read as it comes."""
+
+    def __init__(self, nameserver: str) -> None:
+        self._nameserver = nameserver
+        self.batches: list[pb.MetricBatch] = []
+
+    def of(self, kind: str) -> list[pb.MetricEvent]:
+        return [e for e in by_kind(self.batches)[kind] if e.queue.queue.topic in ("", TOPIC)]
+
+    async def read(self) -> None:
+        async with Puller(self._nameserver) as puller:
+            queues = None
+            while queues is None:  # a nameserver creates the topic soon after the start
+                with suppress(TopicNotFound):
+                    queues = await puller.queues(METRICS_TOPIC)
+                await asyncio.sleep(0.1)
+            await puller.assign(queues)
+            for queue in puller.assignment:
+                await puller.seek(queue, "begin")
+            while True:
+                for messages in (await puller.poll()).values():
+                    for one in messages:
+                        batch = pb.MetricBatch.FromString(one.body)
+                        assert one.keys == (batch.source,)
+                        self.batches.append(batch)
+
+    def delivered(self) -> Counter[tuple[int, int]]:
+        """How often each offset of each queue was delivered to the group."""
+        found: Counter[tuple[int, int]] = Counter()
+        for event in self.of("delivered"):
+            at = event.delivered.range.first_offset
+            runs = event.delivered.runs or [0, event.delivered.range.next_offset - at]
+            for index, length in enumerate(runs):
+                if index % 2:
+                    found.update((event.queue.queue.queue_id, at + i) for i in range(length))
+                at += length
+        return found
+
+
+async def test_streams_tell_of_a_hand_over_a_redelivery_and_a_conflict(tmp_path: Path) -> None:
+    async with (
+        local_cluster(tmp_path / "cluster", **SOON) as cluster,  # type: ignore[arg-type]
+        Admin(cluster.nameserver) as admin,
+        crew_of(cluster.nameserver, TOPIC, tmp_path) as crew,
+    ):
+        await admin.create_topic(TOPIC, QUEUES)
+        told = Told(cluster.nameserver)
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(told.read())
+            first = await crew.join("first", handle_ms=20)
+            await until(lambda: len(first.owned) == QUEUES, timeout_s=60)
+            second = await crew.join("second", handle_ms=100)
+            await until(lambda: len(second.owned) == QUEUES // 2, timeout_s=60)
+            await send(cluster.nameserver, TOPIC, range(100))
+            with pytest.raises(SubscriptionConflict):
+                async with Consumer(cluster.nameserver, crew.group, {TOPIC: "x"}, client_id="odd"):
+                    pass
+            # What a process that is killed has told in its last second goes with it.
+            await until(lambda: len(told.delivered()) == 100, timeout_s=60)
+            await until(lambda: told.of("subscription_refused"), timeout_s=30)
+            await cluster.kill("storage")
+            await send(cluster.nameserver, TOPIC, range(100, 400))
+            await until(lambda: any(h.number >= 100 for h in second.handlings()), timeout_s=60)
+            second.kill()
+            await until(lambda: len(first.owned) == QUEUES, timeout_s=60)
+            await until(lambda: len(told.delivered()) == 400, timeout_s=90)
+            shown = await _top(cluster.nameserver)
+            await first.leave()
+            reading.cancel()
+    _check_events(told)
+    again = {place for place, count in told.delivered().items() if count > 1}
+    flagged = {(h.queue_id, h.offset) for h in first.handlings() if h.redelivered}
+    assert again and flagged <= again, "what came twice is known exactly"
+    assert sum(e.delivered.redelivered_count for e in told.of("delivered")) >= len(flagged)
+    assert {row["group"] for row in shown["groups"]} == {crew.group}
+    assert {(row["client_id"], row["queues"]) for row in shown["owners"]} == {("first", QUEUES)}
+    assert shown["nodes"] == 4
+
+
+def _check_events(told: Told) -> None:
+    """The kinds, and the numbers of the batches."""
+    graceful, after_kill = _hand_overs(told)
+    assert {one.manner for one in graceful} == {pb.HandedOver.MANNER_GRACEFUL}
+    # A queue of which it had nothing in hand passes on as if it had given it back.
+    assert pb.HandedOver.MANNER_LEASE_EXPIRED in {one.manner for one in after_kill}
+    assert {one.previous_client_id for one in after_kill} == {"second"}
+    (refused, *_) = told.of("subscription_refused")
+    assert refused.subscription_refused.client_id == "odd"
+    assert any(e.member_expired.client_id == "second" for e in told.of("member_expired"))
+    lives = {(b.source, b.incarnation_id) for b in told.batches}
+    assert len([one for one in lives if one[0].startswith("storage/")]) == 2, "killed, and goes on"
+    for life in lives:
+        numbers = [b.seq for b in told.batches if (b.source, b.incarnation_id) == life]
+        assert sorted(set(numbers)) == list(range(1, max(numbers) + 1)), life
+
+
+def _hand_overs(told: Told) -> tuple[list[pb.HandedOver], list[pb.HandedOver]]:
+    """To the second member, and back from it."""
+    events = [event.handed_over for event in told.of("handed_over")]
+    return (
+        [one for one in events if one.client_id == "second"],
+        [one for one in events if one.client_id == "first"],
+    )
+
+
+async def _top(nameserver: str) -> Any:
+    """What `baton top` prints for programs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "batonmq.cli", "--nameserver", nameserver, "--format", "json", "top",
+        "--seconds", "12", stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return json.loads(out)

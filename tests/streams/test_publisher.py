@@ -1,0 +1,131 @@
+"""Goal: batches are sent in order, again under their number, and when nobody takes them events are
+dropped and counted while whoever publishes does not wait.
+
+Method: the publisher with a sender that is told to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from baton.metrics.v1 import metrics_service_pb2 as pb
+
+from batonmq import events, publishing
+from batonmq.common.clock import Clock
+from batonmq.common.errors import Unreachable
+from batonmq.core.names import METRICS_TOPIC
+from batonmq.events import EventHub
+from batonmq.publishing import Publisher
+from tests.support.waiting import until
+
+
+class Wire:
+    """A sender; while `away`, what it is given is lost, or stored although it says otherwise."""
+
+    def __init__(self) -> None:
+        self.away = self.lies = False
+        self.stored: list[pb.MetricBatch] = []
+        self.tries = self.opened_count = 0
+
+    async def send(self, topic: str, body: bytes, *, keys: tuple[str], ordering_key: str) -> None:
+        assert (topic, keys, ordering_key) == (METRICS_TOPIC, ("storage/a",), "storage/a")
+        self.tries += 1
+        if not self.away or self.lies:
+            self.stored.append(pb.MetricBatch.FromString(body))
+        if self.away:
+            raise Unreachable("away")
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Wire]:
+        self.opened_count += 1
+        yield self
+
+
+@asynccontextmanager
+async def publishing_to(wire: Wire, hub: EventHub) -> AsyncIterator[Publisher]:
+    publisher = Publisher(hub, wire.opened)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(publisher.run())
+        await until(lambda: hub.watched)
+        yield publisher
+        running.cancel()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "BATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(publishing, "RETRY_S", 0.01)
+
+
+def new_hub() -> EventHub:
+    return EventHub("storage/a", 77, Clock())
+
+
+def event(number: int) -> pb.MetricEvent:
+    return pb.MetricEvent(appended=pb.Appended(message_count=number))
+
+
+def numbers(wire: Wire) -> list[int]:
+    return [one.appended.message_count for batch in wire.stored for one in batch.events]
+
+
+async def test_batches_are_numbered_from_one_and_name_their_source() -> None:
+    wire, hub = Wire(), new_hub()
+    async with publishing_to(wire, hub):
+        for number in range(3):
+            hub.publish(event(number))
+            await until(lambda number=number: len(wire.stored) > number)  # type: ignore[misc]
+    assert [batch.seq for batch in wire.stored] == [1, 2, 3]
+    assert {(one.source, one.incarnation_id, one.vocabulary) for one in wire.stored} == {
+        ("storage/a", 77, 1)
+    }
+    assert numbers(wire) == [0, 1, 2]
+
+
+async def test_batch_whose_outcome_is_not_known_is_sent_again_with_its_number() -> None:
+    wire, hub = Wire(), new_hub()
+    wire.away = wire.lies = True
+    async with publishing_to(wire, hub):
+        hub.publish(event(1))
+        await until(lambda: wire.tries >= 3)
+        wire.away = False
+        hub.publish(event(2))
+        await until(lambda: any(batch.seq == 2 for batch in wire.stored))
+    first, *_, last = wire.stored
+    assert {(one.incarnation_id, one.seq) for one in wire.stored[:-1]} == {(77, 1)}
+    assert first == wire.stored[1]
+    assert (last.seq, last.dropped_count) == (2, 0)
+    assert wire.opened_count >= 3, "by another producer each time"
+
+
+async def test_while_the_topic_is_away_events_are_dropped_and_counted_and_then_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "EVENTS_MAX", 10)
+    wire, hub = Wire(), new_hub()
+    wire.away = True
+    async with publishing_to(wire, hub) as publisher:
+        hub.publish(event(0))
+        await until(lambda: wire.tries >= 1)
+        for number in range(1, 101):
+            hub.publish(event(number))  # returns at once
+        wire.away = False
+        await until(lambda: len(wire.stored) == 2)
+    assert numbers(wire) == [0, *range(91, 101)]
+    assert [batch.dropped_count for batch in wire.stored] == [0, 90]
+    assert publisher.dropped_count == 90
+
+
+async def test_stop_publishes_what_there_is() -> None:
+    wire, hub = Wire(), new_hub()
+    hub.gatherers.append(lambda: [event(7)] if not wire.stored else [])
+    publisher = Publisher(hub, wire.opened)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(publisher.run())
+        await until(lambda: hub.watched)
+        publisher.stop()
+        await running
+    assert numbers(wire) == [7]
