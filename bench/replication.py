@@ -63,7 +63,10 @@ class _Set:
 
 
 async def replication(setup: Setup) -> list[Figure]:
-    """Appends of 512 KiB of 100 B messages; and a slave that was away for a while."""
+    """Appends of 512 KiB of 100 B messages; and a slave that was away for a while.
+
+    All copies are on one disk here: there is no more to be had than one share for each.
+    """
     async with AsyncExitStack() as stack:
         sets = {
             copies: await _set(stack, setup.folder / f"copies-{copies}", copies)
@@ -82,7 +85,7 @@ async def replication(setup: Setup) -> list[Figure]:
                 f"durable writes with {copies} copies, 100 B",
                 rates[str(copies)],
                 "MiB/s",
-                Goal(ratio_min=0.4),
+                Goal(ratio_min=round(0.9 / copies, 2)),
                 reference=rates["1"],
             )
             for copies in COPIES[1:]
