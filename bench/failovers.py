@@ -13,9 +13,9 @@ from batonmq.common.errors import BatonError
 from batonmq.core.route import QueueId
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions, highly_available
+from batonmq.local.standing import lacks, leading
 from batonmq.producer import Producer
 from batonmq.puller import Puller
-from batonmq.replication import replicas_of
 from bench.figures import Figure, Goal, figure
 from bench.setup import TOPIC, Setup
 
@@ -69,7 +69,8 @@ async def _killed(
 ) -> float:
     """Seconds from the death of who leads until `work` is done."""
     await _until(lambda: _whole(admin, cluster))
-    name = await _leader(admin, cluster, service, broker)
+    name = await leading(admin, cluster, service, broker)
+    assert name is not None, f"nobody leads {service}"
     await cluster.kill(name)
     begin = perf_counter()
     await _until(lambda: _done(work))
@@ -78,41 +79,16 @@ async def _killed(
     return took
 
 
+async def _whole(admin: Admin, cluster: LocalCluster) -> bool:
+    return not await lacks(admin, cluster)
+
+
 async def _done(work: Work) -> bool:
     try:
         await work()
     except BatonError:
         return False
     return True
-
-
-async def _leader(admin: Admin, cluster: LocalCluster, service: str, broker: str) -> str:
-    """Name of the process that leads; of services without a leader any one."""
-    nodes = [
-        node
-        for node in (await admin.cluster()).nodes
-        if node.service == service and node.leader and broker in ("", node.replica_set)
-    ]
-    newest = max(nodes, key=lambda node: node.epoch)
-    names = cluster.options.names_of(service)
-    return next(name for name in names if cluster.addresses[name] == newest.address)
-
-
-async def _whole(admin: Admin, cluster: LocalCluster) -> bool:
-    """Whether every process serves, somebody leads each service, and all copies are in sync."""
-    try:
-        nodes = (await admin.cluster()).nodes
-        kept = [node for node in nodes if node.service in ("storage", "offsets")]
-        sets = {(node.service, node.replica_set) for node in kept}
-        copies = [await replicas_of(admin, *one) for one in sorted(sets)]
-    except BatonError:
-        return False
-    there = {node.address for node in nodes}
-    return (
-        there.issuperset(cluster.addresses[name] for name in cluster.options.names)
-        and any(node.service == "lockmgr" and node.leader for node in nodes)
-        and all(found and all(one.in_sync for one in found) for found in copies)
-    )
 
 
 async def _queues(nameserver: str) -> tuple[QueueId, ...]:
