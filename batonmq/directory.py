@@ -299,6 +299,11 @@ class Directory:
             self._nodes = list(answer.nodes)
             return self._nodes
 
+    def doubt(self, error: BatonError) -> None:
+        """Look the nodes up again before the next call, if the error says that somebody moved."""
+        if isinstance(error, Unreachable | NoQuorum) or error.retry is Retry.REFRESH_ROUTE:
+            self._nodes = []
+
     async def pause(self, error: BatonError, failures: int) -> None:
         """Wait before the next try, as long as `error` and the failures so far suggest.
 

@@ -499,7 +499,9 @@ class Puller:
         try:
             return await call()
         except grpc.aio.AioRpcError as failure:
-            raise self._with_remedy(from_rpc_error(failure)) from failure
+            error = self._with_remedy(from_rpc_error(failure))
+            self._directory.doubt(error)
+            raise error from failure
 
     def _with_remedy(self, error: BatonError) -> BatonError:
         if isinstance(error, ModeChanged):

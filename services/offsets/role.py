@@ -16,6 +16,7 @@ from services.offsets.following import Following
 from services.offsets.mastership import Mastership
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.serving import Offsets
+from services.runtime import role
 from services.runtime.member import Member
 from services.runtime.process import Runtime
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 Serve = Callable[[Mastership], Offsets]
 
 
-class Role:
+class Role(role.Role[Mastership]):
     """This node's part in its replica set.
 
     Args:
@@ -42,49 +43,21 @@ class Role:
     ) -> None:
         self._settings, self._runtime = settings, runtime
         self._following, self._serve, self._metrics = following, serve, metrics
-        self.member = Member(
-            runtime,
-            name=settings.replica_set,
-            members=settings.members,
-            lease_ms=settings.master_lease_ms,
-            position=lambda: following.changes.position,
+        super().__init__(
+            Member(
+                runtime,
+                name=settings.replica_set,
+                members=settings.members,
+                lease_ms=settings.master_lease_ms,
+                position=lambda: following.changes.position,
+            )
         )
-        self._mastership: Mastership | None = None
         self._offsets: Offsets | None = None
 
     @property
     def replica_set(self) -> str:
         """Name of the set."""
         return self._settings.replica_set
-
-    def check(self) -> None:
-        """Refuse to answer once the lease may be over.
-
-        Raises:
-            NoQuorum, NotLeader: it may be; or another node is the master.
-        """
-        self.member.check()
-
-    @property
-    def mastership(self) -> Mastership:
-        """What slaves ask.
-
-        Raises:
-            NotLeader: this node is not the master.
-        """
-        self.check()
-        if self._mastership is None:
-            raise self.member.not_leader()
-        return self._mastership
-
-    def check_still(self, mastership: Mastership) -> None:
-        """Refuse to answer for a mastership that is over, whoever is the master now.
-
-        Raises:
-            NoQuorum, NotLeader: it is.
-        """
-        if self.mastership is not mastership:
-            raise self.member.not_leader()
 
     @property
     def offsets(self) -> Offsets:

@@ -12,6 +12,7 @@ import logging
 from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.errors import BatonError, NotEnoughReplicas, NotServing
+from services.runtime import role
 from services.runtime.member import Member
 from services.runtime.process import Runtime
 from services.storage.config import StorageSettings
@@ -30,7 +31,7 @@ WATCH_INTERVAL_S = 0.5
 _BEGINS = "the new master waits for its slaves"
 
 
-class Role(Guarantee):
+class Role(role.Role[Mastership], Guarantee):
     """This node's part in its replica set; call `begin` first.
 
     Attributes:
@@ -52,17 +53,18 @@ class Role(Guarantee):
         self._metrics, self._stream = metrics, stream
         metrics.master.set_function(lambda: not self.is_slave)
         self.broker = settings.broker_name
-        self.member = Member(
-            runtime,
-            name=self.broker,
-            members=settings.members,
-            lease_ms=settings.master_lease_ms,
-            position=lambda: self.copy.position,
-            room=settings.room,
+        super().__init__(
+            Member(
+                runtime,
+                name=self.broker,
+                members=settings.members,
+                lease_ms=settings.master_lease_ms,
+                position=lambda: self.copy.position,
+                room=settings.room,
+            )
         )
         self.member.standing_back = self._stands_back
         self._following: Following | None = None
-        self._mastership: Mastership | None = None
         self._acting = False
         self._stands_back_to_ms = 0
 
@@ -70,35 +72,6 @@ class Role(Guarantee):
         """The copy, and what keeps it like the master's while that is another node."""
         self.copy, self._following = copy, following
         copy.on_failure.append(lambda: self._step_back("its disk has failed"))
-
-    def check(self) -> None:
-        """Refuse to answer once the lease may be over.
-
-        Raises:
-            NoQuorum, NotLeader: it may be; or another node is the master.
-        """
-        self.member.check()
-
-    @property
-    def mastership(self) -> Mastership:
-        """What slaves ask.
-
-        Raises:
-            NotLeader: this node is not the master.
-        """
-        self.check()
-        if self._mastership is None:
-            raise self.member.not_leader()
-        return self._mastership
-
-    def check_still(self, mastership: Mastership) -> None:
-        """Refuse to answer for a mastership that is over, whoever is the master now.
-
-        Raises:
-            NoQuorum, NotLeader: it is.
-        """
-        if self.mastership is not mastership:
-            raise self.member.not_leader()
 
     @property
     def acting(self) -> Serving:

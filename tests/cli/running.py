@@ -15,6 +15,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from batonmq.cli import app
+from batonmq.local.ports import keep_ports
 
 BATON = (sys.executable, "-m", "batonmq.cli")
 
@@ -101,7 +102,14 @@ class Up:
 
 @contextmanager
 def up(data_dir: Path) -> Iterator[Up]:
-    """`baton up` on `data_dir`; killed in the end if it still runs."""
+    """`baton up` on `data_dir`; killed in the end if it still runs.
+
+    Its nameserver has a port of its own from the first time on, not the one that every cluster
+    would like to have: another one may have that when the cluster comes back.
+    """
+    ports = data_dir / "ports.json"
+    if not ports.exists():
+        keep_ports(ports, ["nameserver"])
     command = [*BATON, "--format", "json", "up", "--data-dir", str(data_dir)]
     stderr = data_dir.with_name(f"{data_dir.name}.stderr")
     with (

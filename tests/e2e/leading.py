@@ -5,6 +5,7 @@ from __future__ import annotations
 from batonmq.admin import Admin
 from batonmq.common.errors import BatonError
 from batonmq.local.cluster import LocalCluster
+from batonmq.local.standing import leading
 from batonmq.replication import replicas_of
 from tests.support.waiting import until
 
@@ -20,18 +21,8 @@ async def leader(
     found: list[str] = []
 
     async def look() -> bool:
-        nodes = (await admin.cluster()).nodes
-        leading = [
-            node
-            for node in nodes
-            if node.service == service and node.leader and broker in ("", node.replica_set)
-        ]
-        newest = max(leading, key=lambda node: node.epoch, default=None)
-        found[:] = [
-            name
-            for name in cluster.options.names_of(service)
-            if newest is not None and cluster.addresses[name] == newest.address
-        ]
+        name = await leading(admin, cluster, service, broker)
+        found[:] = [name] if name is not None else []
         return bool(found) and found[0] != but
 
     await until(look, timeout_s=60)

@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from batonmq.admin import Admin
-from batonmq.common.errors import BatonError
+from batonmq.common.errors import BatonError, Unreachable
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
+from batonmq.producer import Producer
+from batonmq.puller import Puller
 from tests.e2e.crew import Crew, crew_of, send
 from tests.e2e.leading import in_sync, leader
 from tests.support.cluster import SEGMENT_BYTES
@@ -153,3 +155,28 @@ async def test_a_master_of_offsets_returns_with_an_old_file(tmp_path: Path) -> N
 async def test_a_master_of_storage_returns_with_an_old_log(tmp_path: Path) -> None:
     async with story(tmp_path, ClusterOptions(storage_replicas=2)) as told:
         await told.goes_down_and_returns("storage", BROKER)
+
+
+async def test_a_commit_that_is_repeated_reaches_the_next_master(tmp_path: Path) -> None:
+    options = ClusterOptions(offsets=3, auto_restart=False)
+    async with (
+        LocalCluster(tmp_path / "cluster", options) as cluster,
+        Admin(cluster.nameserver) as admin,
+        Puller(cluster.nameserver, "readers") as puller,
+        Producer(cluster.nameserver) as producer,
+    ):
+        await admin.create_topic(TOPIC, 1)
+        await admin.update_group("readers", ownership="off")
+        queue = (await producer.send(TOPIC, b"1")).queue
+        await puller.commit({queue: 0})
+        await cluster.kill(await leader(admin, cluster, "offsets"))
+
+        async def is_committed() -> bool:
+            try:
+                await puller.commit({queue: 1})
+            except Unreachable:
+                return False
+            return True
+
+        await until(is_committed, timeout_s=60)
+        assert await puller.committed(queue) == 1

@@ -27,8 +27,7 @@ from tests.faults.history import (
 
 CAUGHT_US = 250_000
 """Who stood still between looking at its deadline and starting the handler starts it so soon after
-it goes on: one message of a queue at most."""
-
+it goes on, under its old token: one message of a queue at most."""
 
 STUCK_MS = 25_000
 """Somebody who looked 15 s ago, and then now, may believe for 5 s more that a queue has moved."""
@@ -206,13 +205,13 @@ def _check_again(history: History, firsts: Firsts, span_max: int) -> Iterator[Re
             f"{after.member} under {after.token}, {(after.start_us - before.start_us) // 1000} ms "
             "later"
         )
-        if (late := _caught(crashes, after)) is not None:
+        if after.token < before.token and (late := _caught(crashes, after)) is not None:
             caught[late, after.queue] += 1
             continue
         if not after.redelivered:
             yield Reason("not flagged", what)
         fall = _reason_to_repeat(crashes.get(before.member, []), before, after)
-        if fall is None:
+        if fall is None or after.token == before.token:
             yield Reason("handled twice", what)
         elif committed.below(after.queue, after.start_us) > after.offset:
             yield Reason("handled twice", f"{what}; it was committed by then")

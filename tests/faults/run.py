@@ -14,10 +14,9 @@ from batonmq.admin import Admin
 from batonmq.common.errors import BatonError
 from batonmq.local.child import NotReady
 from batonmq.local.cluster import LocalCluster
-from batonmq.local.etcd import is_healthy
 from batonmq.local.layout import ClusterOptions, highly_available
 from batonmq.local.place import LOOPBACK, Place
-from batonmq.replication import replicas_of
+from batonmq.local.standing import lacks, leading
 from tests.e2e.member import now_us
 from tests.faults.crowd import Crowd, crowd_at
 from tests.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike
@@ -81,7 +80,8 @@ class Stage:
         struck.end_us = now_us()
         healed = await _within(_HEAL_S, self._is_whole)
         if not healed:
-            self.problems.append(f"not healed {_HEAL_S:g} s after: {what}; {await self._lacks()}")
+            still = await lacks(self.admin, self.cluster)
+            self.problems.append(f"not healed {_HEAL_S:g} s after: {what}; {still}")
             return False
         struck.healed_us = now_us()
         await asyncio.sleep(fault.rest_ms / 1000)
@@ -105,41 +105,14 @@ class Stage:
         """Who leads a part, if somebody does."""
         service, _, broker = part.partition(" ")
         with suppress(BatonError):
-            nodes = (await self.admin.cluster()).nodes
-            leading = [
-                node
-                for node in nodes
-                if node.service == service and node.leader and broker in ("", node.replica_set)
-            ]
-            newest = max(leading, key=lambda node: node.epoch, default=None)
-            if newest is not None:
-                addresses = self.cluster.addresses
-                return [name for name in self.sets[part] if addresses[name] == newest.address]
+            name = await leading(self.admin, self.cluster, service, broker)
+            return [name] if name is not None else []
         return []
 
     async def _is_whole(self) -> bool:
         """Whether everybody serves, somebody leads each set, and all could be elected."""
         await self._raise_the_dead()
-        return not await self._lacks()
-
-    async def _lacks(self) -> str:
-        """Something that is not as it should be; empty if there is nothing."""
-        for endpoint in self.cluster.addresses["etcd"].split(","):
-            if not await is_healthy(endpoint):
-                return f"etcd at {endpoint} does not answer"
-        try:
-            nodes = (await self.admin.cluster()).nodes
-            brokers = {node.replica_set for node in nodes if node.service == "storage"}
-            sets = [*(("storage", one) for one in sorted(brokers)), ("offsets", "")]
-            copies = [one for each in sets for one in await replicas_of(self.admin, *each)]
-        except BatonError as error:
-            return f"{error.reason}: {error.message}"
-        there, addresses = {node.address for node in nodes}, self.cluster.addresses
-        away = [one for one in self.cluster.options.names if addresses[one] not in there]
-        behind = [one.node_id for one in copies if not one.in_sync]
-        if not any(node.service == "lockmgr" and node.leader for node in nodes):
-            return "no lock manager leads"
-        return f"{away} are not registered, {behind} not in sync" if away or behind else ""
+        return not await lacks(self.admin, self.cluster)
 
     async def _raise_the_dead(self) -> None:
         """Nobody should be dead by now; who is gets started again, and is told of."""

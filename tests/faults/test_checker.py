@@ -170,6 +170,12 @@ def test_a_committed_message_must_not_be_handled_again() -> None:
     assert rules(replace(RIGHT, samples=samples)) == {"handled twice"}
 
 
+def test_a_message_must_not_be_handled_twice_under_one_token() -> None:
+    twice = handled(1, 1, 1_000)._replace(redelivered=True)
+    history = replace(RIGHT, handlings=[*RIGHT.handlings[:2], twice], sends=[ok(0, 0), ok(1, 1)])
+    assert "handled twice" in rules(replace(history, ownings=[], samples=[], stored=LOG[:2]))
+
+
 def test_more_must_not_be_handled_again_than_an_owner_may_have_in_hand() -> None:
     many = range(SPAN_MAX + 1)
     history = History(
@@ -200,6 +206,26 @@ def test_who_stood_still_may_have_been_about_to_start_one() -> None:
 
 def test_who_stood_still_must_not_start_more_than_one() -> None:
     assert rules(zombie(2)) == {"zombie"}
+
+
+def test_who_stood_still_may_go_on_under_a_new_token() -> None:
+    """`a` gives up the two it had in hand, and is granted the queue again at once."""
+    in_hand = [handled(1, 1, 110), handled(2, 2, 112)]
+    again = [
+        one._replace(start_us=one.start_us + 890, done_us=one.start_us + 891, token=2)
+        for one in in_hand
+    ]
+    history = replace(
+        RIGHT,
+        handlings=[
+            RIGHT.handlings[0],
+            *in_hand,
+            *(one._replace(redelivered=True) for one in again),
+        ],
+        crashes=[Crash("a", 120, 890)],
+        ownings=[Owning("a", "granted", Q, 1, 90), Owning("a", "granted", Q, 2, 900)],
+    )
+    assert rules(history) == set()
 
 
 # ---- order and committed offsets

@@ -1,0 +1,104 @@
+"""How long a service is away when whoever leads it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from statistics import median
+from time import perf_counter
+
+from batonmq.admin import Admin
+from batonmq.common.errors import BatonError
+from batonmq.core.route import QueueId
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ClusterOptions, highly_available
+from batonmq.local.standing import lacks, leading
+from batonmq.producer import Producer
+from batonmq.puller import Puller
+from bench.figures import Figure, Goal, figure
+from bench.setup import TOPIC, Setup
+
+GROUP = "bench"
+GOAL_S = 5
+_LOOK_S = 0.02
+_HEAL_S = 60
+
+Work = Callable[[], Awaitable[object]]
+
+
+async def failovers(setup: Setup) -> list[Figure]:
+    """The leader of each service in turn is killed, and asked for something at that moment.
+
+    Measured until somebody answers. A killed process comes back, and nobody is killed before all
+    copies are in sync again.
+    """
+    options = highly_available(ClusterOptions(auto_restart=False, log_level="WARNING"))
+    rounds = setup.sized(20, 1)
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        admin = await stack.enter_async_context(Admin(cluster.nameserver))
+        await admin.create_topic(TOPIC, 1)
+        (queue,) = await _queues(cluster.nameserver)
+        await admin.update_group(GROUP, ownership="off")
+        producer = await stack.enter_async_context(Producer(cluster.nameserver))
+        puller = await stack.enter_async_context(Puller(cluster.nameserver, GROUP))
+        offset = (await producer.send(TOPIC, b"first")).offset
+
+        asked: Mapping[str, Work] = {
+            "storage": lambda: producer.send(TOPIC, b"x"),
+            "offsets": lambda: puller.commit({queue: offset + 1}),
+            "lockmgr": lambda: admin.list_locks(GROUP),
+            "nameserver": admin.list_topics,
+        }
+        found: dict[str, list[float]] = {service: [] for service in asked}
+        for number in range(rounds):
+            for service, work in asked.items():
+                setup.say(f"{service} {number + 1} of {rounds}")
+                broker = queue.broker if service == "storage" else ""
+                found[service].append(await _killed(admin, cluster, service, broker, work))
+    return [
+        figure(f"{service} killed to the next answer, {name}", value, "s", Goal(value_max=GOAL_S))
+        for service, times in found.items()
+        for name, value in (("p50", median(times)), (f"worst of {rounds}", max(times)))
+    ]
+
+
+async def _killed(
+    admin: Admin, cluster: LocalCluster, service: str, broker: str, work: Work
+) -> float:
+    """Seconds from the death of who leads until `work` is done."""
+    await _until(lambda: _whole(admin, cluster))
+    name = await leading(admin, cluster, service, broker)
+    assert name is not None, f"nobody leads {service}"
+    await cluster.kill(name)
+    begin = perf_counter()
+    await _until(lambda: _done(work))
+    took = perf_counter() - begin
+    await cluster.start(name)
+    return took
+
+
+async def _whole(admin: Admin, cluster: LocalCluster) -> bool:
+    return not await lacks(admin, cluster)
+
+
+async def _done(work: Work) -> bool:
+    try:
+        await work()
+    except BatonError:
+        return False
+    return True
+
+
+async def _queues(nameserver: str) -> tuple[QueueId, ...]:
+    async with Puller(nameserver) as puller:
+        return await puller.queues(TOPIC)
+
+
+async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(_HEAL_S):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(_LOOK_S)
