@@ -11,7 +11,8 @@ PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e spark spark-demo faults check bench demo examples docs up clean
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e spark spark-demo faults check bench demo examples docs up clean \
+  observe images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -25,9 +26,15 @@ $(SETUP): requirements.lock pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+LOCK_IMAGE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+  --constraint requirements.lock --custom-compile-command 'make lock'
+
 lock: $(SETUP)  ## choose newest allowed versions anew, into requirements.lock
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
 	  --custom-compile-command 'make lock' pyproject.toml -o requirements.lock
+	$(LOCK_IMAGE) pyproject.toml -o deploy/images/services.lock
+	$(LOCK_IMAGE) --extra spark pyproject.toml -o deploy/images/spark.lock
+	$(LOCK_IMAGE) --no-deps deploy/images/demo.in -o deploy/images/demo.lock
 
 fmt: $(SETUP)   ## rewrite code to the house format
 	ruff check --fix --quiet . && ruff format --quiet . && buf format -w
@@ -78,7 +85,7 @@ spark-demo: $(SETUP) ## the demo with the jobs of Spark beside it, and whether w
 faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON_FAULT_MINUTES, into build/faults
 	python -m tests.faults
 
-check: lint test ## what CI runs
+check: lint k8s test ## what CI runs
 
 bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and docs/performance.md
 	python -m bench
@@ -94,6 +101,42 @@ docs: $(SETUP)  ## API reference, into build/docs
 
 up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
 	baton up --data-dir .data
+
+observe: $(SETUP) ## rules and dashboards: promtool's verdict, every query asked of a Prometheus; skipped where it is not
+	cd deploy/prometheus && if command -v promtool >/dev/null; \
+	then promtool check config prometheus.yml && promtool test rules alerts_test.yaml; \
+	else echo "promtool skipped: it is not here (Debian: apt-get install prometheus)"; fi
+	pytest -q -rs tests/deploy/test_alerts.py tests/deploy/test_dashboards.py tests/deploy/test_live_metrics.py \
+	  tests/local/test_prometheus.py
+
+images: $(SETUP) ## container images, on BASE_IMAGE; WITH_SPARK=1 and WITH_ETCD=1 for those as well
+	deploy/images/build.sh
+
+k8s: $(SETUP)   ## every overlay and combination of components, rendered and validated; the scripts, too
+	python -m tests.deploy.manifests
+	if command -v shellcheck >/dev/null; then shellcheck deploy/*/*.sh; \
+	else echo "shellcheck skipped: it is not here"; fi
+
+kind-up:        ## a cluster of kind with BatonMQ in it; after `make images`
+	deploy/kind/up.sh
+
+kind-down:      ## without a trace
+	deploy/kind/down.sh
+
+kind-test:      ## the demo in it; then every pod is deleted in turn while messages flow
+	deploy/kubernetes/test.sh kind-baton kind
+
+minikube-up:    ## the same with minikube
+	deploy/minikube/up.sh
+
+minikube-down:
+	deploy/minikube/down.sh
+
+minikube-test:
+	deploy/kubernetes/test.sh baton minikube
+
+e2e-containers: $(SETUP) ## containers killed, paused and cut off under load; PAGE=1 writes docs/containers.md
+	python -m tests.containers $(if $(PAGE),--page)
 
 clean:          ## forget everything that was made here
 	rm -rf $(VENV) .data .gen-check build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

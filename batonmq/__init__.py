@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from batonmq.producing.settings import Durability, ProducerSettings
     from batonmq.puller import AtTime, Puller, PullerSettings
     from batonmq.scheduling import PendingSchedule, ScheduleReceipt
+    from batonmq.security import Security
 
 __all__ = [
     "Admin",
@@ -64,6 +65,7 @@ __all__ = [
     "Retry",
     "RetryLater",
     "ScheduleReceipt",
+    "Security",
     "Suspend",
     "Verdict",
     "errors",
@@ -97,6 +99,7 @@ _HOMES = {
     "Retry": "batonmq.common.errors",
     "RetryLater": "batonmq.consuming.results",
     "ScheduleReceipt": "batonmq.scheduling",
+    "Security": "batonmq.security",
     "Suspend": "batonmq.consuming.results",
     "Verdict": "batonmq.consuming.membership",
 }

@@ -31,7 +31,7 @@ from batonmq.common.errors import (
 from batonmq.common.rpc import from_rpc_error
 from batonmq.core.retries import retry_topic
 from batonmq.core.route import QueueId
-from batonmq.directory import CALL_TIMEOUT_S, Directory, Surroundings
+from batonmq.directory import CALL_TIMEOUT_S, Directory, Surroundings, as_reached
 from batonmq.group_reports import (
     Diagnosis,
     Group,
@@ -55,6 +55,7 @@ from batonmq.reports import (
     queue_to_pb,
     topic_from_pb,
 )
+from batonmq.security import Security
 
 QUEUES_PER_CALL = 10_000
 _AGAIN = (Retry.SAME_CALL, Retry.REFRESH_ROUTE)
@@ -69,6 +70,7 @@ class Admin:
         nameserver: host:port of a nameserver; several, separated by commas, are tried in turn.
         timeout_s: Bound of every question to a service. What may be asked again (the service
             starts, moves, or can't be reached) is, within that bound.
+        security: How to use TLS; None for none.
         surroundings: Randomness and transport; the real ones by default.
     """
 
@@ -77,9 +79,10 @@ class Admin:
         nameserver: str,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
+        security: Security | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
-        outside = surroundings or Surroundings()
+        outside = (surroundings or Surroundings()).secured(security)
         self.directory = Directory(nameserver, outside.random, outside.connect)
         self._timeout_s = timeout_s
 
@@ -177,12 +180,17 @@ class Admin:
 
     async def cluster(self) -> Cluster:
         """The live processes."""
-        answer = await self.ask(
-            lambda limit_s: self.directory.nameserver().DescribeCluster(
-                pb.DescribeClusterRequest(), timeout=limit_s
-            )
-        )
-        return Cluster(answer.cluster, answer.generation, tuple(map(node_from_pb, answer.nodes)))
+        asked = ""
+
+        def describe(limit_s: float) -> Awaitable[pb.DescribeClusterResponse]:
+            nonlocal asked
+            asked = self.directory.nameserver_address
+            request = pb.DescribeClusterRequest()
+            return self.directory.nameserver().DescribeCluster(request, timeout=limit_s)
+
+        answer = await self.ask(describe)
+        nodes = tuple(map(node_from_pb, as_reached(answer.nodes, asked)))
+        return Cluster(answer.cluster, answer.generation, nodes)
 
     async def list_groups(self) -> tuple[Group, ...]:
         """All groups by name, those without members included."""

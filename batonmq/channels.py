@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import grpc.aio
+
+from batonmq.secure_channel import Identity, Options, SecureChannel
+from batonmq.security import Security
 
 MESSAGE_BYTES_MAX = 40 * 1024 * 1024
 """Largest request or response: 32 MiB of batches and room around them."""
@@ -22,6 +28,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A process that comes back under its name may have another address: 30 s by itself.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A peer that died without a word, its cable cut, is found out within 5 s by every call to it,
     # also by one that may be held for long; servers take such pings as often as they come.
     ("grpc.keepalive_time_ms", 2_000),
@@ -33,6 +41,22 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`; it connects, and connects again, by itself."""
-    return grpc.aio.insecure_channel(address, options=OPTIONS)
+Connect = Callable[[str], grpc.aio.Channel]
+"""Makes a channel to `host:port`, which connects, and connects again, by itself."""
+
+
+def connect(address: str, options: Options = OPTIONS) -> grpc.aio.Channel:
+    """A channel without TLS."""
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def connector(security: Security | None, options: Options = OPTIONS) -> Connect:
+    """Makes channels over TLS; without it if there is no `security`.
+
+    Raises:
+        InvalidArgument: a file can't be used.
+    """
+    if security is None:
+        return partial(connect, options=options)
+    identity = Identity(security)
+    return lambda address: SecureChannel(address, identity, options)

@@ -94,9 +94,9 @@ class Consumer:
         metrics: ClientMetrics | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
-        outside = surroundings or Surroundings()
-        random, host = outside.random, socket.gethostname()
         chosen = settings or ConsumerSettings()
+        outside = (surroundings or Surroundings()).secured(chosen.security)
+        random, host = outside.random, socket.gethostname()
         incarnation_id = random.getrandbits(63) or 1
         self.client_id = client_id or f"{host}-{incarnation_id:016x}"
         counted = None if metrics is None else metrics.of_consumer(group, self.client_id)

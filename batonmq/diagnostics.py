@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 
 from batonmq.admin import Admin
-from batonmq.channels import connect
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError
 from batonmq.common.health import ask_health
 from batonmq.reports import Cluster, Node
 from batonmq.resets import Resets
+from batonmq.security import Security
 
 LOG_BYTES = 256 * 1024
 """So much of the end of each log."""
@@ -46,14 +46,21 @@ class Diagnostics:
 
     Args:
         told: Called with the number of files so far.
+        security: How to use TLS; None for none.
 
     Attributes:
         files: By name; what was found.
         problems: What was not, and why.
     """
 
-    def __init__(self, nameserver: str, told: Callable[[int], None] = lambda _: None) -> None:
-        self._nameserver, self._told = nameserver, told
+    def __init__(
+        self,
+        nameserver: str,
+        told: Callable[[int], None] = lambda _: None,
+        *,
+        security: Security | None = None,
+    ) -> None:
+        self._nameserver, self._told, self._security = nameserver, told, security
         self._room = asyncio.Semaphore(_AT_ONCE)
         self.files: dict[str, bytes] = {}
         self.problems: list[str] = []
@@ -64,7 +71,7 @@ class Diagnostics:
         try:
             async with (
                 asyncio.timeout(_WHOLE_TIMEOUT_S),
-                Admin(self._nameserver, timeout_s=_TIMEOUT_S) as admin,
+                Admin(self._nameserver, timeout_s=_TIMEOUT_S, security=self._security) as admin,
             ):
                 cluster = await self._tried("cluster", admin.cluster())
                 if cluster is not None:
@@ -124,7 +131,7 @@ class Diagnostics:
     async def _cluster(self, admin: Admin, cluster: Cluster) -> None:
         self.add_json("cluster.json", cluster)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._health(cluster.nodes))
+            tasks.create_task(self._health(admin, cluster.nodes))
             for node in cluster.nodes:
                 tasks.create_task(self._metrics(node))
             for broker in {n.replica_set for n in cluster.nodes if n.service == "storage"}:
@@ -133,10 +140,10 @@ class Diagnostics:
             tasks.create_task(self._topics(admin))
             tasks.create_task(self._groups(admin))
 
-    async def _health(self, nodes: Collection[Node]) -> None:
+    async def _health(self, admin: Admin, nodes: Collection[Node]) -> None:
         found = {}
         for node in nodes:
-            async with connect(node.address) as channel:
+            async with admin.directory.connect(node.address) as channel:
                 health = await ask_health(channel, timeout_s=_TIMEOUT_S)
             found[f"{node.service}/{node.node_id}"] = health
         self.add_json("health.json", found)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
+from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
@@ -21,7 +22,7 @@ from baton.storage.v1 import replication_service_pb2_grpc as storage_replication
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
-from batonmq.channels import connect
+from batonmq.channels import Connect, connect, connector
 from batonmq.common.backoff import Backoff
 from batonmq.common.clock import Clock
 from batonmq.common.errors import (
@@ -33,6 +34,7 @@ from batonmq.common.errors import (
     Unreachable,
 )
 from batonmq.common.rpc import from_rpc_error
+from batonmq.security import Security
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,15 @@ class Surroundings:
 
     clock: Clock = field(default_factory=Clock)
     random: Random = field(default_factory=_fresh_random)
-    connect: Callable[[str], grpc.aio.Channel] = connect
+    connect: Connect = connect
+
+    def secured(self, security: Security | None) -> Self:
+        """The same, over TLS if there is `security`.
+
+        Raises:
+            InvalidArgument: a file can't be used.
+        """
+        return self if security is None else replace(self, connect=connector(security))
 
 
 class Keeper(NamedTuple):
@@ -60,6 +70,19 @@ class Keeper(NamedTuple):
 
     offsets_set: str
     stub: offsets_grpc.OffsetsServiceAsyncStub
+
+
+def as_reached(nodes: Iterable[pb.Node], asked: str) -> list[pb.Node]:
+    """The nodes, each with the address at which it is reached by who has asked for them.
+
+    Args:
+        asked: Address of the nameserver that was asked. Who came to it from outside is outside.
+    """
+    found = list(nodes)
+    if any(n.service == pb.SERVICE_KIND_NAMESERVER and n.outside_address == asked for n in found):
+        for node in found:
+            node.address = node.outside_address or node.address
+    return found
 
 
 class Directory:
@@ -77,9 +100,9 @@ class Directory:
         self,
         nameserver: str,
         random: Random,
-        connect: Callable[[str], grpc.aio.Channel] = connect,
+        connect: Connect = connect,
     ) -> None:
-        self._connect = connect
+        self.connect = connect
         self._addresses = [part.strip() for part in nameserver.split(",") if part.strip()]
         if not self._addresses:
             raise InvalidArgument(
@@ -100,10 +123,18 @@ class Directory:
             await channel.close()
         self._channels.clear()
 
+    @property
+    def nameserver_address(self) -> str:
+        """Of the nameserver whose turn it is."""
+        return self._addresses[self._turn % len(self._addresses)]
+
     def nameserver(self) -> nameserver_grpc.NameserverServiceAsyncStub:
         """A stub for the nameserver whose turn it is."""
-        address = self._addresses[self._turn % len(self._addresses)]
-        return nameserver_grpc.NameserverServiceStub(self._channel(address))
+        return nameserver_grpc.NameserverServiceStub(self._channel(self.nameserver_address))
+
+    def access(self) -> access_grpc.AccessServiceAsyncStub:
+        """A stub for who may do what, at the nameserver whose turn it is."""
+        return access_grpc.AccessServiceStub(self._channel(self.nameserver_address))
 
     def next_nameserver(self) -> None:
         """Try another nameserver from now on, if there is one."""
@@ -289,6 +320,7 @@ class Directory:
         async with self._refreshing:
             if self._nodes is not before:
                 return self._nodes
+            asked = self.nameserver_address
             try:
                 answer = await self.nameserver().DescribeCluster(
                     pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
@@ -296,7 +328,7 @@ class Directory:
             except grpc.aio.AioRpcError as error:
                 self.next_nameserver()
                 raise from_rpc_error(error) from error
-            self._nodes = list(answer.nodes)
+            self._nodes = as_reached(answer.nodes, asked)
             return self._nodes
 
     def doubt(self, error: BatonError) -> None:
@@ -323,7 +355,7 @@ class Directory:
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = self._connect(address)
+            channel = self._channels[address] = self.connect(address)
         return channel
 
     async def _address(self, service: pb.ServiceKind.ValueType, replica_set: str = "") -> str:

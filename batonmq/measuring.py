@@ -17,7 +17,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -29,6 +29,7 @@ from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.producer import Producer
 from batonmq.producing.settings import ProducerSettings
+from batonmq.security import Security
 
 _MARK = struct.Struct(">qd")
 SIZE_BYTES_MIN = _MARK.size
@@ -119,10 +120,20 @@ class Bench:
 
     Args:
         told: Called with the number of messages so far.
+        security: How to use TLS; None for none.
     """
 
-    def __init__(self, admin: Admin, nameserver: str, topic: str, told: Told) -> None:
+    def __init__(
+        self,
+        admin: Admin,
+        nameserver: str,
+        topic: str,
+        told: Told,
+        *,
+        security: Security | None = None,
+    ) -> None:
         self._admin, self._nameserver, self._topic, self._told = admin, nameserver, topic, told
+        self._security = security
 
     async def produce(self, load: Load) -> Measured:
         """Send, and measure the time until the receipt. One message goes ahead, unmeasured."""
@@ -201,9 +212,10 @@ class Bench:
 
     @asynccontextmanager
     async def _producers(self, load: Load) -> AsyncIterator[list[Producer]]:
+        settings = replace(load.settings, security=self._security)
         async with AsyncExitStack() as stack:
             yield [
-                await stack.enter_async_context(Producer(self._nameserver, load.settings))
+                await stack.enter_async_context(Producer(self._nameserver, settings))
                 for _ in range(load.producers)
             ]
 
@@ -214,7 +226,7 @@ class Bench:
         Args:
             changed: Called when a queue comes or goes.
         """
-        settings = ConsumerSettings(consume_from="first", send_back=False)
+        settings = ConsumerSettings(consume_from="first", send_back=False, security=self._security)
         member = Consumer(
             self._nameserver,
             group,

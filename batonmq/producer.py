@@ -54,9 +54,9 @@ class Producer:
         metrics: ClientMetrics | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
-        outside = surroundings or Surroundings()
-        self._metrics = None if metrics is None else metrics.of_producer()
         self._settings = settings or ProducerSettings()
+        outside = (surroundings or Surroundings()).secured(self._settings.security)
+        self._metrics = None if metrics is None else metrics.of_producer()
         self._clock = outside.clock
         self._directory = Directory(nameserver, outside.random, outside.connect)
         self._tasks = asyncio.TaskGroup()

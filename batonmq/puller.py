@@ -40,6 +40,7 @@ from batonmq.core.subscription import Filter, TagFilter, parse_filter
 from batonmq.directory import CALL_TIMEOUT_S, Directory, Surroundings
 from batonmq.keeping import asked_of_keeper, check_kept
 from batonmq.routes import query_route, queues_of
+from batonmq.security import Security
 
 T = TypeVar("T")
 COMMIT_ITEMS_MAX = 1_024
@@ -75,6 +76,7 @@ class PullerSettings:
         pull_hold_ms: How long storage holds a fetch that finds nothing; with a group only.
         read_idle_ms: Without a group nothing is held: so long the puller waits at the end of a
             queue before it looks again.
+        security: How to use TLS; None for none.
     """
 
     consume_from: ConsumeFrom = "last"
@@ -86,6 +88,7 @@ class PullerSettings:
     pull_bytes_max: int = 1024 * 1024
     pull_hold_ms: int = 15_000
     read_idle_ms: int = 100
+    security: Security | None = None
 
 
 class Puller:
@@ -117,9 +120,9 @@ class Puller:
         filters: Mapping[str, str] | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
-        outside = surroundings or Surroundings()
-        self._group = check_group(group) if group else ""
         self._settings = settings or PullerSettings()
+        outside = (surroundings or Surroundings()).secured(self._settings.security)
+        self._group = check_group(group) if group else ""
         self._filters = {topic: parse_filter(text) for topic, text in (filters or {}).items()}
         self._random = outside.random
         self._directory = Directory(nameserver, outside.random, outside.connect)

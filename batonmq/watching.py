@@ -13,6 +13,7 @@ from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
 from batonmq.directory import Directory, Surroundings
+from batonmq.security import Security
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class EventWatch:
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
         take: Is given each batch.
+        security: How to use TLS; None for none.
 
     Attributes:
         following: Addresses of the nodes that are listened to at the moment.
@@ -35,8 +37,10 @@ class EventWatch:
         nameserver: str,
         take: Callable[[pb.MetricBatch], None],
         surroundings: Surroundings | None = None,
+        *,
+        security: Security | None = None,
     ) -> None:
-        outside = surroundings or Surroundings()
+        outside = (surroundings or Surroundings()).secured(security)
         self._directory = Directory(nameserver, outside.random, outside.connect)
         self._connect, self._take = outside.connect, take
         self.following: set[str] = set()

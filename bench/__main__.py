@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bench import (
+    access,
     consumers,
     core,
     delay,
@@ -28,6 +29,7 @@ from bench import (
     spark,
     starts,
     streams,
+    tls,
     wire,
 )
 from bench.figures import Figure, write
@@ -55,6 +57,8 @@ BENCHES: dict[str, Callable[[Setup], Awaitable[list[Figure]]]] = {
     "spark": spark.spark,
     "keep-alives": ownership.keep_alives,
     "streams": streams.streams,
+    "tls": tls.tls,
+    "access": access.access,
 }
 
 

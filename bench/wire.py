@@ -38,13 +38,13 @@ async def _appends(setup: Setup, here: Site, record_bytes: int) -> list[Figure]:
 
     async def stored(requests: Sequence[pb.AppendRequest]) -> float:
         await asyncio.to_thread(os.sync)  # else the disk is busy with the round before
-        return await _rate(here.storage, requests, count)
+        return await rate(here.storage, requests, count)
 
     for stub in (here.echo, here.storage):
-        await _rate(stub, memory, IN_FLIGHT)
+        await rate(stub, memory, IN_FLIGHT)
     rates = await interleaved(
         {
-            "echo": lambda: _rate(here.echo, memory, count),
+            "echo": lambda: rate(here.echo, memory, count),
             "async": lambda: stored(memory),
             "fsync": lambda: stored(synced),
         },
@@ -146,7 +146,7 @@ def _requests(
     return [pb.AppendRequest(batches=[raw], durability=durability) for raw in batches]
 
 
-async def _rate(
+async def rate(
     stub: storage_grpc.StorageServiceAsyncStub, requests: Sequence[pb.AppendRequest], count: int
 ) -> float:
     """MiB per second of `count` requests, `IN_FLIGHT` at a time."""

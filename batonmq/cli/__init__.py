@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from batonmq.cli import (
+    access,
     bench,
     cluster,
     config,
@@ -19,6 +20,7 @@ from batonmq.cli import (
     lock,
     message,
     mqadmin,
+    security,
     topic,
 )
 from batonmq.cli import context as contexts
@@ -32,12 +34,24 @@ from batonmq.cli.moving import move, spread_groups
 from batonmq.cli.output import Form, Output
 from batonmq.cli.produce import produce
 from batonmq.cli.resets import clone, reset_offsets, resets
+from batonmq.cli.security import (
+    CaFileOption,
+    CertFileOption,
+    Given,
+    KeyFileOption,
+    ServerNameOption,
+    TlsOption,
+    TokenFileOption,
+    token_of_environment,
+)
 from batonmq.cli.session import DEFAULT_NAMESERVER, Defaults
 from batonmq.cli.stuck import lag, why_stuck
 from batonmq.cli.top import top
 from batonmq.cli.topic_stats import stats
 from batonmq.cli.trace import trace
 from batonmq.cli.up import up
+from batonmq.common.errors import InvalidArgument
+from batonmq.security import Security
 
 app = typer.Typer(
     name="baton",
@@ -58,6 +72,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def baton(
     context: typer.Context,
+    *,
     nameserver: Annotated[
         str | None,
         typer.Option(
@@ -99,6 +114,12 @@ def baton(
             show_default=False,
         ),
     ] = None,
+    tls: TlsOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+    server_name: ServerNameOption = None,
+    token_file: TokenFileOption = None,
     _version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Version.")
     ] = False,
@@ -106,22 +127,45 @@ def baton(
     """A message broker whose queues change hands like a baton."""
     path = file or default_config()
     try:
-        chosen = _chosen(path, name, lenient=context.invoked_subcommand == "context")
+        mending = context.invoked_subcommand == "context"
+        chosen = _chosen(path, name, lenient=mending)
     except ContextError as error:
         Output(form or Form.TABLE).failure("BAD_CONTEXT", str(error), "See: baton context list.")
         raise typer.Exit(1) from error
+    given: dict[str, str | bool | None] = {
+        "tls": tls,
+        "ca_file": ca_file,
+        "cert_file": cert_file,
+        "key_file": key_file,
+        "server_name": server_name,
+        "token_file": token_file,
+    }
+    token = token_of_environment()
     if _on_command_line(context, "name"):  # who names a cluster does not mean that of a variable
         if not _on_command_line(context, "nameserver"):
             nameserver = chosen.nameserver or nameserver
         if not _on_command_line(context, "form") and chosen.format:
             form = Form(chosen.format)
+        given = {
+            key: value if _on_command_line(context, key) else None for key, value in given.items()
+        }
+        token = ""
     usual = Form(chosen.format) if chosen.format else Form.TABLE
     context.obj = Defaults(
         nameserver or chosen.nameserver or DEFAULT_NAMESERVER,
         form or usual,
         chosen.by or "",
         path,
+        None if mending else _security(given, token, chosen, form or usual),
     )
+
+
+def _security(given: Given, token: str, chosen: Context, form: Form) -> Security | None:
+    try:
+        return security.chosen(given, token, chosen)
+    except InvalidArgument as error:
+        Output(form).error(error)
+        raise typer.Exit(1) from error
 
 
 def _on_command_line(context: typer.Context, parameter: str) -> bool:
@@ -159,6 +203,7 @@ app.add_typer(dlq.app, name="dlq")
 app.add_typer(lock.app, name="lock")
 cluster.app.command()(spread_groups)
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(access.app, name="access")
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(debug.app, name="debug")

@@ -20,7 +20,7 @@ from batonmq.cli.session import FormatOption, NameserverOption, Session, open_se
 from batonmq.cli.times import parse_rate
 from batonmq.common.errors import InvalidArgument
 from batonmq.core.records import BODY_BYTES_MAX
-from batonmq.measuring import SIZE_BYTES_MIN, Bench, Load, Measured, own_topic
+from batonmq.measuring import SIZE_BYTES_MIN, Bench, Load, Measured, Told, own_topic
 from batonmq.producing.settings import Durability, ProducerSettings
 
 app = typer.Typer(help="Measure how fast a running cluster is.", no_args_is_help=True)
@@ -200,18 +200,18 @@ async def _measure(
 ) -> None:
     name, session = f"bench-{secrets.token_hex(4)}", place.session
     total = load.count or (round(load.per_s * load.seconds) if load.per_s else None)
-    async with Admin(session.nameserver) as admin, place.open(admin, name) as topic:
+    async with session.admin() as admin, place.open(admin, name) as topic:
         with progress("messages", total) as told:
-            measured = await measure(Bench(admin, session.nameserver, topic, told), name)
+            measured = await measure(_bench(session, admin, topic, told), name)
     _show(session, what, topic, measured, asdict(load) | {"settings": _told(load.settings)})
 
 
 async def _consume(place: _Place, size: int, count: int, form: Literal["batch", "single"]) -> None:
     name, session = f"bench-{secrets.token_hex(4)}", place.session
-    async with Admin(session.nameserver) as admin, place.open(admin, name) as topic:
+    async with session.admin() as admin, place.open(admin, name) as topic:
         if not place.topic:
             with progress("messages written", count) as told:
-                filling = Bench(admin, session.nameserver, topic, told)
+                filling = _bench(session, admin, topic, told)
                 await filling.produce(Load(size_bytes=size, count=count))
         detail = await admin.describe_topic(topic)
         session.output.problems(detail.problems)
@@ -219,9 +219,13 @@ async def _consume(place: _Place, size: int, count: int, form: Literal["batch", 
         if not there:
             raise InvalidArgument(f"topic {topic} holds no message", facts={"field": "topic"})
         with progress("messages read", min(count, there)) as told:
-            bench = Bench(admin, session.nameserver, topic, told)
+            bench = _bench(session, admin, topic, told)
             measured = await bench.consume(name, min(count, there), size, form)
     _show(session, "consume", topic, measured, {"handler": form})
+
+
+def _bench(session: Session, admin: Admin, topic: str, told: Told) -> Bench:
+    return Bench(admin, session.nameserver, topic, told, security=session.security)
 
 
 def _show(session: Session, what: str, topic: str, measured: Measured, load: Item) -> None:

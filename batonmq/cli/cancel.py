@@ -8,6 +8,7 @@ import typer
 
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.producer import Producer
+from batonmq.producing.settings import ProducerSettings
 
 
 def cancel(
@@ -23,6 +24,7 @@ def cancel(
 
 
 async def _cancel(session: Session, schedule_id: str) -> None:
-    async with Producer(session.nameserver) as producer:
+    settings = ProducerSettings(security=session.security)
+    async with Producer(session.nameserver, settings) as producer:
         await producer.cancel(schedule_id)
     session.output.line({"schedule_id": schedule_id}, f"{schedule_id} cancelled")

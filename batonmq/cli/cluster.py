@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from batonmq.admin import Admin
-from batonmq.channels import connect
+from batonmq.channels import Connect
 from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, Item, counted, duration, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
@@ -113,11 +113,12 @@ def status(
 
 
 async def _status(session: Session) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         found = await admin.cluster()
         copies, problems = await replicas(admin, found.nodes)
+    connect, now_unix_ms = admin.directory.connect, Clock().unix_ms()
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(_look(node, Clock().unix_ms())) for node in found.nodes]
+        asked = [tasks.create_task(_look(node, connect, now_unix_ms)) for node in found.nodes]
     nodes = [
         task.result() | _copy_of(node, copies)
         for node, task in zip(found.nodes, asked, strict=True)
@@ -145,7 +146,7 @@ async def _status(session: Session) -> None:
     )
 
 
-async def _look(node: Node, now_unix_ms: int) -> dict[str, Any]:
+async def _look(node: Node, connect: Connect, now_unix_ms: int) -> dict[str, Any]:
     async with connect(node.address) as channel:
         health = await ask_health(channel, timeout_s=_HEALTH_TIMEOUT_S)
     return asdict(node) | {
@@ -176,7 +177,7 @@ def brokers(
 
 async def _brokers(session: Session, seconds: float) -> None:
     now_s = asyncio.get_running_loop().time
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         nodes = _masters((await admin.cluster()).nodes)
         begin_s = now_s()
         before, problems = await _described(admin, nodes)
@@ -213,7 +214,7 @@ def replication(
 
 
 async def _replication(session: Session) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         nodes = (await admin.cluster()).nodes
         brokers, problems = await _described(admin, _masters(nodes))
         copies, unheard = await replicas(admin, nodes)
@@ -281,7 +282,7 @@ def elect_node(
 
 
 async def _elect(session: Session, whom: tuple[str, str, str], by: str) -> ElectionPlan:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         return await elect(admin, *whom, by=by)
 
 

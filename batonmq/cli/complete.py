@@ -10,7 +10,8 @@ import typer
 
 from batonmq.admin import Admin
 from batonmq.cli import context_file
-from batonmq.cli.context_file import ContextError
+from batonmq.cli.context_file import SECURITY, Context, ContextError
+from batonmq.cli.security import chosen, token_of_environment
 from batonmq.cli.session import DEFAULT_NAMESERVER
 from batonmq.common.errors import BatonError
 from batonmq.core.names import is_system_topic
@@ -52,7 +53,7 @@ def _begin(incomplete: str, names: list[str]) -> list[str]:
 
 def _asked(context: typer.Context, names: Callable[[Admin], Awaitable[list[str]]]) -> list[str]:
     async def ask() -> list[str]:
-        async with asyncio.timeout(_DEADLINE_S), Admin(_nameserver(context)) as admin:
+        async with asyncio.timeout(_DEADLINE_S), _admin(context) as admin:
             return await names(admin)
 
     try:
@@ -61,16 +62,17 @@ def _asked(context: typer.Context, names: Callable[[Admin], Awaitable[list[str]]
         return []
 
 
-def _nameserver(context: typer.Context) -> str:
+def _admin(context: typer.Context) -> Admin:
     """As the command would choose it, which does not run here: option, variable, context."""
     front = context.find_root().params
-    given = context.params.get("nameserver") or front.get("nameserver")
-    if given:
-        return str(given)
     contexts = context_file.read(_config(context))
     name = front.get("name") or contexts.current
-    chosen = contexts.get(str(name)).nameserver if name else None
-    return chosen or DEFAULT_NAMESERVER
+    said = contexts.get(str(name)) if name else Context()
+    given = context.params.get("nameserver") or front.get("nameserver") or said.nameserver
+    told = {key: front.get(key) for key in SECURITY}
+    return Admin(
+        str(given or DEFAULT_NAMESERVER), security=chosen(told, token_of_environment(), said)
+    )
 
 
 def _config(context: typer.Context) -> Path:

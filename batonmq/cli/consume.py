@@ -125,7 +125,7 @@ class _Reading:
     async def run(self, *, follow: bool) -> None:
         """Print until the count, the end or a signal."""
         wanted = {self.topic: parse_filter(self.expression).canonical()}  # before anybody is asked
-        async with Admin(self.session.nameserver) as admin:
+        async with self.session.admin() as admin:
             settings = await self._settings(admin)
             consumer = Consumer(self.session.nameserver, self.group, wanted, settings)
             ends = await self._ends(admin)
@@ -155,6 +155,7 @@ class _Reading:
             start_unix_ms=start.unix_ms,
             commit_interval_ms=500,
             send_back=False,
+            security=self.session.security,
         )
         try:
             group = await admin.describe_group(self.group)

@@ -10,7 +10,7 @@ import typer
 
 from batonmq.cli import context_file
 from batonmq.cli.complete import contexts_that_begin
-from batonmq.cli.context_file import ContextError, Contexts
+from batonmq.cli.context_file import SECURITY, ContextError, Contexts
 from batonmq.cli.output import Columns, Form
 from batonmq.cli.session import Defaults, FormatOption, Session, open_session
 
@@ -19,12 +19,21 @@ NameArgument = Annotated[
     str,
     typer.Argument(metavar="NAME", help="Name of the context.", autocompletion=contexts_that_begin),
 ]
+_FileOption = Annotated[str | None, typer.Option(metavar="FILE", help="Empty for none.")]
 _COLUMNS: Columns = {
     "CURRENT": lambda item: "*" if item["current"] else None,
     "NAME": "name",
     "NAMESERVER": "nameserver",
     "FORMAT": "format",
     "BY": "by",
+}
+_MORE_COLUMNS: Columns = {
+    "TLS": lambda item: any(item[name] for name in SECURITY) or None,
+    "CA-FILE": "ca_file",
+    "CERT-FILE": "cert_file",
+    "KEY-FILE": "key_file",
+    "SERVER-NAME": "server_name",
+    "TOKEN-FILE": "token_file",
 }
 
 
@@ -33,7 +42,8 @@ def list_(context: typer.Context, *, form: FormatOption = None) -> None:
     """List the contexts; the current one has a star."""
     session, path = _opened(context, form)
     contexts = _read(session, path)
-    session.output.items([_item(contexts, name) for name in sorted(contexts.by_name)], _COLUMNS)
+    items = [_item(contexts, name) for name in sorted(contexts.by_name)]
+    session.output.items(items, _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()
@@ -50,7 +60,7 @@ def show(
     if not name:
         raise _failed(session, ContextError("no context is in use"))
     item = _looked_up(session, contexts, name)
-    session.output.detail(item, [item], _COLUMNS)
+    session.output.detail(item, [item], _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()
@@ -76,12 +86,31 @@ def set_(
     by: Annotated[
         str | None, typer.Option(help="Who is recorded with changes; empty for user@host.")
     ] = None,
+    tls: Annotated[
+        bool | None,
+        typer.Option("--tls/--no-tls", help="Talk to services over TLS; so too if a file is set."),
+    ] = None,
+    ca_file: _FileOption = None,
+    cert_file: _FileOption = None,
+    key_file: _FileOption = None,
+    server_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="In the servers' certificates.")
+    ] = None,
+    token_file: _FileOption = None,
 ) -> None:
-    """Create a context, or change what it says. The first one is used at once."""
-    given = {"nameserver": nameserver, "format": form and form.value, "by": by}
+    """Create a context, or change what it says. The first one is used at once.
+
+    The files are read when a command needs them: PEM files of the authorities that are trusted,
+    of a certificate and its key, and the file of a bearer token.
+    """
+    files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
+    files["token_file"] = token_file
+    given = {"nameserver": nameserver, "format": form and form.value, "by": by, "tls": tls}
+    given |= {key: path and str(Path(path).absolute()) for key, path in files.items()}
+    given["server_name"] = server_name
     changes = {key: value for key, value in given.items() if value is not None}
     if not changes:
-        raise typer.BadParameter("nothing to set: give --nameserver, --format or --by")
+        raise typer.BadParameter("nothing to set: give --nameserver, --format, --by or a file")
     session, path = _opened(context, None)
 
     def changed(contexts: Contexts) -> Contexts:
@@ -89,7 +118,7 @@ def set_(
         return after if contexts.by_name else after.used(name)
 
     item = _item(_change(session, path, changed), name)
-    session.output.detail(item, [item], _COLUMNS)
+    session.output.detail(item, [item], _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()

@@ -6,6 +6,11 @@
     nameserver = "a.example:9876,b.example:9876"
     format = "wide"
     by = "carol"
+    ca_file = "/etc/baton/ca.pem"
+    cert_file = "/etc/baton/carol.pem"
+    key_file = "/etc/baton/carol.key"
+
+Of what is secret there are paths, not the thing itself.
 
 A key that is not known is an error. The file is replaced whole: what somebody wrote into it beside
 the keys, such as comments, is lost when a command changes it.
@@ -26,8 +31,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,63}")
-KEYS = ("nameserver", "format", "by")
+SECURITY = ("tls", "ca_file", "cert_file", "key_file", "server_name", "token_file")
+"""What a context may say of TLS."""
+KEYS = ("nameserver", "format", "by", *SECURITY)
 """What a context may set."""
+_TEXT = r"^[^\x00-\x1f\x7f]{1,1024}$"
 
 
 class ContextError(Exception):
@@ -45,6 +53,18 @@ class Context(BaseModel):
     """What commands print."""
     by: str | None = Field(default=None, pattern=r"^[^\x00-\x1f\x7f]{1,255}$")
     """Whose name is recorded with changes."""
+    tls: Literal[True] | None = None
+    """Services are talked to over TLS; so too if one of the next is there."""
+    ca_file: str | None = Field(default=None, pattern=_TEXT)
+    """Certificates of the authorities that are trusted; those that gRPC brings if not given."""
+    cert_file: str | None = Field(default=None, pattern=_TEXT)
+    """Certificate to show."""
+    key_file: str | None = Field(default=None, pattern=_TEXT)
+    """Its key."""
+    server_name: str | None = Field(default=None, pattern=_TEXT)
+    """Name in the servers' certificates, where it is not that of their addresses."""
+    token_file: str | None = Field(default=None, pattern=_TEXT)
+    """Holds the bearer token."""
 
 
 class _File(BaseModel):
@@ -77,7 +97,7 @@ class Contexts:
         self.get(name)
         return replace(self, current=name)
 
-    def with_changes(self, name: str, changes: Mapping[str, str]) -> Contexts:
+    def with_changes(self, name: str, changes: Mapping[str, str | bool]) -> Contexts:
         """With other values in a context, which is new if there was none; empty takes one away.
 
         Raises:

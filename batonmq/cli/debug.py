@@ -12,7 +12,7 @@ import typer
 from batonmq.cli.output import counted
 from batonmq.cli.progress import progress
 from batonmq.cli.services import settings_of_services
-from batonmq.cli.session import FormatOption, NameserverOption, open_session
+from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.common.clock import Clock
 from batonmq.diagnostics import Diagnostics
 
@@ -52,7 +52,7 @@ def bundle(
     session = open_session(context, nameserver, form)
     try:
         with out.open("xb") as file:
-            found = session.run(_collected(session.nameserver, data_dir))
+            found = session.run(_collected(session, data_dir))
             with tarfile.open(fileobj=file, mode="w:gz") as archive:
                 _pack(archive, out.name.partition(".")[0], found.files)
     except FileExistsError as error:
@@ -71,9 +71,9 @@ def bundle(
         session.output.note(f"  {problem}")
 
 
-async def _collected(nameserver: str, data_dir: Path | None) -> Diagnostics:
+async def _collected(session: Session, data_dir: Path | None) -> Diagnostics:
     with progress("files") as told:
-        found = Diagnostics(nameserver, told)
+        found = Diagnostics(session.nameserver, told, security=session.security)
         if data_dir is not None:
             found.add_folder(data_dir)
         try:

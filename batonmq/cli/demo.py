@@ -102,7 +102,9 @@ async def _demo(session: Session, stage: Stage, results: list[Result]) -> None:
             bar.update(rows[what], completed=done, total=total)
 
         journals = stage.folder / "journals"
-        results.append(await play(nameserver, flights, journals, tell, pace=stage.pace))
+        security = session.security if stage.nameserver else None
+        played = play(nameserver, flights, journals, tell, pace=stage.pace, security=security)
+        results.append(await played)
 
 
 def _progress() -> Progress:

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli.changes import ByOption, ReasonOption, operation
 from batonmq.cli.message import body_of
 from batonmq.cli.output import Columns, Item, counted, described, printable, wall_time
@@ -211,7 +210,7 @@ def export(
 
 
 async def _list(session: Session) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         found = await DeadLetters(admin).groups()
     session.output.items([asdict(one) for one in found.groups], _GROUPS)
     session.output.problems(found.problems)
@@ -220,7 +219,7 @@ async def _list(session: Session) -> None:
 async def _show(session: Session, group: str, criteria: Criteria, limit: int) -> None:
     items, more = list[Item](), False
     async with (
-        Admin(session.nameserver) as admin,
+        session.admin() as admin,
         aclosing(DeadLetters(admin).read(group, criteria)) as letters,
     ):
         async for letter in letters:
@@ -235,7 +234,7 @@ async def _show(session: Session, group: str, criteria: Criteria, limit: int) ->
 
 async def _plan(session: Session, group: str, criteria: Criteria, order: Redrive) -> None:
     output, rows, causes, passed = session.output, list[Item](), Counter[str](), 0
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         with progress("dead letters looked at") as seen:
             async for letter in DeadLetters(admin).read(group, criteria):
                 fresh = order.again or not letter.redriven
@@ -271,7 +270,7 @@ async def _execute(session: Session, group: str, criteria: Criteria, order: Redr
         f"replay {replay_id}: if this ends early, --replay-id {replay_id} goes on with it",
         file=sys.stderr,
     )
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         run: AsyncIterator[Redriven] = DeadLetters(admin).redrive(group, order, criteria)
         with progress("dead letters sent") as sent:
             async for one in run:
@@ -286,7 +285,7 @@ async def _execute(session: Session, group: str, criteria: Criteria, order: Redr
 
 async def _export(session: Session, group: str, criteria: Criteria, out: Path) -> None:
     count = 0
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         with out.open("w", encoding="utf-8") as file, progress("dead letters written") as written:
             async for letter in DeadLetters(admin).read(group, criteria):
                 file.write(json.dumps(_item(letter)) + "\n")

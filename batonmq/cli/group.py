@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from batonmq.admin import Admin, Strategy
+from batonmq.admin import Strategy
 from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, counted, described, differences, wall_time
 from batonmq.cli.places import GroupArgument
@@ -123,7 +123,7 @@ def list_(
 
 
 async def _list(session: Session) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         groups = await admin.list_groups()
     session.output.items([asdict(group) for group in groups], _COLUMNS, _SETTINGS_MORE)
 
@@ -145,7 +145,7 @@ def describe(
 
 
 async def _describe(session: Session, name: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         progress = await admin.group_progress(name)
         problems, place = list(progress.problems), None
         try:
@@ -182,7 +182,7 @@ def members(
 
 
 async def _members(session: Session, name: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         group = await admin.describe_group(name)
     items = [
         {"group": name}
@@ -237,7 +237,7 @@ async def _update(
     ownership: Ownership | None,
     strategy: Dealing | None,
 ) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         try:
             await admin.describe_group(name)
             created = False
@@ -270,7 +270,7 @@ def pause(
 
 
 async def _pause(session: Session, name: str, by: str, reason: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         _show(session, await admin.pause_group(name, by, reason))
 
 
@@ -290,7 +290,7 @@ def resume(
 
 
 async def _resume(session: Session, name: str, by: str, reason: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         _show(session, await admin.resume_group(name, by, reason))
 
 
@@ -315,7 +315,7 @@ def delete(
 
 
 async def _delete(session: Session, name: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         count = await admin.delete_group(name)
     item = {"name": name, "deleted": True, "queue_count": count}
     session.output.line(

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli.changes import ByOption, OpIdOption, ReasonOption, operation
 from batonmq.cli.output import Columns, counted, described, duration
 from batonmq.cli.places import GroupArgument, TopicArgument
@@ -61,7 +60,7 @@ def list_(
 
 
 async def _list(session: Session, group: str, topic: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         locks = await admin.list_locks(group, topic)
     session.output.items([asdict(lock) for lock in locks], _COLUMNS, _MORE_COLUMNS)
 
@@ -83,7 +82,7 @@ def show(
 
 
 async def _show(session: Session, group: str, queue: QueueId) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         detail = await Locks(admin).describe(group, queue)
     lock = asdict(detail.lock)
     item = lock | {
@@ -138,7 +137,7 @@ def release(
 
 
 async def _force_release(session: Session, group: str, queue: QueueId, done: Operation) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         taken = await Locks(admin).force_release(group, queue, done)
     named = {
         "group": group,
@@ -175,7 +174,7 @@ def release_all(
 
 
 async def _release_all(session: Session, client_id: str, group: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         released = await Locks(admin).release_all(client_id, group)
     kept = [{"group": group} | asdict(queue) for group, queue in released.kept]
     count = released.released_count

@@ -73,12 +73,12 @@ def get(
 
 
 async def _get(session: Session, message_id: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         _show(session, await Queries(admin).message(message_id))
 
 
 async def _find(session: Session, topic: str, key: str, count: int) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         found = await Queries(admin).with_key(topic, key, count_max=count)
     if not found.messages:
         raise MessageNotFound(f"no message of topic {topic} has the key {key}")
@@ -89,7 +89,7 @@ async def _find(session: Session, topic: str, key: str, count: int) -> None:
 
 
 async def _read(session: Session, asked: QueueId, offset: int | None, time: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         queue = await find_queue(admin, asked)
         queries = Queries(admin)
         if offset is None:

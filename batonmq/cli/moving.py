@@ -73,7 +73,7 @@ async def _move(session: Session, names: list[str] | None, to_set: str, *, dry_r
     moves: list[Move] = []
     problems: list[str] = []
     states: dict[str, str] = {}
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         groups = names or [group.name for group in await admin.list_groups()]
         for name in groups:
             try:

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli import cluster, group, message, topic
 from batonmq.cli.changes import YesOption, named
 from batonmq.cli.complete import groups_that_begin, topics_that_begin
@@ -26,6 +25,7 @@ from batonmq.common.clock import Clock
 from batonmq.common.errors import TopicNotFound
 from batonmq.core.route import QueueId
 from batonmq.producer import Producer
+from batonmq.producing.settings import ProducerSettings
 
 app = typer.Typer(
     help="The commonest commands of RocketMQ's mqadmin, by their names and flags.",
@@ -121,7 +121,7 @@ def update_topic(
 
 
 async def _exists(session: Session, name: str) -> bool:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         try:
             await admin.describe_topic(name)
         except TopicNotFound:
@@ -347,7 +347,8 @@ def send_message(
 async def _send(
     session: Session, name: str, body: bytes, tag: str, keys: list[str], queue: QueueId | None
 ) -> None:
-    async with Producer(session.nameserver) as producer:
+    settings = ProducerSettings(security=session.security)
+    async with Producer(session.nameserver, settings) as producer:
         receipt = await producer.send(name, body, tag=tag, keys=keys, queue=queue)
     item = {
         "topic": name,

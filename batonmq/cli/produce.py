@@ -112,7 +112,7 @@ def produce(
         raise typer.BadParameter(f"{error.message}. {error.remedy}".rstrip(" .")) from error
     parse = from_json(topic, template) if jsonl else from_text(template)
     sending = _Sending(topic, parse, per_s, _Summary(session.output))
-    settings = ProducerSettings(compression=compression.value)
+    settings = ProducerSettings(compression=compression.value, security=session.security)
     session.run(_produce(session.nameserver, settings, file, sending))
 
 

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli.changes import ByOption, DryRunOption, OpIdOption, ReasonOption, operation
 from batonmq.cli.complete import groups_that_begin
 from batonmq.cli.output import Columns, counted, wall_time
@@ -270,7 +269,7 @@ def resets(
 
 
 async def _list(session: Session, group: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         history = await Resets(admin).history(group)
     session.output.items([asdict(recorded) for recorded in history], _COLUMNS)
 
@@ -290,7 +289,7 @@ def _how(by: str, reason: str, op_id: str, execute: bool, dry_run: bool) -> _How
 
 
 async def _plan(session: Session, group: str, wanted: Wanted, scope: Scope, op_id: str) -> Plan:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         if wanted.from_file is not None:
             with wanted.from_file.open(newline="") as lines:
                 offsets = parse_offsets(lines)
@@ -341,7 +340,7 @@ def _carry_out(
     """Do `work(resets, dry_run)` and tell what it did, or would do."""
 
     async def once() -> Done:
-        async with Admin(session.nameserver) as admin:
+        async with session.admin() as admin:
             return await work(Resets(admin), not how.execute)
 
     _tell(session, how, session.run(once()), notes)

@@ -17,8 +17,11 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from batonmq.admin import Admin
 from batonmq.cli.output import Form, Output
-from batonmq.common.errors import BatonError
+from batonmq.common.errors import BatonError, Unreachable
+from batonmq.handshake import refused
+from batonmq.security import Security
 
 DEFAULT_NAMESERVER = "127.0.0.1:9876"
 Value = TypeVar("Value")
@@ -44,12 +47,14 @@ class Defaults:
     Attributes:
         by: Who is recorded with changes; empty for user@host.
         config: File of the contexts.
+        security: How to use TLS; None for none.
     """
 
     nameserver: str
     form: Form
     by: str = ""
     config: Path = Path()
+    security: Security | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,11 @@ class Session:
 
     nameserver: str
     output: Output
+    security: Security | None = None
+
+    def admin(self) -> Admin:
+        """What asks the cluster and changes it; to be made where it is used."""
+        return Admin(self.nameserver, security=self.security)
 
     def run(self, main: Coroutine[Any, Any, Value], *, endless: bool = False) -> Value:
         """What `main` returns. SIGINT, SIGTERM and SIGHUP cancel it, so that it ends in good order.
@@ -71,7 +81,7 @@ class Session:
             except BaseExceptionGroup as group:
                 raise _first_of(group) from group
         except BatonError as error:
-            self.output.error(error)
+            self.output.error(self._explained(error))
             raise typer.Exit(1) from error
         except BrokenPipeError as error:  # such as `| head`: as if SIGPIPE had ended it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,6 +91,15 @@ class Session:
             raise typer.Exit(1) from error
         except asyncio.CancelledError as error:
             raise typer.Exit(0 if endless else 130) from error
+
+    def _explained(self, error: BatonError) -> BatonError:
+        """The error, or what TLS has to do with it."""
+        addresses = self.nameserver.split(",") if isinstance(error, Unreachable) else []
+        for address in addresses:
+            found = refused(address.strip(), self.security)
+            if found is not None:
+                return Unreachable(f"{address}: {found.reason}", remedy=found.remedy)
+        return error
 
 
 def open_session(context: typer.Context, nameserver: str | None, form: Form | None) -> Session:
@@ -92,7 +111,8 @@ def open_session(context: typer.Context, nameserver: str | None, form: Form | No
     """
     defaults = context.find_object(Defaults)
     assert defaults is not None
-    return Session(nameserver or defaults.nameserver, Output(form or defaults.form))
+    output = Output(form or defaults.form)
+    return Session(nameserver or defaults.nameserver, output, defaults.security)
 
 
 async def _interruptible(main: Coroutine[Any, Any, Value]) -> Value:

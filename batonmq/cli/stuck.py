@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli.output import Columns, counted
 from batonmq.cli.places import GroupArgument, QueueOption, TopicOption, parse_queue
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
@@ -109,7 +108,7 @@ async def _look(
     session: Session, group: str, topic: str, place: tuple[str, int] | None
 ) -> tuple[Diagnosis, ...]:
     broker, queue_id = place or ("", None)
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         return await admin.why_stuck(group, topic, broker, queue_id)
 
 

@@ -55,14 +55,14 @@ def top(
 class _Top:
     def __init__(self, session: Session) -> None:
         self._session, self._clock = session, Clock()
-        self._watch = EventWatch(session.nameserver, self._take)
+        self._watch = EventWatch(session.nameserver, self._take, security=session.security)
 
     async def run(self, seconds: float | None) -> None:
         """Look, for so long or until a key ends it."""
         self._board = Board(self._clock.monotonic_ms())
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._watch.run())
-            async with Admin(self._session.nameserver) as admin:
+            async with self._session.admin() as admin:
                 self._board.begin(*await _standings(admin))
             if seconds is None:
                 await self._show()

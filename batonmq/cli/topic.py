@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli.changes import YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, wall_time
 from batonmq.cli.places import TopicArgument
@@ -72,7 +71,7 @@ def create(
 
 
 async def _create(session: Session, name: str, queues: int) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         done = await admin.create_topic(name, queues)
     if not done.created:
         session.output.note(f"topic {name} was there already")
@@ -96,7 +95,7 @@ def list_(
 
 
 async def _list(session: Session, *, all_: bool) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         topics = [one for one in await admin.list_topics() if all_ or not is_system_topic(one.name)]
     session.output.items([_item(topic) for topic in topics], _COLUMNS, _MORE_COLUMNS)
 
@@ -115,7 +114,7 @@ def describe(
 
 
 async def _describe(session: Session, name: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         detail = await admin.describe_topic(name)
     queues = [
         asdict(extent.queue)
@@ -169,7 +168,7 @@ async def _update(
     permission: Permission | None,
     inherited: bool | None,
 ) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         topic = await admin.update_topic(
             name,
             queue_count=queues,
@@ -199,7 +198,7 @@ def delete(
 
 
 async def _delete(session: Session, name: str) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         await admin.delete_topic(name)
     session.output.line({"name": name, "deleted": True}, f"topic {name} is deleted")
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli.output import Columns, duration, wall_time
 from batonmq.cli.places import TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
@@ -51,7 +50,7 @@ def stats(
 
 
 async def _stats(session: Session, topic: str, interval_s: float | None) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         looks = TopicStats(admin, topic)
         while True:
             found, problems = await looks.look()

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from batonmq.admin import Admin
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, counted, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
@@ -112,7 +111,7 @@ async def _trace(
     place: QueueId | None,
     offset: int | None,
 ) -> None:
-    async with Admin(session.nameserver) as admin:
+    async with session.admin() as admin:
         queries = Queries(admin)
         if message_id is not None:
             message = await queries.message(message_id)

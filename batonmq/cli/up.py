@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from batonmq.cli import context_file
+from batonmq.cli.context_file import ContextError
 from batonmq.cli.output import Form, Output
-from batonmq.cli.session import FormatOption, Session, open_session
+from batonmq.cli.session import Defaults, FormatOption, Session, open_session
+from batonmq.local.child import NotReady
 from batonmq.local.cluster import ClusterFailed, LocalCluster, to_stderr
 from batonmq.local.etcd import NoEtcd
-from batonmq.local.layout import ClusterOptions, highly_available
+from batonmq.local.layout import ClusterOptions, NotSecured, highly_available
 from batonmq.local.ports import DataDirInUse, NoFreePort
+from batonmq.local.prometheus import NoPrometheus, Prometheus, find_prometheus, targets
 
 NAMESERVER_PORT = 9876
 
@@ -46,6 +51,19 @@ def up(
         Profile,
         typer.Option(help="single: one of each. ha: enough of everything to lose one of each."),
     ] = Profile.SINGLE,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure",
+            help="Over TLS, with certificates that are made here; a context says so to commands.",
+        ),
+    ] = False,
+    observe: Annotated[
+        bool,
+        typer.Option(
+            "--observe", help="Also start the Prometheus of this machine, with rules and alerts."
+        ),
+    ] = False,
     log_level: Annotated[str, typer.Option(help="Lowest level the services log.")] = "INFO",
     form: FormatOption = None,
 ) -> None:
@@ -54,6 +72,8 @@ def up(
     Everything is kept in the data directory: started again on it, the cluster has the same
     messages, progress and addresses. A process that dies is reported and started again; if one
     keeps dying, all are stopped and the exit status is 1.
+
+    Without --secure whoever is on this machine can read and write everything.
     """
     session = open_session(context, None, form)
     options = ClusterOptions(
@@ -62,39 +82,93 @@ def up(
         brokers=max(brokers, len(list(data_dir.glob("storage*")))),
         log_level=log_level,
         nameserver_port=NAMESERVER_PORT,
+        secure=secure,
     )
     if profile is Profile.HA:
         options = highly_available(options)
     try:
-        session.run(_up(session.output, LocalCluster(data_dir, options)), endless=True)
+        session.run(
+            _up(session.output, LocalCluster(data_dir, options), _file(context), observe=observe),
+            endless=True,
+        )
     except DataDirInUse as error:
         _fail(session, "DATA_DIR_IN_USE", error, "Stop it, or give another --data-dir.")
     except ClusterFailed as error:
         _fail(session, "CLUSTER_FAILED", error, f"The logs are in {data_dir / 'logs'}.")
     except NoEtcd as error:
         _fail(session, "NO_ETCD", error, "")
+    except NoPrometheus as error:
+        _fail(session, "NO_PROMETHEUS", error, "Leave out --observe, or install it.")
+    except NotReady as error:
+        _fail(session, "NOT_READY", error, f"The log is in {data_dir / 'prometheus'}.")
+    except NotSecured as error:
+        _fail(session, "NOT_SECURED", error, "")
+    except ContextError as error:
+        _fail(session, "BAD_CONTEXT", error, "")
     except (OSError, NoFreePort) as error:
         _fail(session, "NOT_STARTED", error, "")
 
 
-async def _up(output: Output, cluster: LocalCluster) -> None:
+async def _up(output: Output, cluster: LocalCluster, contexts: Path, *, observe: bool) -> None:
+    if observe:
+        find_prometheus()  # before anything is started
     to_stderr(f"starting a cluster on {cluster.data_dir}")
-    async with cluster:
-        _announce(output, cluster)
+    async with cluster, AsyncExitStack() as exits:
+        name = _write_context(cluster, contexts)
+        if observe:
+            prometheus = Prometheus(cluster.data_dir / "prometheus", targets(cluster))
+            await exits.enter_async_context(prometheus)
+            to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at /alerts")
+        _announce(output, cluster, name)
+        if not name:
+            to_stderr("TLS IS OFF: whoever is on this machine can read and write everything")
         try:
             await asyncio.Event().wait()
         finally:
             to_stderr("stopping")
 
 
-def _announce(output: Output, cluster: LocalCluster) -> None:
+def _file(context: typer.Context) -> Path:
+    defaults = context.find_object(Defaults)
+    assert defaults is not None
+    return defaults.config
+
+
+def _write_context(cluster: LocalCluster, path: Path) -> str:
+    """Name of the context that says how to reach a secure cluster; in use if none was.
+
+    Raises:
+        ContextError: the file can't be used.
+    """
+    security, name = cluster.security, cluster.options.cluster
+    if security is None:
+        return ""
+    said = {
+        "nameserver": cluster.nameserver,
+        "ca_file": security.ca_file,
+        "cert_file": security.cert_file,
+        "key_file": security.key_file,
+    }
+    contexts = context_file.read(path).with_changes(name, said)
+    context_file.write(path, contexts if contexts.current else contexts.used(name))
+    return name
+
+
+def _announce(output: Output, cluster: LocalCluster, name: str) -> None:
+    """Say where everything is.
+
+    Args:
+        name: Of the context that knows; empty for none.
+    """
     endpoints = [asdict(endpoint) for endpoint in cluster.endpoints()]
     if output.form is Form.JSON:
-        output.line({"nameserver": cluster.nameserver, "endpoints": endpoints}, "")
+        item = {"nameserver": cluster.nameserver, "context": name or None, "endpoints": endpoints}
+        output.line(item, "")
         return
     columns = {"SERVICE": "name", "ADDRESS": "address", "METRICS": "metrics_address", "PID": "pid"}
     output.items(endpoints, columns)
-    output.note(f"\nexport BATON_NAMESERVER={cluster.nameserver}\n")
+    reach = f"BATON_CONTEXT={name}" if name else f"BATON_NAMESERVER={cluster.nameserver}"
+    output.note(f"\nexport {reach}\n")
     to_stderr(f"logs are in {cluster.data_dir / 'logs'}; Ctrl-C stops everything")
 
 

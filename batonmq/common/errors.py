@@ -629,6 +629,22 @@ class Unreachable(BatonError):
     remedy = "Check that the service runs."
 
 
+class Unauthenticated(BatonError):
+    """It is not known who calls."""
+
+    reason = "UNAUTHENTICATED"
+    kind = "UNAUTHENTICATED"
+    remedy = "Give a bearer token that is not revoked, or a client certificate."
+
+
+class PermissionDenied(BatonError):
+    """The caller is known, and nothing that is granted to it covers the call."""
+
+    reason = "PERMISSION_DENIED"
+    kind = "PERMISSION_DENIED"
+    remedy = "Ask an administrator for the role: baton access grant IDENTITY ROLE RESOURCE."
+
+
 class Internal(BatonError):
     """A bug; the log of the server has the rest."""
 

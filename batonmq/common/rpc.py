@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -13,10 +14,12 @@ from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
 from batonmq.common.errors import BatonError, Difference, Internal, Unreachable
+from batonmq.common.handshakes import refusal
 
 ERROR_OF: dict[str, type[BatonError]] = {e.reason: e for e in BatonError.__subclasses__()}
 """Every error class by its reason; finer ones that a module derives for itself are not among it."""
 
+_ADDRESS = re.compile(r"ipv[46]:(\S+:\d+)")
 _TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -116,5 +119,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
         packed = error_pb2.Error()
         if detail.Unpack(packed):
             return error_from_pb(packed)
-    kind = Unreachable if error.code() in _TRANSIENT else Internal
-    return kind(f"{error.code().name}: {error.details()}")
+    details = error.details() or ""
+    if error.code() not in _TRANSIENT:
+        return Internal(f"{error.code().name}: {details}")
+    refused = refusal(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
+    if refused is None:
+        return Unreachable(f"{error.code().name}: {details}")
+    where = _ADDRESS.search(details)
+    server = where[1] if where else "the server"
+    return Unreachable(f"{server}: {refused.reason}", remedy=refused.remedy)

@@ -24,6 +24,7 @@ from batonmq.core.route import QueueId
 from batonmq.core.starting import TIMESTAMP_AGE_MS, ConsumeFrom
 from batonmq.directory import Directory, Keeper
 from batonmq.metrics import ConsumerMetrics
+from batonmq.security import Security
 from batonmq.tallies import ConsumerTally
 
 MODELS: Mapping[Literal["clustering", "broadcasting"], pb.MessageModel.ValueType] = {
@@ -92,6 +93,7 @@ class ConsumerSettings:
         start_timeout_ms: How long to wait for a nameserver at the start.
         metrics_stream: Tell the cluster what is handled, failed and sent back, and how long it
             takes, once a second, through the topic BATON_SYS_METRICS.
+        security: How to use TLS; None for none.
 
     Raises:
         InvalidArgument: `offsets_file` is missing, or is given to a clustering member; `send_back`
@@ -124,6 +126,7 @@ class ConsumerSettings:
     retry_ms_max: int = 30_000
     start_timeout_ms: int = 30_000
     metrics_stream: bool = False
+    security: Security | None = None
 
     def __post_init__(self) -> None:
         """Check what belongs together."""

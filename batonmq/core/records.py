@@ -61,6 +61,7 @@ MAGIC = 0x42544E31
 VERSION = 1
 HEADER = struct.Struct(">IHHIIqqqqIIqIIqIIIHH")
 HEADER_BYTES = HEADER.size
+_TOPIC_BYTES, _TOPIC_BYTES_AT = struct.Struct(">H"), HEADER_BYTES - 4
 STAMP = struct.Struct(">qqqqI")
 STAMP_FROM, STAMP_TO, BODY_FROM = 16, 52, 56
 RECORD = struct.Struct(">HHI")
@@ -343,6 +344,18 @@ def read_header(batch: bytes | memoryview) -> Header:
         producer_epoch, sequence, born_unix_ms, queue_id, count, extra_key_count, topic,
         _COMPRESSIONS[flags],
     )  # fmt: skip
+
+
+def read_topic(batch: bytes) -> str:
+    """The topic alone, as `read_header` reads it.
+
+    Raises:
+        BadBatch: the bytes are fewer than a header.
+    """
+    if len(batch) < HEADER_BYTES:
+        raise BadBatch(f"{len(batch)} bytes are less than a header", facts={"field": "length"})
+    (topic_bytes,) = _TOPIC_BYTES.unpack_from(batch, _TOPIC_BYTES_AT)
+    return batch[HEADER_BYTES : HEADER_BYTES + topic_bytes].decode("ascii", "replace")
 
 
 def check_batch(batch: bytes | memoryview, *, stamped: bool) -> Header:

@@ -17,6 +17,7 @@ from batonmq.core.route import QueueId
 
 LADDER_MS = LEVELS_MS[2:]
 """Wait so long before the first retry, the second, ...: 10 s to 2 h. Source: RocketMQ."""
+_PREFIXES = "%RETRY%", "%DLQ%"
 RETRIES_MAX = len(LADDER_MS)
 ERROR_CHARACTERS_MAX = 1_000
 
@@ -127,12 +128,20 @@ class Origin:
 
 def retry_topic(group: str) -> str:
     """Topic of the messages that wait to be handled by `group` again."""
-    return f"%RETRY%{group}"
+    return f"{_PREFIXES[0]}{group}"
 
 
 def dead_letter_topic(group: str) -> str:
     """Topic of the messages that `group` has given up."""
-    return f"%DLQ%{group}"
+    return f"{_PREFIXES[1]}{group}"
+
+
+def group_of(topic: str) -> str:
+    """The group whose retry or dead letter topic this is; empty if it is another topic."""
+    for prefix in _PREFIXES:
+        if topic.startswith(prefix):
+            return topic[len(prefix) :]
+    return ""
 
 
 def properties_of(

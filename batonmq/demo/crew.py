@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from batonmq.security import Security, to_json
+
 LEAVE_TIMEOUT_S = 60.0
 
 
@@ -24,6 +26,7 @@ class Part:
 
     Attributes:
         pace: Messages a member handles in a second, at most; 0 for no limit.
+        security: How to use TLS; None for none.
     """
 
     nameserver: str
@@ -32,6 +35,7 @@ class Part:
     expression: str
     folder: Path
     pace: int = 0
+    security: Security | None = None
 
 
 class Member:
@@ -92,8 +96,10 @@ class Member:
         await self._ready.wait()
 
     def join(self) -> None:
-        """Tell it to become a member."""
-        self._say(b"join\n")
+        """Tell it to become a member; on standard input, as other people see a command line."""
+        security = self._part.security
+        told = to_json(security) if security is not None else ""
+        self._say(f"join {told}".rstrip().encode() + b"\n")
 
     def leave(self) -> None:
         """Tell it to leave gracefully and end."""

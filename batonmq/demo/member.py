@@ -1,8 +1,8 @@
 """One member of a consumer group as a process of its own: `python -m batonmq.demo.member`.
 
-It waits for the line `join` on standard input, consumes and journals until `leave` or the end
-of the input, and leaves gracefully. On standard output it says `ready`, and then how many
-messages it has handled whenever that changes, a few times a second.
+It waits for the line `join` on standard input, which may say how to use TLS, consumes and journals
+until `leave` or the end of the input, and leaves gracefully. On standard output it says `ready`,
+and then how many messages it has handled whenever that changes, a few times a second.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from batonmq.common import logs
 from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.demo.journal import Journal
+from batonmq.security import from_json
 
 PROGRESS_INTERVAL_S = 0.1
 PACED_RUN = 50
@@ -28,15 +29,22 @@ async def consume(options: argparse.Namespace) -> None:
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
     )
     print("ready", flush=True)
-    if (await commands.readline()).strip() != b"join":
+    word, _, told = (await commands.readline()).decode().strip().partition(" ")
+    if word != "join":
         return
+    settings = ConsumerSettings(
+        consume_from="first",
+        commit_interval_ms=500,
+        metrics_stream=True,
+        security=from_json(told) if told else None,
+    )
     handled = [0]
     with Journal(options.journal) as journal:
         consumer = Consumer(
             options.nameserver,
             options.group,
             {options.topic: options.expression},
-            ConsumerSettings(consume_from="first", commit_interval_ms=500, metrics_stream=True),
+            settings,
             client_id=options.client_id,
             on_ownership=journal.ownership,
         )

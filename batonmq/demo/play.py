@@ -21,6 +21,8 @@ from batonmq.demo.crew import Crew, Member, Part
 from batonmq.demo.flights import Flight
 from batonmq.demo.journal import Verdict, handovers_ms, judge, read
 from batonmq.producer import Producer
+from batonmq.producing.settings import ProducerSettings
+from batonmq.security import Security
 
 TOPIC = "flights"
 QUEUE_COUNT = 8
@@ -99,10 +101,12 @@ async def play(
     progress: Progress,
     *,
     pace: int = 0,
+    security: Security | None = None,
 ) -> Result:
     """Run the demo against a cluster that is up.
 
     Args:
+        security: How to use TLS; None for none.
         nameserver: host:port.
         folder: Where the members write their journals; empty.
         pace: Messages a member handles in a second, at most; 0 for no limit.
@@ -112,10 +116,12 @@ async def play(
         MemberFailed: a member's process died.
     """
     clock = Clock()
-    async with Admin(nameserver) as admin:
+    async with Admin(nameserver, security=security) as admin:
         await admin.create_topic(TOPIC, QUEUE_COUNT)
     started_ms = clock.monotonic_ms()
-    await publish(nameserver, flights, progress)
+    settings = ProducerSettings(security=security)
+    async with Producer(nameserver, settings) as producer:
+        await publish(producer, flights, progress)
     publish_ms = clock.monotonic_ms() - started_ms
 
     main = Part(
@@ -125,6 +131,7 @@ async def play(
         expression="*",
         folder=folder / "main",
         pace=pace,
+        security=security,
     )
     filtered = Part(
         nameserver=nameserver,
@@ -133,6 +140,7 @@ async def play(
         expression=" || ".join(CARRIERS),
         folder=folder / "filtered",
         pace=pace,
+        security=security,
     )
     wanted = {f.flight_id: place for place, f in enumerate(flights) if f.carrier in CARRIERS}
     for part in (main, filtered):
@@ -173,20 +181,19 @@ async def play(
     )
 
 
-async def publish(nameserver: str, flights: Sequence[Flight], progress: Progress) -> None:
+async def publish(producer: Producer, flights: Sequence[Flight], progress: Progress) -> None:
     """Send every flight and wait for every receipt."""
-    async with Producer(nameserver) as producer:
-        pending = []
-        for number, flight in enumerate(flights):
-            message = Message(flight.row.encode(), flight.carrier, (flight.flight_id,))
-            pending.append(await producer.submit(TOPIC, message, ordering_key=flight.flight_id))
-            if number % 1000 == 0:
-                progress("publish", number, len(flights))
-                await asyncio.sleep(0)
-        for number, receipt in enumerate(pending):
-            await receipt
-            if number % 10_000 == 0:
-                progress("publish", number, len(flights))
+    pending = []
+    for number, flight in enumerate(flights):
+        message = Message(flight.row.encode(), flight.carrier, (flight.flight_id,))
+        pending.append(await producer.submit(TOPIC, message, ordering_key=flight.flight_id))
+        if number % 1000 == 0:
+            progress("publish", number, len(flights))
+            await asyncio.sleep(0)
+    for number, receipt in enumerate(pending):
+        await receipt
+        if number % 10_000 == 0:
+            progress("publish", number, len(flights))
     progress("publish", len(flights), len(flights))
 
 

@@ -16,12 +16,13 @@ import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 
-from batonmq.channels import connect
+from batonmq.channels import connector
 from batonmq.local.child import Child, NotReady, until
 from batonmq.local.etcd import etcd_members, is_healthy
 from batonmq.local.layout import ClusterOptions, Layout
 from batonmq.local.ports import lock_data_dir
 from batonmq.local.supervisor import GivenUp, Supervisor
+from batonmq.security import Security
 
 _ETCD_WAIT_S = 5.0
 _REGISTERED_S = 30.0
@@ -82,6 +83,16 @@ class LocalCluster:
     def nameserver(self) -> str:
         """host:port that clients are given; several separated by commas."""
         return ",".join(map(self._layout.address, self.options.names_of("nameserver")))
+
+    @property
+    def security(self) -> Security | None:
+        """What clients show; None if the cluster is not secure. To be asked once it serves."""
+        return self._layout.security()
+
+    async def is_etcd_healthy(self, endpoint: str) -> bool:
+        """Whether the etcd of the cluster at `host:port` has a leader and answers."""
+        own = None if self.options.etcd else self._layout.security("etcd")
+        return await is_healthy(endpoint, own)
 
     def endpoints(self) -> list[Endpoint]:
         """Every process, etcd first."""
@@ -175,7 +186,7 @@ class LocalCluster:
         try:
             if self._etcd:
                 silent = f"etcd at {self._etcd} does not answer"
-                await _wait(lambda: is_healthy(self._etcd), _ETCD_WAIT_S, silent)
+                await _wait(lambda: self.is_etcd_healthy(self._etcd), _ETCD_WAIT_S, silent)
             else:
                 await self._start_etcd()
             for member in self.options.members:
@@ -192,6 +203,7 @@ class LocalCluster:
             [layout.etcd_dir(number) for number in numbers],
             [layout.log_path(_etcd(number)) for number in numbers],
             self.options.places,
+            layout.security("etcd"),
         )
         self._etcd = ",".join(etcd.endpoint for etcd in etcds)
         for etcd in etcds:
@@ -201,7 +213,7 @@ class LocalCluster:
 
     async def _all_registered(self) -> bool:
         """Whether everybody is there, and of each kind somebody leads."""
-        async with connect(self._layout.address("nameserver")) as channel:
+        async with connector(self.security)(self._layout.address("nameserver")) as channel:
             stub = nameserver_grpc.NameserverServiceStub(channel)
             request = nameserver_pb.DescribeClusterRequest()
             try:

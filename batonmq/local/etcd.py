@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import ssl
 import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Self
 from batonmq.local.child import Child, Program
 from batonmq.local.place import LOOPBACK, Place
 from batonmq.local.ports import keep_ports
+from batonmq.security import Security
 
 READY_S = 30.0
 STOP_GRACE_S = 10.0
@@ -48,18 +50,41 @@ def find_etcd() -> Path:
     return packaged
 
 
-async def is_healthy(endpoint: str) -> bool:
+async def is_healthy(endpoint: str, security: Security | None = None) -> bool:
     """Whether the etcd at `host:port` has a leader and answers."""
-    return await asyncio.to_thread(_is_healthy, endpoint)
+    return await asyncio.to_thread(_is_healthy, endpoint, security)
 
 
-def _is_healthy(endpoint: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _is_healthy(endpoint: str, security: Security | None) -> bool:
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if security is not None:
+        trusting = ssl.create_default_context(cafile=security.ca_file)
+        trusting.load_cert_chain(security.cert_file, security.key_file)
+        handlers.append(urllib.request.HTTPSHandler(context=trusting))
+    direct = urllib.request.build_opener(*handlers)
+    url = f"{_scheme(security)}://{endpoint}/health"
     try:
-        with direct.open(f"http://{endpoint}/health", timeout=1) as response:
+        with direct.open(url, timeout=1) as response:
             return bool(json.loads(response.read()).get("health") == "true")
     except (OSError, ValueError):
         return False
+
+
+def _scheme(security: Security | None) -> str:
+    return "http" if security is None else "https"
+
+
+def _tls(security: Security | None) -> list[str]:
+    """Options of an etcd that shows a certificate, and wants one of the same authority."""
+    if security is None:
+        return []
+    files = (
+        f"cert-file={security.cert_file}",
+        f"key-file={security.key_file}",
+        f"trusted-ca-file={security.ca_file}",
+    )
+    own = [f"--{prefix}{file}" for prefix in ("", "peer-") for file in files]
+    return [*own, "--client-cert-auth", "--peer-client-cert-auth"]
 
 
 _HASTY = ("--heartbeat-interval=50", "--election-timeout=250")
@@ -68,21 +93,32 @@ _PATIENT = ("--heartbeat-interval=100", "--election-timeout=1000")
 
 
 def etcd_members(
-    data_dirs: Sequence[Path], log_paths: Sequence[Path], places: Mapping[str, Place]
+    data_dirs: Sequence[Path],
+    log_paths: Sequence[Path],
+    places: Mapping[str, Place],
+    security: Security | None = None,
 ) -> list[EtcdProcess]:
     """The members of one etcd, called `etcd`, `etcd-1` and so on.
 
     Args:
         places: By name, of those that are not on loopback.
+        security: What they show each other and their clients; None for no TLS.
     """
     names = [f"etcd-{number}" if number else "etcd" for number in range(len(data_dirs))]
     at = {name: places.get(name, LOOPBACK) for name in names}
     peers = {
-        name: f"http://{at[name].host}:{_ports(folder.absolute())['peer']}"
+        name: f"{_scheme(security)}://{at[name].host}:{_ports(folder.absolute())['peer']}"
         for name, folder in zip(names, data_dirs, strict=True)
     }
     return [
-        EtcdProcess(folder, log_path=log_path, name=name, members=peers, place=at[name])
+        EtcdProcess(
+            folder,
+            log_path=log_path,
+            name=name,
+            members=peers,
+            place=at[name],
+            security=security,
+        )
         for name, folder, log_path in zip(names, data_dirs, log_paths, strict=True)
     ]
 
@@ -99,6 +135,7 @@ class EtcdProcess:
             `etcd.log`.
         name: Of the member, and of the process.
         members: Peer addresses of all members by name, if there are several.
+        security: What it shows; whoever talks to it needs a certificate of the same authority.
     """
 
     def __init__(
@@ -109,12 +146,14 @@ class EtcdProcess:
         name: str = "etcd",
         members: Mapping[str, str] | None = None,
         place: Place = LOOPBACK,
+        security: Security | None = None,
     ) -> None:
         data_dir = data_dir.absolute()
         ports = _ports(data_dir)
         self.endpoint = f"{place.host}:{ports['client']}"
         """host:port for clients."""
-        client, peer = f"http://{self.endpoint}", f"http://{place.host}:{ports['peer']}"
+        scheme = _scheme(security)
+        client, peer = f"{scheme}://{self.endpoint}", f"{scheme}://{place.host}:{ports['peer']}"
         known = members or {name: peer}
         self.child = Child(
             Program(
@@ -129,6 +168,7 @@ class EtcdProcess:
                     f"--listen-peer-urls={peer}",
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster={','.join(f'{n}={url}' for n, url in known.items())}",
+                    *_tls(security),
                     *(_HASTY if len(known) == 1 else _PATIENT),
                     "--auto-compaction-mode=periodic",
                     "--auto-compaction-retention=1h",
@@ -137,7 +177,7 @@ class EtcdProcess:
                 ],
                 drop=("ETCD_",),
                 log_path=log_path or data_dir / "etcd.log",
-                is_ready=lambda: is_healthy(self.endpoint),
+                is_ready=lambda: is_healthy(self.endpoint, security),
             )
         )
 

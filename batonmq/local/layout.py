@@ -1,6 +1,7 @@
 """What a local cluster consists of: programs, ports, folders.
 
 lock          held while the cluster runs
+tls/          an authority and what it has certified, if the cluster is secure
 ports.json    the services' ports
 logs/         one file per process
 etcd/         unless another etcd is used; etcd-1/ and so on, if there are several
@@ -12,17 +13,21 @@ offsets/      likewise
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from batonmq.channels import connect
+from batonmq.channels import connector
 from batonmq.common.health import SERVING, ask_health
 from batonmq.local.child import Program
 from batonmq.local.place import LOOPBACK, Place
-from batonmq.local.ports import keep_ports
+from batonmq.local.ports import HOST, keep_ports
+from batonmq.security import Security
 
+SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
 _WITH_DATA = ("storage", "offsets")
+ADMIN = "admin"
+"""Whom the certificate of clients is about."""
 _WATERMARKS = {
     "disk_warn_percent": 95,
     "disk_clean_percent": 96,
@@ -30,6 +35,10 @@ _WATERMARKS = {
     "disk_full_percent": 98,
 }
 """A person's disk may well be 90 % full of other things."""
+
+
+class NotSecured(Exception):
+    """The cluster can't be made secure, or can't be what it was not before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,8 @@ class ClusterOptions:
         lockmgrs: How many lock managers there are, of which one leads.
         nameservers: How many nameservers there are.
         nameserver_port: Port the first nameserver gets if it is free and none was kept; 0 for any.
+        secure: Everybody shows a certificate to everybody, by an authority that the cluster makes;
+            an etcd that is not its own is talked to without TLS.
         log_level: Lowest level the services log.
         settings: Further settings by service, for all its processes, such as
             `{"storage": {"segment_bytes": 65536}}`.
@@ -81,6 +92,7 @@ class ClusterOptions:
     lockmgrs: int = 1
     nameservers: int = 1
     nameserver_port: int = 0
+    secure: bool = False
     log_level: str = "INFO"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     auto_restart: bool = True
@@ -145,13 +157,36 @@ def _nth(service: str, number: int) -> str:
 
 
 class Layout:
-    """Addresses and programs of one data directory; the ports are chosen when it is made."""
+    """Addresses and programs of one data directory; the ports are chosen when it is made.
+
+    Raises:
+        NotSecured: nothing here makes certificates; or several members of etcd know each other
+            as what they were when the directory was begun.
+    """
 
     def __init__(self, data_dir: Path, options: ClusterOptions) -> None:
         self._data_dir, self._options = data_dir, options
         wanted = [port for name in options.names for port in (name, f"{name}-metrics")]
         preferred = {"nameserver": options.nameserver_port}
         self._ports = keep_ports(data_dir / "ports.json", wanted, preferred)
+        self._tls = data_dir / "tls"
+        begun = self.etcd_dir(0).exists() and options.etcds > 1
+        if begun and self._tls.exists() != options.secure:
+            was = "without --secure" if options.secure else "with --secure"
+            raise NotSecured(f"{data_dir} was begun {was}, which its etcds can't change")
+        if options.secure:
+            places = {self._place(name).host for name in (*options.names, *options.places)}
+            _certify(self._tls, sorted({"localhost", HOST, *places}))
+
+    def security(self, name: str = ADMIN) -> Security | None:
+        """What a client shows, or `etcd`, or a service; None if the cluster is not secure."""
+        if not self._options.secure:
+            return None
+        return Security(
+            ca_file=str(self._tls / "ca.pem"),
+            cert_file=str(self._tls / f"{name}.pem"),
+            key_file=str(self._tls / f"{name}.key"),
+        )
 
     def etcd_dir(self, number: int) -> Path:
         """Where an etcd of the cluster's own lives."""
@@ -185,6 +220,7 @@ class Layout:
             "etcd": etcd,
             "log_level": self._options.log_level,
         }
+        settings |= self._security(service)
         if service in _WITH_DATA:
             settings["data_dir"] = self._data_dir / name
         if service == "storage":
@@ -200,13 +236,36 @@ class Layout:
             drop=("BATON_",),
             env={f"BATON_{service}_{key}".upper(): str(value) for key, value in settings.items()},
             log_path=self.log_path(name),
-            is_ready=lambda: _serves(self.address(name)),
+            is_ready=lambda: _serves(self.address(name), self.security()),
         )
+
+    def _security(self, service: str) -> dict[str, object]:
+        """Settings of a service that say how it uses TLS, or that it may do without."""
+        own = self.security(service)
+        if own is None:
+            return {"insecure_network": True} if self._options.places else {}
+        files = {"ca_file": own.ca_file, "cert_file": own.cert_file, "key_file": own.key_file}
+        users = ["tls"] if self._options.etcd else ["tls", "etcd"]
+        return {f"{user}_{name}": path for user in users for name, path in files.items()}
 
     def _place(self, name: str) -> Place:
         return self._options.places.get(name, LOOPBACK)
 
 
-async def _serves(address: str) -> bool:
-    async with connect(address) as channel:
+async def _serves(address: str, security: Security | None) -> bool:
+    async with connector(security)(address) as channel:
         return await ask_health(channel) == SERVING
+
+
+def _certify(folder: Path, hosts: Sequence[str]) -> None:
+    """Certificates for everybody, anew at each start."""
+    try:
+        from batonmq.local.certificates import Authority, Subject  # noqa: PLC0415  brought by [local]
+    except ModuleNotFoundError as error:
+        raise NotSecured(
+            "nothing here makes certificates: install batonmq[local], or leave --secure out"
+        ) from error
+    authority = Authority(folder)
+    for service in (*SERVICES, "etcd"):
+        authority.issue(Subject(name=service, uri=f"service:{service}", hosts=hosts))
+    authority.issue(Subject(name=ADMIN))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from batonmq.admin import Admin
 from batonmq.common.errors import BatonError
 from batonmq.local.cluster import LocalCluster
-from batonmq.local.etcd import is_healthy
 from batonmq.replication import replicas_of
 
 
@@ -37,7 +36,7 @@ async def lacks(admin: Admin, cluster: LocalCluster) -> str:
     sync; empty if there is nothing.
     """
     for endpoint in cluster.addresses["etcd"].split(","):
-        if not await is_healthy(endpoint):
+        if not await cluster.is_etcd_healthy(endpoint):
             return f"etcd at {endpoint} does not answer"
     try:
         nodes = (await admin.cluster()).nodes

@@ -10,6 +10,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 
 from batonmq.common.errors import InvalidArgument
 from batonmq.core.compression import Compression, Packing
+from batonmq.security import Security
 
 
 class Durability(Enum):
@@ -44,6 +45,7 @@ class ProducerSettings:
             the topic BATON_SYS_METRICS.
         compression_bytes_min: Batches with fewer bytes of messages are not compressed; neither
             are those that would not get smaller.
+        security: How to use TLS; None for none.
     """
 
     durability: Durability = Durability.FSYNCED
@@ -57,6 +59,7 @@ class ProducerSettings:
     compression: Literal["none", "lz4", "zstd"] = "none"
     compression_bytes_min: int = 1_024
     metrics_stream: bool = False
+    security: Security | None = None
 
     @property
     def packing(self) -> Packing:

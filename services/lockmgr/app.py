@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
+from services.lockmgr.access import RULES
 from services.lockmgr.config import LockmgrSettings
 from services.lockmgr.leader import Leader
 from services.lockmgr.membership import PREFIX as GROUPS
@@ -15,7 +17,7 @@ from services.lockmgr.membership import Membership
 from services.lockmgr.offsets import OffsetsPeers
 from services.lockmgr.server import LockmgrServicer
 from services.runtime.gates import PREFIX as GATES
-from services.runtime.mirror import Mirror
+from services.runtime.mirror import Mirror, all_ready
 from services.runtime.peers import Peers
 from services.runtime.places import OFFSETS, Places
 from services.runtime.places import PREFIX as PLACES
@@ -43,9 +45,11 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
                     servicer, server
                 )
             },
+            rules=RULES,
             leader=False,
             loops=[groups.run, gates.run, places.run, leader.run, leader.registration.run],
             held=frozenset({"Acquire"}),
+            caught_up=partial(all_ready, groups, gates, places),
             drain=leader.settle,
         )
     finally:

@@ -7,24 +7,30 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
+from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
 from batonmq.core import sql_parser
+from services.nameserver.access import RULES
+from services.nameserver.access_server import AccessServicer
+from services.nameserver.access_store import AccessStore
 from services.nameserver.catalog import Catalog
 from services.nameserver.config import NameserverSettings
 from services.nameserver.electing import Electing
 from services.nameserver.group_calls import GroupCalls
+from services.nameserver.group_metrics import GroupMetrics
 from services.nameserver.group_store import GroupStore
 from services.nameserver.inspector import Inspector
-from services.nameserver.lookout import Lookout, StuckMetrics
+from services.nameserver.lookout import Lookout
 from services.nameserver.placing import Placing
 from services.nameserver.progress import Progress
 from services.nameserver.questions import Brokers, Questions
 from services.nameserver.refusals import Refusals
 from services.nameserver.server import NameserverServicer
 from services.nameserver.sessions import Sessions
+from services.nameserver.set_metrics import SetMetrics
 from services.nameserver.shrinking import Shrinking
 from services.nameserver.stuck_calls import StuckCalls
 from services.nameserver.system_topics import SystemTopics
@@ -33,9 +39,12 @@ from services.nameserver.tending import Tending
 from services.nameserver.topic_calls import TopicCalls
 from services.nameserver.topic_store import TopicStore
 from services.nameserver.turns import Turns
+from services.runtime.mirror import all_ready
 from services.runtime.peers import Peer, Peers
 from services.runtime.places import OFFSETS, Places
 from services.runtime.process import App, Runtime, run
+
+ACCESS = "baton.nameserver.v1.AccessService"
 
 
 @asynccontextmanager
@@ -43,6 +52,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     """The nameserver's parts; it has nothing to recover, all state is in etcd."""
     catalog = Catalog(runtime.etcd, runtime.nodes, watchers_max=settings.watchers_max)
     telemetry = Telemetry(runtime.registry, runtime.hub, catalog, settings.member_lease_ms)
+    runtime.registry.register(SetMetrics(catalog))
     turns = Turns(runtime.random)
     topic_store = TopicStore(runtime.etcd, turns)
     group_store = GroupStore(
@@ -84,19 +94,20 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     lookout = Lookout(
         catalog,
         inspector,
-        StuckMetrics(runtime.registry),
+        GroupMetrics(runtime.registry),
         runtime.hub,
         node_id=settings.node_id,
         interval_ms=settings.inspect_interval_ms,
     )
     servicer = NameserverServicer(
-        settings,
         catalog,
         topics,
         groups,
         StuckCalls(groups, topics, inspector),
         Electing(runtime.etcd),
+        runtime.guard.may,
     )
+    access = AccessServicer(AccessStore(runtime.etcd, turns), runtime.guard)
     name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name
     shrinking = Shrinking(
         catalog,
@@ -110,7 +121,11 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     )
     try:
         yield App(
-            servicers={name: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer)},
+            servicers={
+                name: partial(pb_grpc.add_NameserverServiceServicer_to_server, servicer),
+                ACCESS: partial(access_grpc.add_AccessServiceServicer_to_server, access),
+            },
+            rules=RULES,
             loops=(
                 *(mirror.run for mirror in catalog.mirrors),
                 tending.run,
@@ -119,6 +134,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
                 lookout.run,
                 *((system_topics.run,) if settings.metrics_stream else ()),
             ),
+            caught_up=partial(all_ready, *catalog.mirrors),
         )
     finally:
         await offsets.close()

@@ -137,7 +137,7 @@ class Catalog:
         """Live nodes by service and node id, and their generation."""
         decoded = (
             _decoded(key, stored.value, pb.Node.FromString)
-            for key, stored in self._nodes.values.items()
+            for key, stored in list(self._nodes.values.items())
         )
         found = [node for node in decoded if node is not None]
         return sorted(found, key=lambda n: (n.service, n.node_id)), self._nodes.revision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -104,10 +104,16 @@ class GroupCalls:
                     yield present
                 await changed.wait()
 
-    async def list(self, request: pb.ListGroupsRequest) -> pb.ListGroupsResponse:
-        """See the proto."""
+    async def list(
+        self, request: pb.ListGroupsRequest, seen: Callable[[str], bool]
+    ) -> pb.ListGroupsResponse:
+        """See the proto.
+
+        Args:
+            seen: Whether the caller may know of a group.
+        """
         self.catalog.check_ready()
-        names = sorted(self.catalog.groups)
+        names = filter(seen, sorted(self.catalog.groups))
         return pb.ListGroupsResponse(groups=filter(None, map(self.catalog.message, names)))
 
     async def describe(self, request: pb.DescribeGroupRequest) -> pb.DescribeGroupResponse:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
 
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client import Counter as CounterMetric
 
 from batonmq.events import EventHub
 from services.nameserver.catalog import Catalog
+from services.nameserver.group_metrics import GroupMetrics
 from services.nameserver.inspector import Diagnosis, Inspector, Target
 from services.nameserver.questions import Key
 
@@ -27,72 +25,6 @@ log = logging.getLogger(__name__)
 
 LAGS_PER_S = 2_000
 """Queues whose lag is told at once; the others wait for the next second."""
-
-Labels = tuple[str, ...]
-
-
-class StuckMetrics:
-    """Lag by group and topic, and a series per stuck queue; what is gone has no series any more.
-
-    Broadcasting groups have no lag that anybody here could know.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        by_topic = ("group", "topic")
-        self._lag_messages = Gauge(
-            "baton_group_lag_messages",
-            "Messages that the group has not handled, filtered ones included; of all its queues "
-            "of the topic.",
-            by_topic,
-            registry=registry,
-        )
-        self._lag_seconds = Gauge(
-            "baton_group_lag_seconds",
-            "Age of the oldest message of the topic that the group has not handled.",
-            by_topic,
-            registry=registry,
-        )
-        self._stuck = Gauge(
-            "baton_queue_stuck",
-            "1 for each queue that does not move although messages wait, by reason.",
-            (*by_topic, "broker", "queue_id", "reason"),
-            registry=registry,
-        )
-        self._inspections = CounterMetric(
-            "baton_nameserver_inspections",
-            "Looks at all groups; only one replica does it.",
-            registry=registry,
-        )
-        self._shown: dict[Gauge, set[Labels]] = defaultdict(set)
-
-    def show(self, diagnoses: Iterable[Diagnosis]) -> None:
-        """Show what one look has found, and nothing else."""
-        lag_messages: dict[Labels, float] = defaultdict(float)
-        lag_seconds: dict[Labels, float] = {}
-        stuck: dict[Labels, float] = {}
-        for diagnosis in diagnoses:
-            e = diagnosis.evidence
-            topic = (e.group.name, e.topic)
-            if e.lag_count >= 0:
-                lag_messages[topic] += e.lag_count
-            if e.lag_ms >= 0:
-                lag_seconds[topic] = max(lag_seconds.get(topic, 0), e.lag_ms / 1000)
-            if diagnosis.finding.reason.stuck:
-                stuck[(*topic, e.broker, str(e.queue_id), diagnosis.finding.reason)] = 1
-        self._set(self._lag_messages, lag_messages)
-        self._set(self._lag_seconds, lag_seconds)
-        self._set(self._stuck, stuck)
-
-    def looked(self) -> None:
-        """Count a look."""
-        self._inspections.inc()
-
-    def _set(self, gauge: Gauge, values: dict[Labels, float]) -> None:
-        for labels, value in values.items():
-            gauge.labels(*labels).set(value)
-        for labels in self._shown[gauge] - values.keys():
-            gauge.remove(*labels)
-        self._shown[gauge] = set(values)
 
 
 class Lookout:
@@ -106,7 +38,7 @@ class Lookout:
         self,
         catalog: Catalog,
         inspector: Inspector,
-        metrics: StuckMetrics,
+        metrics: GroupMetrics,
         hub: EventHub,
         *,
         node_id: str,
@@ -126,7 +58,7 @@ class Lookout:
     async def look(self) -> None:
         """Look once, if it is this replica's turn; else show nothing."""
         if not self._on_duty():
-            self._metrics.show(())
+            self._metrics.show((), {})
             self._told = {}
             return
         groups = self._catalog.groups
@@ -136,7 +68,7 @@ class Lookout:
             if not group.terms.broadcasting
         ]
         found = await self._inspector.inspect(targets, patient=True)
-        self._metrics.show(found)
+        self._metrics.show(found, {name: len(each.members) for name, each in groups.items()})
         self._metrics.looked()
         self._tell(found)
         await self._tell_lag([d for d in found if _has_lag_to_tell(d)])

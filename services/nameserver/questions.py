@@ -268,4 +268,5 @@ def _progress(found: offsets_pb.Progress) -> Progress:
         acked_range_count=found.acked_range_count,
         capped=found.ack_capped,
         idle_ms=found.idle_ms,
+        reset_epoch=found.reset_epoch,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,17 +11,19 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 
 from services.nameserver.catalog import Catalog
-from services.nameserver.config import NameserverSettings
 from services.nameserver.electing import Electing
 from services.nameserver.group_calls import GroupCalls
 from services.nameserver.stuck_calls import StuckCalls
 from services.nameserver.topic_calls import TopicCalls
+from services.runtime.access import Need, join, use
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class NameserverServicer(pb_grpc.NameserverServiceServicer):
     """Answers from the catalog, once that is complete; writes through the stores.
+
+    Lists have what the caller may use, which `may` tells.
 
     A call that wrote answers when the catalog shows it, so the caller reads its own writes here.
     What the catalog does not know is looked up in etcd before it is said not to exist, so the
@@ -30,16 +32,16 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
 
     def __init__(
         self,
-        settings: NameserverSettings,
         catalog: Catalog,
         topics: TopicCalls,
         groups: GroupCalls,
         stuck: StuckCalls,
         electing: Electing,
+        may: Callable[[Context, Need], bool] = lambda _context, _need: True,
     ) -> None:
-        self._settings, self._catalog, self._electing = settings, catalog, electing
+        self._catalog, self._electing = catalog, electing
         self._topics, self._groups, self._stuck = topics, groups, stuck
-        self._placing = groups.placing
+        self._placing, self._may = groups.placing, may
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
@@ -57,7 +59,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListTopicsRequest, context: Context
     ) -> pb.ListTopicsResponse:
         """See the proto."""
-        return await self._topics.list(request)
+        return await self._topics.list(request, lambda name: self._may(context, use(name)))
 
     async def DescribeTopic(
         self, request: pb.DescribeTopicRequest, context: Context
@@ -92,7 +94,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self._catalog.check_ready()
         nodes, generation = self._catalog.nodes()
         return pb.DescribeClusterResponse(
-            nodes=nodes, generation=generation, cluster=self._settings.cluster
+            nodes=nodes, generation=generation, cluster=self._groups.settings.cluster
         )
 
     async def ElectReplica(
@@ -123,7 +125,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         """See the proto."""
-        return await self._groups.list(request)
+        return await self._groups.list(request, lambda name: self._may(context, join(name)))
 
     async def DescribeGroup(
         self, request: pb.DescribeGroupRequest, context: Context

@@ -38,7 +38,7 @@ class Telemetry:
             "topics": ("Topics.", lambda: len(catalog.topics)),
             "shrinking_topics": (
                 "Topics with queues that go once they are read.",
-                lambda: sum(topic.shrinking for topic in catalog.topics.values()),
+                lambda: sum(topic.shrinking for topic in list(catalog.topics.values())),
             ),
             "groups": (
                 "Consumer groups, those without members included.",
@@ -46,15 +46,17 @@ class Telemetry:
             ),
             "differing_members": (
                 "Members that ask for another subscription than their group has.",
-                lambda: sum(m.differs for group in catalog.groups.values() for m in group.members),
+                lambda: sum(
+                    m.differs for group in list(catalog.groups.values()) for m in group.members
+                ),
             ),
             "draining_groups": (
                 "Groups whose queues are being given back for a new subscription.",
-                lambda: sum(group.draining for group in catalog.groups.values()),
+                lambda: sum(group.draining for group in list(catalog.groups.values())),
             ),
             "paused_groups": (
                 "Groups that an operator has paused.",
-                lambda: sum(group.pause is not None for group in catalog.groups.values()),
+                lambda: sum(group.pause is not None for group in list(catalog.groups.values())),
             ),
             "refused_clients": (
                 "Clients that are refused at this time.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
@@ -71,11 +71,18 @@ class TopicCalls:
         )
         return pb.UpdateTopicResponse(topic=topic_to_pb(topic))
 
-    async def list(self, request: pb.ListTopicsRequest) -> pb.ListTopicsResponse:
-        """See the proto."""
+    async def list(
+        self, request: pb.ListTopicsRequest, seen: Callable[[str], bool]
+    ) -> pb.ListTopicsResponse:
+        """See the proto.
+
+        Args:
+            seen: Whether the caller may know of a topic.
+        """
         self._catalog.check_ready()
         topics = self._catalog.topics
-        return pb.ListTopicsResponse(topics=[topic_to_pb(topics[name]) for name in sorted(topics)])
+        names = filter(seen, sorted(topics))
+        return pb.ListTopicsResponse(topics=[topic_to_pb(topics[name]) for name in names])
 
     async def describe(self, request: pb.DescribeTopicRequest) -> pb.DescribeTopicResponse:
         """See the proto."""

@@ -11,6 +11,7 @@ from typing import cast
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
 
+from services.offsets.access import RULES
 from services.offsets.arriving import Origin
 from services.offsets.config import OffsetsSettings
 from services.offsets.disk import Disk, set_aside_damage
@@ -23,7 +24,7 @@ from services.offsets.role import Role
 from services.offsets.serving import Offsets, Surroundings, alone, elected
 from services.offsets.stream import OffsetsStream
 from services.runtime.gates import PREFIX as GATES
-from services.runtime.mirror import Mirror
+from services.runtime.mirror import Mirror, all_ready
 from services.runtime.peers import Peer, Peers
 from services.runtime.places import OFFSETS
 from services.runtime.places import PREFIX as PLACES
@@ -63,10 +64,12 @@ async def served(
         runtime.nodes, OFFSETS, pb_grpc.OffsetsServiceStub, runtime.connect
     )
     places = Mirror(runtime.etcd, PLACES)
+    metrics = OffsetsMetrics(runtime.registry)
+    metrics.replicas.set(len(settings.members))
     around = Surroundings(
         limits=settings.limits,
         clock=runtime.clock,
-        metrics=OffsetsMetrics(runtime.registry),
+        metrics=metrics,
         stream=OffsetsStream(runtime.hub),
         gates=Mirror(runtime.etcd, GATES),
         origin=Origin(settings.replica_set, runtime.etcd, places, others.stub),
@@ -102,6 +105,7 @@ def _alone(
     opened(offsets)
     return App(
         servicers={SERVICE: offsets.add},
+        rules=RULES,
         loops=[
             offsets.commits.run,
             offsets.arriving.run,
@@ -110,6 +114,7 @@ def _alone(
         ],
         epoch=offsets.table.epoch,
         replica_set=settings.replica_set,
+        caught_up=partial(all_ready, around.gates, around.origin.places),
         drain=offsets.commits.drain,
     )
 
@@ -141,6 +146,7 @@ def _replicated(
                 ReplicationServicer(role, disk),
             ),
         },
+        rules=RULES,
         loops=[
             role.run,
             role.member.registration.run,
@@ -150,5 +156,6 @@ def _replicated(
         ],
         held=frozenset({"Fetch"}),
         leader=False,
+        caught_up=role.member.in_sync,
         leave=role.member.leave,
     )

@@ -14,6 +14,8 @@ from services.offsets.core.resets import Order, Outcome
 from services.offsets.core.table import ProgressTable
 from services.runtime.keeper import Keeper
 
+CUT_OFF = "CUT_OFF"
+"""Cause of duplicates: a queue was given back before a handler had ended."""
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
@@ -39,6 +41,17 @@ class OffsetsMetrics:
             ("op", "why"),
             registry=registry,
         )
+        self._duplicates = Counter(
+            "baton_offsets_duplicates",
+            "Messages that come again, flagged. In flight when their queue changed hands: "
+            "CLOSED_OR_DRAINED (in good order: none, by the rules), CUT_OFF (given back before its "
+            "handler had ended), SAME_HOLDER (asked for anew), IDLE (the owner was silent), "
+            "FORCED. Handled already, and wanted again by an operator: RESET, CLONE.",
+            ("cause",),
+            registry=registry,
+        )
+        for cause in (*(each.value for each in Condition), CUT_OFF, "RESET", "CLONE"):
+            self._duplicates.labels(cause)
         self._moves = Counter(
             "baton_offsets_moves",
             "Queues asked to be moved: moved, repeated, or the reason of the refusal.",
@@ -59,6 +72,11 @@ class OffsetsMetrics:
         self._ack_ranges = Gauge(
             "baton_offsets_ack_ranges_max",
             "Acked ranges above the committed offset, of the queue that has most.",
+            registry=registry,
+        )
+        self._ack_window = Gauge(
+            "baton_offsets_ack_window_used_ratio",
+            "Acked ranges of that queue, as a part of how many there may be, 0 to 1.",
             registry=registry,
         )
         self._capped = Gauge(
@@ -85,6 +103,11 @@ class OffsetsMetrics:
         self._epoch = Gauge(
             "baton_offsets_epoch",
             "Epoch in which this node serves; 0 for a slave.",
+            registry=registry,
+        )
+        self.replicas = Gauge(
+            "baton_offsets_replicas",
+            "Members of the replica set, by its settings.",
             registry=registry,
         )
         self._in_sync = Gauge(
@@ -120,8 +143,13 @@ class OffsetsMetrics:
     def show(self, table: ProgressTable, disk_full: Callable[[], bool]) -> None:
         """Show the state of this table from now on."""
         self._epoch.set(table.epoch)
+
         # Scraped from another thread: list() of a dict's values is one step of the interpreter.
-        self._ack_ranges.set_function(lambda: max(list(table.ack_ranges.values()), default=0))
+        def ranges() -> int:
+            return max(list(table.ack_ranges.values()), default=0)
+
+        self._ack_ranges.set_function(ranges)
+        self._ack_window.set_function(lambda: ranges() / table.limits.ack_ranges_max)
         self._capped.set_function(lambda: len(table.capped))
         self._full.set_function(disk_full)
         self._queues.set_function(lambda: len(table))
@@ -150,6 +178,10 @@ class OffsetsMetrics:
         else:
             outcome = "granted" if result.changed else "repeated"
         self._fences.labels(condition.value, outcome).inc()
+
+    def duplicated(self, cause: str, count: int) -> None:
+        """Count messages that come again."""
+        self._duplicates.labels(cause).inc(count)
 
     def moved(self, order: Order, outcome: Outcome) -> None:
         """Count the queues of a reset, an undo or a clone."""

@@ -107,8 +107,9 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         await self._find(key for key, _ in wishes)
         now, outcomes = self._now(), []
         for key, wish in wishes:
+            span = self._open_span(key)
             grant = _attempt(self._fence, key, term, wish, now)
-            self._telemetry.fence(key, wish, grant)
+            self._telemetry.fence(key, wish, grant, span)
             if isinstance(grant, BatonError):
                 outcomes.append(pb.FenceOutcome(error=error_to_pb(grant)))
                 continue
@@ -182,6 +183,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
                 outcomes.append(pb.CloseOutcome(error=refused))
             else:
                 outcomes.append(pb.CloseOutcome(closed=committed_pb(result)))
+                self._telemetry.cut_off(item[3].count if result.changed else 0)
         await self._commits.settled(item[0] for item in items)
         self._telemetry.commits("close", [item[:2] for item in items], results)
         return pb.CloseResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
@@ -366,6 +368,13 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def _fence(self, key: QueueKey, term: int, wish: Wish, now: Instant) -> Grant:
         self._here.check(key.group)
         return self._table.fence(key, term, wish, now)
+
+    def _open_span(self, key: QueueKey) -> tuple[int, int]:
+        """Offsets from the committed one on that left under a token which is not closed."""
+        if key not in self._table:
+            return 0, 0
+        progress = self._table.query(key)
+        return progress.committed_offset, progress.delivered_offset
 
     def _touch(self, key: QueueKey, token: int, now: Instant) -> None:
         self._here.check(key.group)

@@ -12,7 +12,7 @@ from services.offsets.answers import queue_pb
 from services.offsets.core.calls import Committed, Condition, Fence, Grant, QueueKey
 from services.offsets.core.resets import Order, Outcome
 from services.offsets.core.table import ProgressTable
-from services.offsets.metrics import OffsetsMetrics
+from services.offsets.metrics import CUT_OFF, OffsetsMetrics
 from services.offsets.stream import OffsetsStream
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,18 @@ class Telemetry:
         if self.stream.hub.watched:
             self.stream.fenced(op, key, token, error)
 
-    def fence(self, key: QueueKey, wish: Fence, result: Grant | BatonError) -> None:
-        """A queue was passed on, or was not."""
+    def fence(
+        self, key: QueueKey, wish: Fence, result: Grant | BatonError, span: tuple[int, int]
+    ) -> None:
+        """A queue was passed on, or was not.
+
+        Args:
+            span: What had left under the token before and was not below the committed offset.
+        """
         self._metrics.fence(wish.condition, result)
         if isinstance(result, BatonError) or not result.changed:
             return
+        self._metrics.duplicated(wish.condition.value, result.maybe_seen.between(*span).count)
         holder = wish.holder.client_id if wish.holder else "nobody"
         self.stream.granted(key, result.token, wish.holder.client_id if wish.holder else "")
         if wish.condition is Condition.FORCED:
@@ -71,6 +78,10 @@ class Telemetry:
             if isinstance(result, Committed) and result.changed and key in self._table:
                 self.stream.committed(key, token, self._table.query(key), closed=op == "close")
 
+    def cut_off(self, count: int) -> None:
+        """Messages were given back whose handlers had not ended."""
+        self._metrics.duplicated(CUT_OFF, count)
+
     def moved(self, group: str, order: Order, outcome: Outcome) -> None:
         """A reset or a clone was carried out, or repeated."""
         self._metrics.moved(order, outcome)
@@ -86,6 +97,7 @@ class Telemetry:
             order.reason,
         )
         for step in outcome.fresh:
+            self._metrics.duplicated(order.kind.name, step.moved.replayed_count)
             reset = pb.ProgressReset(
                 op_id=order.op_id,
                 from_offset=step.moved.before.committed_offset,

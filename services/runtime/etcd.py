@@ -17,8 +17,10 @@ import grpc
 import grpc.aio
 from aetcd import rpc, utils
 
+from batonmq.channels import connector
 from batonmq.common.clock import Clock
 from batonmq.common.errors import NoQuorum
+from batonmq.security import Security
 from services.runtime.etcd_members import TRY_S, Member, Members
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -27,6 +29,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # as batonmq.channels
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),  # left alone a minute, whatever the line above says
@@ -96,6 +99,7 @@ class EtcdSession:
         endpoint: host:port; of several members separated by commas.
         cluster: Cluster name, part of every key.
         timeout_ms: Bound of every call.
+        security: How to use TLS; None for none.
         random: Jitter of those who wait for etcd.
     """
 
@@ -106,15 +110,18 @@ class EtcdSession:
         clock: Clock,
         *,
         timeout_ms: int = 3_000,
+        security: Security | None = None,
         random: Random | None = None,
     ) -> None:
         self.clock = clock
         self.random = random or Random()
         self.prefix = f"/baton/{cluster}/"
         self._endpoint, self._timeout_s = endpoint, timeout_ms / 1000
+        self._security = security
 
     async def __aenter__(self) -> Self:
-        self._members = Members(self._endpoint.split(","), self.random, _OPTIONS)
+        connect = connector(self._security, _OPTIONS)
+        self._members = Members(self._endpoint.split(","), self.random, connect)
         return self
 
     async def __aexit__(self, *_: object) -> None:

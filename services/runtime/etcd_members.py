@@ -32,8 +32,8 @@ T = TypeVar("T")
 class Member:
     """One member of etcd."""
 
-    def __init__(self, address: str, options: Sequence[tuple[str, Any]]) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self.kv = rpc.KVStub(self._channel)
         self.leases = rpc.LeaseStub(self._channel)
         self.watches = rpc.WatchStub(self._channel)
@@ -82,12 +82,13 @@ class Members:
     Args:
         addresses: host:port each.
         random: So that not all processes begin with the same one.
+        connect: Makes a channel to an address.
     """
 
     def __init__(
-        self, addresses: Sequence[str], random: Random, options: Sequence[tuple[str, Any]]
+        self, addresses: Sequence[str], random: Random, connect: Callable[[str], grpc.aio.Channel]
     ) -> None:
-        self._order = [Member(address, options) for address in addresses]
+        self._order = [Member(connect(address)) for address in addresses]
         random.shuffle(self._order)
 
     @property

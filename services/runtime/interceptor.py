@@ -1,4 +1,4 @@
-"""The edge of every service: deadlines, error mapping, metrics of calls."""
+"""The edge of every service: who may call, deadlines, error mapping, metrics of calls."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, Internal, NoDeadline, NotServing
 from batonmq.common.rpc import abort
+from services.runtime.admission import Admission
+from services.runtime.guard import Guard
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +26,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every call of the `baton.` packages.
+    """Wraps every call of the `baton.` packages; of others it only asks who may call.
 
+    - With a `guard` that is on, whoever may not call is refused, and what is held ends when access
+      is revoked.
     - A call without a deadline is refused; streams that watch are open-ended and need none.
     - A `BatonError` becomes its status with details; anything else a bare INTERNAL, logged here.
     - Counts, times and in-flight numbers go to Prometheus by service, method and reason.
@@ -34,10 +38,15 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, clock: Clock, registry: CollectorRegistry, held: frozenset[str] = frozenset()
+        self,
+        clock: Clock,
+        registry: CollectorRegistry,
+        held: frozenset[str] = frozenset(),
+        guard: Guard | None = None,
     ) -> None:
         self._clock, self._held = clock, held
         self.draining = False
+        self._admission = Admission(guard, held) if guard is not None and guard.on else None
         self._waiting: set[asyncio.Task[Any]] = set()
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._by_method = lru_cache(maxsize=None)(self._metrics_of)
@@ -71,20 +80,29 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return self._wrapped[name]
         handler = await continuation(handler_call_details)
         _, service, method = name.split("/")
-        if handler is None or not service.startswith("baton."):
-            return handler
-        wrapped = self._wrapped[name] = self._wrap(handler, service, method)
-        return wrapped
+        if handler is None:
+            return None
+        if service.startswith("baton."):
+            handler = self._wrap(handler, service, method)
+        elif self._admission is not None:
+            handler = self._admission.foreign(name, handler)
+        self._wrapped[name] = handler
+        return handler
 
     def _wrap(
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
     ) -> grpc.RpcMethodHandler[Any, Any]:
         codec = (handler.request_deserializer, handler.response_serializer)
-        edge = _Edge(self, service.rpartition(".")[2], method)
+        edge, path = _Edge(self, service.rpartition(".")[2], method), f"/{service}/{method}"
+        call: Any = handler.unary_unary or handler.unary_stream
+        assert call is not None, "services have no client streams"
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(edge.unary(handler.unary_unary), *codec)
-        assert handler.unary_stream is not None, "services have no client streams"
-        return grpc.unary_stream_rpc_method_handler(edge.stream(handler.unary_stream), *codec)
+            if self._admission is not None:
+                call = self._admission.unary(path, call)
+            return grpc.unary_unary_rpc_method_handler(edge.unary(call), *codec)
+        if self._admission is not None:
+            call = self._admission.stream(path, call)
+        return grpc.unary_stream_rpc_method_handler(edge.stream(call), *codec)
 
     def _metrics_of(self, service: str, method: str) -> tuple[Gauge, Histogram]:
         labels = (service, method)

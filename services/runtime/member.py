@@ -108,6 +108,14 @@ class Member:
         self.election.resign()
         return True
 
+    async def in_sync(self) -> bool:
+        """Whether etcd lists this node among those that may be elected.
+
+        Raises:
+            NoQuorum: etcd does not answer.
+        """
+        return self._node_id in (await self.set.read()).in_sync
+
     async def _stand(self) -> Candidacy | None:
         return None if self._left or self.standing_back() else await self.set.stand()
 

@@ -128,6 +128,13 @@ class Mirror:
             callback(frozenset(changed))
 
 
+async def all_ready(*mirrors: Mirror) -> bool:
+    """True, once the first complete reads of all are done."""
+    for mirror in mirrors:
+        await mirror.ready()
+    return True
+
+
 class _Watcher:
     def __init__(self, keys: set[str]) -> None:
         self._keys = keys

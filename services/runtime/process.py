@@ -11,17 +11,17 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any, NoReturn, TypeVar
 
 import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
-from batonmq.channels import OPTIONS, connect
+from batonmq.channels import OPTIONS, connect, connector
 from batonmq.common import logs
 from batonmq.common.clock import Clock
 from batonmq.common.config import ConfigError, load
@@ -30,11 +30,15 @@ from batonmq.common.explain import explain
 from batonmq.events import EventHub
 from services.runtime.etcd import EtcdSession, Lease
 from services.runtime.events import watchable
+from services.runtime.guard import Guard
+from services.runtime.health import Health, health_of
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.mirror import Mirror
 from services.runtime.position import NOWHERE, Position
+from services.runtime.rules import Rules
 from services.runtime.settings import ServiceSettings
 from services.runtime.streaming import publisher_of
+from services.runtime.tls import check_files, listen
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +50,17 @@ async def _nothing() -> None:
     return
 
 
+async def _at_once() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class App:
     """What a service hands to the runtime.
 
     Attributes:
         servicers: Full proto service name to the function that adds the servicer to a server.
+        rules: What the calls of all of them need of who makes them, while access is on.
         loops: Background work, each run as one task until the end. One that raises ends the
             process with status 1: no service runs on with a dead flusher.
         held: Names of methods whose calls may be held with nothing to do; on SIGTERM they are
@@ -60,17 +69,20 @@ class App:
         leader: Registered with the node: False for a service that tells by itself when it leads.
         room: Registered with the node: its machine room; empty for none.
         replica_set: Registered with the node: the set it belongs to; empty for none.
+        caught_up: Whether it has all that it is to follow; waits until that can be told.
         leave: Called before everything else when the process is to end: lead no more.
         drain: Called after the server has stopped taking calls: finish, flush, release.
     """
 
     servicers: Mapping[str, Callable[[grpc.aio.Server], None]]
+    rules: Rules = field(default_factory=dict)
     loops: Sequence[Loop] = ()
     held: frozenset[str] = frozenset()
     epoch: int = 0
     leader: bool = True
     room: str = ""
     replica_set: str = ""
+    caught_up: Callable[[], Awaitable[bool]] = _at_once
     leave: Callable[[], None] = lambda: None
     drain: Callable[[], Awaitable[None]] = _nothing
 
@@ -98,6 +110,9 @@ class Runtime:
         self.connect = connect
         self.registry = CollectorRegistry()
         self.nodes = Mirror(etcd, "nodes/")
+        self.guard = Guard(
+            etcd, self.registry, on=settings.access, admins=settings.access_admins.split(",")
+        )
         self.hub = EventHub(
             f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
         )
@@ -105,7 +120,7 @@ class Runtime:
         self._position: Callable[[], Position] = lambda: NOWHERE
         self._lease: Lease | None = None
         self._writing = asyncio.Lock()
-        self._left = False
+        self._left = self._listed = False
         self._start_unix_ms = self.clock.unix_ms()
         self._address = self._metrics_address = ""
 
@@ -135,6 +150,7 @@ class Runtime:
             service=nameserver_pb.ServiceKind.Value(f"SERVICE_KIND_{self.service.upper()}"),
             node_id=self.settings.node_id,
             address=self._address,
+            outside_address=self.settings.outside_address,
             metrics_address=self._metrics_address,
             start_unix_ms=self._start_unix_ms,
             epoch=epoch,
@@ -149,6 +165,11 @@ class Runtime:
         """Whether the service has registered by itself."""
         return self._node is not None
 
+    @property
+    def listed(self) -> bool:
+        """Whether this node's entry stands in etcd, for all that is known."""
+        return self._listed
+
     async def keep_registered(self) -> None:
         """Refresh the lease until `unregister`; if it was lost, register under a new one.
 
@@ -160,7 +181,7 @@ class Runtime:
             try:
                 if self._lease is None or not await self._lease.refresh():
                     log.warning("node entry lost, registering again")
-                    self._lease = None
+                    self._lease, self._listed = None, False
                     await self._write_node()
                 elif self._overwritten():
                     log.warning("node entry is not as it was written, writing it again")
@@ -200,7 +221,7 @@ class Runtime:
             self._node.replica_version = position.version
             key = self.etcd.key("nodes", self.service, self.settings.node_id)
             await self.etcd.put(key, self._node.SerializeToString(), lease)
-            self._lease = lease
+            self._lease, self._listed = lease, True
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -229,6 +250,8 @@ def run(
         sys.exit(0)
     try:
         settings = load(kind, prefix)
+        if not sys.argv[1:]:  # the files may be elsewhere than who looks at the settings
+            check_files(settings)
     except ConfigError as error:
         _refuse(f"{service}: {error}")
     if "--print-config" in sys.argv[1:]:
@@ -266,30 +289,38 @@ async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> Non
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     async with (
-        EtcdSession(settings.etcd, settings.cluster, clock) as etcd,
-        _nodes_followed(Runtime(service, settings, etcd)) as runtime,
+        EtcdSession(
+            settings.etcd, settings.cluster, clock, security=settings.etcd_security
+        ) as etcd,
+        health_of(settings.host, settings.health_port) as answers,
+        _nodes_followed(
+            Runtime(service, settings, etcd, connect=connector(settings.security))
+        ) as runtime,
         build(settings, runtime) as app,
     ):
-        await _serve(runtime, app, stopping)
+        await _serve(runtime, app, answers, stopping)
     log.info("stopped")
 
 
 @asynccontextmanager
 async def _nodes_followed(runtime: Runtime) -> AsyncIterator[Runtime]:
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(loop()) for loop in (runtime.etcd.run, runtime.nodes.run)]
+        loops = [runtime.etcd.run, runtime.nodes.run]
+        if runtime.guard.on:
+            loops.append(runtime.guard.mirror.run)
+        running = [tasks.create_task(loop()) for loop in loops]
         yield runtime
         for task in running:
             task.cancel()
 
 
-async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
+async def _serve(runtime: Runtime, app: App, answers: Health, stopping: asyncio.Event) -> None:
     settings = runtime.settings
-    edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held)
+    runtime.guard.govern(app.rules)
+    edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held, runtime.guard)
     # A port that somebody else serves on is an error, not something to share.
     server = grpc.aio.server(interceptors=[edge], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    answers.add(server)
     for add in app.servicers.values():
         add(server)
     watchable(runtime.hub, server)
@@ -297,11 +328,12 @@ async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
     reflection.enable_server_reflection(
         [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
-    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    port = listen(server, settings)
     http, _ = start_http_server(settings.metrics_port, settings.host, runtime.registry)
     address = settings.advertise_address or f"{settings.host}:{port}"
-    runtime.bound(address, f"{settings.host}:{http.server_port}")
+    runtime.bound(address, f"{address.rpartition(':')[0]}:{http.server_port}")
     await server.start()
+    await answers.recovered()
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(loop()) for loop in app.loops]
@@ -309,14 +341,14 @@ async def _serve(runtime: Runtime, app: App, stopping: asyncio.Event) -> None:
                 running.append(tasks.create_task(publisher_of(runtime).run()))
             await _register(runtime, app)
             running.append(tasks.create_task(runtime.keep_registered()))
-            for name in ("", *names):
-                await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+            await answers.serves(names)
+            running.append(tasks.create_task(answers.follow(lambda: runtime.listed, app.caught_up)))
             log.info("serving address=%s metrics_port=%d", address, http.server_port)
             await stopping.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
             app.leave()
             edge.drain()
-            await health_servicer.enter_graceful_shutdown()
+            await answers.drains()
             await runtime.unregister()
             await server.stop(settings.shutdown_grace_ms / 1000)
             await app.drain()

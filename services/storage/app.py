@@ -17,13 +17,14 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 
 from services.runtime.gates import PREFIX as GATES_PREFIX
 from services.runtime.gates import Gates
-from services.runtime.mirror import Mirror
+from services.runtime.mirror import Mirror, all_ready
 from services.runtime.peers import Peer, Peers
 from services.runtime.places import OFFSETS, Places
 from services.runtime.places import PREFIX as PLACES_PREFIX
 from services.runtime.process import App, Runtime
 from services.runtime.replicas import check_alone
 from services.runtime.stuck import Stuck
+from services.storage.access import RULES
 from services.storage.config import StorageSettings
 from services.storage.copies import Copy
 from services.storage.core.files import Disk
@@ -100,6 +101,7 @@ async def served(
                     schedule_grpc.add_ScheduleServiceServicer_to_server, serving.scheduling
                 ),
             },
+            rules=RULES,
             loops=(
                 mirrors.topics.run,
                 mirrors.gates.run,
@@ -112,6 +114,7 @@ async def served(
             epoch=node.store.epoch,
             room=settings.room,
             replica_set=settings.broker_name,
+            caught_up=partial(all_ready, mirrors.topics, mirrors.gates, mirrors.places),
             drain=drain,
         )
 
@@ -193,6 +196,7 @@ async def replicated(
                         ReplicationServicer(role),
                     ),
                 },
+                rules=RULES,
                 loops=(
                     mirrors.topics.run,
                     mirrors.gates.run,
@@ -207,6 +211,7 @@ async def replicated(
                 leader=False,
                 room=settings.room,
                 replica_set=settings.broker_name,
+                caught_up=role.member.in_sync,
                 leave=role.member.leave,
                 drain=copy.drain,
             )
@@ -258,13 +263,22 @@ async def _surroundings(
 
     topics = Topics(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
     mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
+    gates, metrics = Gates(gates_mirror), StorageMetrics(runtime.registry)
+    metrics.replicas.set(len(settings.members))
+    traffic = metrics.traffic
+    topics_mirror.on_change.append(
+        lambda _: traffic.keep_topics(lambda name: topics.known(name) is not None)
+    )
+    gates_mirror.on_change.append(
+        lambda _: traffic.keep_groups(lambda name: gates.get(name) is not None)
+    )
     around = Surroundings(
         settings=settings,
         runtime=runtime,
-        metrics=StorageMetrics(runtime.registry),
+        metrics=metrics,
         stream=StorageStream(runtime.hub, settings.broker_name),
         topics=topics,
-        gates=Gates(gates_mirror),
+        gates=gates,
         deliveries=DeliverySets(Places(places_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )

@@ -84,6 +84,7 @@ class Appender:
         for (topic, queue_id), sums in messages.items():
             self.metrics.appended_messages.inc(sums[0])
             self.metrics.appended_bytes.inc(sums[1])
+            self.metrics.traffic.stored(topic, sums[0], sums[1])
             if self.stream.hub.watched:
                 self.stream.appended(topic, queue_id, sums)
 

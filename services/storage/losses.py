@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from prometheus_client import Counter
-
 from services.storage.core.producers import QueueKey
 from services.storage.pulls import Holder
+from services.storage.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +19,10 @@ class Losses:
 
     The same hole may be met again, by a new holder for one: it counts once, unless the node starts
     anew in between.
-
-    Args:
-        lost: By group and topic.
     """
 
-    def __init__(self, lost: Counter) -> None:
-        self._lost = lost
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
         self._told: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
 
     def note(self, holder: Holder, key: QueueKey, offset: int, first_offset: int) -> None:
@@ -39,7 +35,7 @@ class Losses:
         self._told.move_to_end(hole)
         if len(self._told) > HOLES_MAX:
             self._told.popitem(last=False)
-        self._lost.labels(holder.group, holder.topic).inc(first_offset - offset)
+        self._traffic.lost(holder.topic, holder.group, first_offset - offset)
         log.warning(
             "messages lost to retention group=%s topic=%s queue_id=%d first_offset=%d "
             "next_offset=%d count=%d",

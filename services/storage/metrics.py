@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.storage.traffic import Traffic
+
 _LATENESS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 60, 3_600)
 _FSYNC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
 class StorageMetrics:
-    """Every series has the prefix `baton_storage_`."""
+    """Every series has the prefix `baton_storage_`, but for some of `traffic`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.traffic = Traffic(registry)
         self.appended_messages = Counter(
             "baton_storage_appended_messages", "Messages written to the log.", registry=registry
         )
@@ -52,12 +55,6 @@ class StorageMetrics:
             "baton_storage_unrecorded_deliveries",
             "Pulls that offsets refused or did not answer, by reason.",
             ("reason",),
-            registry=registry,
-        )
-        self.lost_messages = Counter(
-            "baton_storage_lost_messages",
-            "Messages that retention removed before a group had read them.",
-            ("group", "topic"),
             registry=registry,
         )
         self.removed_segments = Counter(
@@ -106,6 +103,11 @@ class StorageMetrics:
         self.master = Gauge(
             "baton_storage_master",
             "1 on the master of a replica set that serves, 0 on its slaves.",
+            registry=registry,
+        )
+        self.replicas = Gauge(
+            "baton_storage_replicas",
+            "Members of the replica set, by its settings.",
             registry=registry,
         )
         self.in_sync_replicas = Gauge(

@@ -23,6 +23,8 @@ from batonmq.common.errors import (
 )
 from batonmq.core.names import check_broker, check_topic
 from batonmq.core.records import KEYS_BYTES_MAX, read_header
+from services.runtime.access import consume
+from services.runtime.guard import Require
 from services.storage import requests
 from services.storage.core.producers import QueueKey
 from services.storage.core.query import Match, Matches, Queries, Window
@@ -73,6 +75,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
     Args:
         broker: Name of the replica set, or of a node without replicas.
         is_slave: Whether this node may lag behind another.
+        require: Asks whether the caller may read the topic of a message that it names by its id;
+            None where nobody is asked who calls.
     """
 
     def __init__(
@@ -82,9 +86,10 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         topics: Topics,
         damage: Damage,
         is_slave: Callable[[], bool] = lambda: False,
+        require: Require | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
-        self._is_slave = is_slave
+        self._is_slave, self._require = is_slave, require
         self._queries = Queries(store)
 
     async def SearchOffset(
@@ -140,6 +145,8 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             self._damage.met(error)
             raise
         header = read_header(found.batch)
+        if self._require is not None:
+            self._require(context, consume(header.topic))
         try:
             topic = await self._topics.find(header.topic)
         except TopicNotFound:

@@ -51,7 +51,6 @@ class Role(role.Role[Mastership], Guarantee):
     ) -> None:
         self._settings, self._runtime, self._in_thread = settings, runtime, in_thread
         self._metrics, self._stream = metrics, stream
-        metrics.master.set_function(lambda: not self.is_slave)
         self.broker = settings.broker_name
         super().__init__(
             Member(
@@ -171,6 +170,7 @@ class Role(role.Role[Mastership], Guarantee):
                     tasks.create_task(keeper.tend())
                     await mastership.settled()
                     self._acting = True
+                    self._metrics.master.set(1)
                     tasks.create_task(self._watch(mastership))
                     await serving.due.run()
             except* OSError as errors:
@@ -179,6 +179,7 @@ class Role(role.Role[Mastership], Guarantee):
                 mastership.end()
                 self._mastership, self._acting = None, False
                 serving.interrupt("this node is not the master any more")
+                self._metrics.master.set(0)
                 self._metrics.in_sync_replicas.set(0)
                 self._metrics.replica_lag_bytes.clear()
                 self._metrics.replica_lag_seconds.clear()
@@ -205,6 +206,7 @@ class Role(role.Role[Mastership], Guarantee):
         serving, books = mastership.serving, mastership.keeper.books
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
+            self._metrics.master.set(not self.is_slave)
             self._metrics.in_sync_replicas.set(len(books.in_sync))
             now_ms = self._runtime.clock.monotonic_ms()
             for name in books.slaves:

@@ -14,7 +14,9 @@ from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
 from batonmq.common.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
 from batonmq.common.rpc import error_to_pb
 from batonmq.core.delays import check_deliver_time
-from batonmq.core.records import read_header
+from batonmq.core.records import read_header, read_topic
+from services.runtime.access import produce
+from services.runtime.guard import Require
 from services.storage import requests
 from services.storage.appending import Appender
 from services.storage.core import schedule
@@ -39,10 +41,19 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
 
     Args:
         changed: Called when something was scheduled.
+        require: Asks whether the caller may write to the topic of what it cancels; None where
+            nobody is asked who calls.
     """
 
-    def __init__(self, appender: Appender, topics: Topics, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        appender: Appender,
+        topics: Topics,
+        changed: Callable[[], None],
+        require: Require | None = None,
+    ) -> None:
         self._appender, self._topics, self._changed = appender, topics, changed
+        self._require = require
         self._store = appender.store
         self._withdrawing: dict[Key, int] = {}
 
@@ -65,8 +76,22 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
     ) -> pb.CancelScheduledResponse:
         """See the proto."""
         key = decode_id(request.schedule_id, self._appender.broker)
+        position = self._store.schedule.waiting.position(key)
+        if self._require is not None and position is not None:
+            self._require(context, produce(self._topic(position)))
         await self._appender.flusher.reached(self._withdraw(key, request.schedule_id))
         return pb.CancelScheduledResponse()
+
+    def _topic(self, position: int) -> str:
+        """Of the batch for later that is stored there.
+
+        Raises:
+            DataLoss: it can't be read any more.
+        """
+        (found,) = schedule.read_scheduled(self._store.log, [position])
+        if isinstance(found, BatonError):
+            raise found
+        return read_topic(found.batch)
 
     def _withdraw(self, key: Key, schedule_id: str) -> int:
         """Take an entry back, unless somebody just does; what is below the answer has to be safe.

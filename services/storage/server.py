@@ -283,6 +283,11 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         self._parts.losses.note(pull.holder, key, offset, offset + reading.lost_count)
         self._parts.metrics.delivered_messages.inc(reading.message_count)
         self._parts.metrics.filtered_messages.inc(reading.filtered_count)
+        if self._parts.gates.get(pull.holder.group) is not None:
+            size = sum(map(len, reading.batches))
+            self._parts.metrics.traffic.delivered(
+                pull.holder.topic, pull.holder.group, reading.message_count, size
+            )
         if self._parts.stream.hub.watched and pull.holder.topic != METRICS_TOPIC:
             redelivered = verdict.redelivered if verdict else ()
             self._parts.stream.delivered(pull.holder, pull.client_id, offset, reading, redelivered)

@@ -101,6 +101,7 @@ def serve(
     """
     settings, runtime, metrics = around.settings, around.runtime, around.metrics
     in_thread, topics, stream = around.in_thread, around.topics, around.stream
+    require = runtime.guard.require if runtime.guard.on else None
     pulls = ParkedPulls(
         around.deliveries.touch,
         metrics.parked_pulls,
@@ -166,7 +167,7 @@ def serve(
             deliveries=around.deliveries,
             retention=retention,
             guarantee=guarantee,
-            losses=Losses(metrics.lost_messages),
+            losses=Losses(metrics.traffic),
             damage=damage,
             scrubbed=lambda: scrubber.position,
             metrics=metrics,
@@ -190,9 +191,9 @@ def serve(
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(
-            settings.broker_name, store, topics, damage, lambda: guarantee.is_slave
+            settings.broker_name, store, topics, damage, lambda: guarantee.is_slave, require
         ),
-        scheduling=ScheduleServicer(appender, topics, due.wake),
+        scheduling=ScheduleServicer(appender, topics, due.wake, require),
         loops=(
             flusher.run,
             pulls.run,

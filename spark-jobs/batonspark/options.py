@@ -9,15 +9,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Literal, TypeVar
 
-import grpc
-import grpc.aio
-
 from batonmq.admin import Admin
-from batonmq.channels import OPTIONS, connect
-from batonmq.directory import Surroundings
+from batonmq.common.errors import InvalidArgument
+from batonmq.security import Security
 
 T = TypeVar("T")
 View = Literal["messages", "metrics"]
@@ -28,6 +24,7 @@ FETCH_MESSAGES_MAX = 65_535
 _SPARKS_OWN = {"path", "checkpointlocation", "queryname"}
 _REACHING = {
     "nameserver", "timeoutms", "tls", "tlscafile", "tlscertfile", "tlskeyfile", "tlsservername",
+    "tokenfile",
 }  # fmt: skip
 _READING = {
     "topic", "view", "startingoffsets", "startingtimestamp", "endingoffsets", "endingtimestamp",
@@ -41,48 +38,21 @@ class BadOption(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tls:
-    """How services prove who they are, and this client who it is.
-
-    Attributes:
-        ca_file: Certificates that are trusted; those that gRPC brings if empty.
-        cert_file: Certificate of this client, with `key_file` its key; empty for none.
-        server_name: Name in the servers' certificates, where it is not that of their addresses.
-    """
-
-    ca_file: str = ""
-    cert_file: str = ""
-    key_file: str = ""
-    server_name: str = ""
-
-    def connect(self, address: str) -> grpc.aio.Channel:
-        """A channel to `host:port`. The files are read here: they have to be on every node."""
-        read = [
-            Path(name).read_bytes() if name else None
-            for name in (self.ca_file, self.key_file, self.cert_file)
-        ]
-        options: list[tuple[str, int | str]] = list(OPTIONS)
-        if self.server_name:
-            options.append(("grpc.ssl_target_name_override", self.server_name))
-        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*read), options)
-
-
-@dataclass(frozen=True, slots=True)
 class Reach:
     """What it takes to talk to a cluster.
 
     Attributes:
         timeout_ms: How long an answer is waited for while services are away.
+        security: How to use TLS; None for none. Its files have to be on every node.
     """
 
     nameserver: str
     timeout_ms: int = 120_000
-    tls: Tls | None = None
+    security: Security | None = None
 
     def admin(self) -> Admin:
         """A client; to be made in the event loop that it is used in."""
-        surroundings = Surroundings(connect=self.tls.connect if self.tls else connect)
-        return Admin(self.nameserver, timeout_s=self.timeout_ms / 1000, surroundings=surroundings)
+        return Admin(self.nameserver, timeout_s=self.timeout_ms / 1000, security=self.security)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +195,21 @@ def _reach(given: _Given) -> Reach:
     nameserver = given.text("nameserver")
     if not nameserver:
         raise BadOption("option nameserver is missing: host:port, several separated by commas")
-    tls = Tls(
-        given.text("tlsCaFile"),
-        given.text("tlsCertFile"),
-        given.text("tlsKeyFile"),
-        given.text("tlsServerName"),
-    )
-    wanted = given.flag("tls", tls != Tls())
-    if bool(tls.cert_file) != bool(tls.key_file):
-        raise BadOption("options tlsCertFile and tlsKeyFile go together")
-    if tls != Tls() and not wanted:
+    try:
+        security = Security(
+            ca_file=given.text("tlsCaFile"),
+            cert_file=given.text("tlsCertFile"),
+            key_file=given.text("tlsKeyFile"),
+            server_name=given.text("tlsServerName"),
+            token_file=given.text("tokenFile"),
+        )
+    except InvalidArgument as error:
+        raise BadOption("options tlsCertFile and tlsKeyFile go together") from error
+    wanted = given.flag("tls", security != Security())
+    if security != Security() and not wanted:
         raise BadOption("option tls is false, and files for it are named")
-    return Reach(nameserver, given.number("timeoutMs", 120_000, least=1), tls if wanted else None)
+    timeout_ms = given.number("timeoutMs", 120_000, least=1)
+    return Reach(nameserver, timeout_ms, security if wanted else None)
 
 
 def _places(given: _Given, side: str, default: Literal["earliest", "latest"]) -> Places:

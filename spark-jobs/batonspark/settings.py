@@ -25,6 +25,8 @@ class JobSettings(Settings):
     """Its key."""
     tls_server_name: str = ""
     """Name in the services' certificates, where it is not that of their addresses."""
+    token_file: str = ""
+    """File of the bearer token of the jobs; empty for none. Over TLS only."""
     data_dir: str = Field(".data/spark", min_length=1)
     """Folder of tables and checkpoints, the same on all nodes of Spark. One job owns a query."""
     master: str = "local[*]"
@@ -80,6 +82,7 @@ class JobSettings(Settings):
             "tlsCertFile": self.tls_cert_file,
             "tlsKeyFile": self.tls_key_file,
             "tlsServerName": self.tls_server_name,
+            "tokenFile": self.token_file,
         }
         given = {name: value for name, value in files.items() if value}
         return {"nameserver": self.nameserver, "tls": str(self.tls or bool(given)).lower(), **given}

@@ -101,8 +101,8 @@ class Up:
 
 
 @contextmanager
-def up(data_dir: Path) -> Iterator[Up]:
-    """`baton up` on `data_dir`; killed in the end if it still runs.
+def up(data_dir: Path, *options: str) -> Iterator[Up]:
+    """`baton up` on `data_dir`, with more options; killed in the end if it still runs.
 
     Its nameserver has a port of its own from the first time on, not the one that every cluster
     would like to have: another one may have that when the cluster comes back.
@@ -110,7 +110,7 @@ def up(data_dir: Path) -> Iterator[Up]:
     ports = data_dir / "ports.json"
     if not ports.exists():
         keep_ports(ports, ["nameserver"])
-    command = [*BATON, "--format", "json", "up", "--data-dir", str(data_dir)]
+    command = [*BATON, "--format", "json", "up", "--data-dir", str(data_dir), *options]
     stderr = data_dir.with_name(f"{data_dir.name}.stderr")
     with (
         stderr.open("wb") as file,

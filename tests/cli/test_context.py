@@ -30,6 +30,7 @@ def test_the_first_context_is_in_use_and_another_when_asked(contexts: Path) -> N
     assert _address(baton("topic", "list")) == ",,"
     assert baton("context", "show", "--format", "json").json == {
         "name": "prod", "current": True, "nameserver": ",,", "format": None, "by": "me",
+        **dict.fromkeys(context_file.SECURITY),
     }  # fmt: skip
     assert baton("context", "delete", "prod").code == 0
     assert baton("context", "show").code == 1

@@ -1,9 +1,10 @@
-"""Alert rules for Prometheus.
+"""Rules for Prometheus: alerts, and what is recorded for them and for dashboards.
 
-Goal: every rule asks for series, labels and reasons that the services really have, and tells a
-person what it is about. Method: read the rules, parse the expressions, compare with the metrics
-that the services register; `promtool` runs the rules' own tests where it is installed. Each way of
-reading is shown to find a planted error.
+Goal: every rule asks for series, labels and reasons that the services really have, and each alert
+tells a person what it is about and where to read on, and has a test of its own. Method: read the
+rules, parse the expressions, compare with the metrics that the services register and with the
+runbooks; `promtool` runs the rules' own tests where it is installed. Each way of reading is shown
+to find a planted error.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import promql_parser as promql
@@ -21,57 +20,19 @@ import yaml
 
 from batonmq.common.rpc import ERROR_OF
 from services.nameserver.core.diagnosis import Reason
-from tests.docs import tables
+from tests.deploy.promql import METRICS, matchers, result_labels, rules, selectors
+from tests.docs.pages import ROOT
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
-RULES: list[dict[str, Any]] = [
-    rule
-    for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
-    for rule in group["rules"]
+FOLDER = ROOT / "deploy" / "prometheus"
+RUNBOOKS = ROOT / "docs" / "runbooks"
+RULES = [rule for rule in rules(FOLDER / "alerts.yaml") if "alert" in rule]
+RECORDED = [
+    rule for path in sorted(FOLDER.glob("*.yaml")) for rule in rules(path) if "record" in rule
 ]
-_each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-
-
-def registered() -> dict[str, set[str]]:
-    """Label names by metric, of all services, as the lists in docs/operations.md show them."""
-    rows = (
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for name, text in tables.lists().items()
-        if name.startswith("metrics ")
-        for line in text.splitlines()[2:]
-    )
-    return {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[2])) for row in rows}
-
-
-METRICS = registered()
-
-
-def selectors(expression: str) -> list[promql.VectorSelector]:
-    """Every series that the expression asks for."""
-    found: list[promql.VectorSelector] = []
-
-    def visit(node: promql.Expr) -> bool:
-        if isinstance(node, promql.VectorSelector):
-            found.append(node)
-        return True
-
-    promql.walk(promql.parse(expression), visit)
-    return found
-
-
-def matchers(selector: promql.VectorSelector) -> Iterator[tuple[str, list[str]]]:
-    """Label names of a selector, with the values it asks for."""
-    for matcher in selector.matchers.matchers:
-        yield matcher.name, matcher.value.split("|")
-
-
-def result_labels(node: promql.Expr) -> set[str]:
-    """Labels of what an expression yields."""
-    if isinstance(node, promql.BinaryExpr):
-        return result_labels(node.lhs)
-    if isinstance(node, promql.AggregateExpr):
-        return set(node.modifier.labels) if node.modifier else set()
-    return set().union(*(METRICS[str(s.name)] for s in selectors(str(node))))
+_each_alert = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+_each_rule = pytest.mark.parametrize(
+    "rule", [*RULES, *RECORDED], ids=lambda rule: rule.get("alert") or rule["record"]
+)
 
 
 def problems(rule: dict[str, Any]) -> list[str]:
@@ -87,7 +48,7 @@ def problems(rule: dict[str, Any]) -> list[str]:
                 found.append(f"{selector.name} has no label {label}")
             elif label == "reason":
                 found += [f"no reason {value}" for value in values if value not in known]
-    shown = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
+    shown = set(re.findall(r"\$labels\.(\w+)", str(rule.get("annotations"))))
     if not found:
         found += [f"no label {s}" for s in shown - result_labels(promql.parse(rule["expr"]))]
     return found
@@ -98,10 +59,10 @@ def test_a_rule_asks_only_for_what_the_services_have(rule: dict[str, Any]) -> No
     assert problems(rule) == []
 
 
-@_each_rule
-def test_a_rule_tells_how_bad_it_is_and_what(rule: dict[str, Any]) -> None:
+@_each_alert
+def test_an_alert_tells_how_bad_it_is_and_what(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
-    assert rule["annotations"].keys() == {"summary", "description"}
+    assert rule["annotations"].keys() == {"runbook_url", "summary", "description"}
     assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
     assert promql.parse_duration(rule.get("for", "1m")).total_seconds() > 0
 
@@ -119,8 +80,48 @@ def test_every_reason_for_which_a_queue_is_stuck_raises_an_alert() -> None:
 
 
 def test_names_of_rules_are_unique() -> None:
-    names = [rule["alert"] for rule in RULES]
+    names = [rule.get("alert") or rule["record"] for rule in (*RULES, *RECORDED)]
     assert len(set(names)) == len(names)
+
+
+@_each_alert
+def test_an_alert_leads_to_a_runbook_that_names_a_command(rule: dict[str, Any]) -> None:
+    path = ROOT / rule["annotations"]["runbook_url"]
+    assert path == RUNBOOKS / f"{rule['alert']}.md"
+    text = path.read_text()
+    assert text.startswith(f"# {rule['alert']}\n")
+    assert f"**{rule['labels']['severity']}**" in text
+    assert rule["annotations"]["summary"].partition("{{")[0].strip() in text
+    for heading in ("## What it means", "## Look", "## Do"):
+        assert text.count(f"{heading}\n") == 1
+    assert "baton " in text.partition("## Look")[2].partition("## Do")[0]
+
+
+def test_there_is_no_runbook_without_an_alert() -> None:
+    assert {path.stem for path in RUNBOOKS.glob("Baton*.md")} == {rule["alert"] for rule in RULES}
+
+
+def test_the_list_of_alerts_has_each_with_its_severity() -> None:
+    text = (ROOT / "docs" / "observability.md").read_text()
+    told = re.findall(r"^\| \[(\w+)\]\(runbooks/(\w+)\.md\) \| (\w+) \|", text, re.MULTILINE)
+    assert told == [(r["alert"], r["alert"], r["labels"]["severity"]) for r in RULES]
+
+
+def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
+    told = [
+        (check["alertname"], bool(check["exp_alerts"]))
+        for test in yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
+        for check in test["alert_rule_test"]
+    ]
+    names = {rule["alert"] for rule in RULES}
+    assert {name for name, fires in told if fires} == names
+    assert {name for name, fires in told if not fires} == names
+
+
+def test_the_scrape_config_reads_every_file_of_rules() -> None:
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"alerts_test.yaml"}
+    assert set(config["rule_files"]) == files
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,13 @@ def test_an_expression_that_is_none_is_noticed() -> None:
 def test_promtool_accepts_the_rules_and_their_own_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("NOT TESTED: promtool is not installed")
-    for command in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
+        pytest.skip("NOT TESTED: promtool is not installed (Debian: apt-get install prometheus)")
+    files = sorted(path.name for path in FOLDER.glob("*.yaml") if path.name != "alerts_test.yaml")
+    for command in (
+        ["check", "rules", *files],
+        ["check", "config", "prometheus.yml"],
+        ["test", "rules", "alerts_test.yaml"],
+    ):
         done = subprocess.run(
             [promtool, *command], cwd=FOLDER, check=False, capture_output=True, text=True
         )

@@ -18,6 +18,7 @@ import typer
 from batonmq.cli import app
 from batonmq.common.explain import meanings
 from tests.docs import tables
+from tests.docs.metric_families import families
 from tests.docs.pages import ROOT, Page, broken_links, pages
 
 PAGES = pages()
@@ -27,6 +28,7 @@ _ROCKETMQ = {
     "RECONSUME_LATER", "SUSPEND_CURRENT_QUEUE_A_MOMENT",
 }  # fmt: skip
 """Names of RocketMQ's that pages mention."""
+OPERATIONS = tables.DOCS / "operations.md"
 _SOURCES = ("services", "batonmq", "protos", "tests", "bench")
 
 
@@ -38,8 +40,9 @@ def page_of(text: str) -> Page:
 # ---- lists of settings and metrics
 
 
-def test_lists_of_settings_and_metrics_are_those_of_the_code() -> None:
-    page, found = tables.PAGE.read_text(), tables.lists()
+@pytest.mark.parametrize("path", tables.PAGES, ids=lambda path: path.name)
+def test_lists_of_settings_and_metrics_are_those_of_the_code(path: Path) -> None:
+    page, found = path.read_text(), tables.PAGES[path]()
     assert sorted(tables.names_of(page)) == sorted(found), "a list is missing, or belongs to nobody"
     assert page == tables.rewritten(page, found), "run: python -m tests.docs.tables"
 
@@ -53,17 +56,17 @@ def test_every_setting_says_what_it_means() -> None:
     "change", [("`BATON_STORAGE_FLUSH`", "`BATON_STORAGE_FLASH`"), ("| ", "|")]
 )
 def test_a_changed_row_is_noticed(change: tuple[str, str]) -> None:
-    page = tables.PAGE.read_text()
+    page = OPERATIONS.read_text()
     planted = page.replace(*change)
     assert planted != page
-    assert tables.rewritten(planted, tables.lists()) != planted
+    assert tables.rewritten(planted, tables.settings()) != planted
 
 
 def test_a_missing_row_is_noticed() -> None:
-    page = tables.PAGE.read_text()
+    page = OPERATIONS.read_text()
     planted = re.sub(r"\| `BATON_OFFSETS_SPAN_MAX`.*\n", "", page)
     assert planted != page
-    assert "`BATON_OFFSETS_SPAN_MAX`" in tables.rewritten(planted, tables.lists())
+    assert "`BATON_OFFSETS_SPAN_MAX`" in tables.rewritten(planted, tables.settings())
 
 
 # ---- links and paths
@@ -203,9 +206,10 @@ def unknown_names(page: Page, sources: str) -> list[str]:
         f"BATON_{service.upper()}_{name.upper()}"
         for service, kind in tables.SETTINGS.items()
         for name in (*kind.model_fields, "config_file")
-    } | set(re.findall(r"`(BATON_SPARK_\w+)`", "".join(tables.lists().values())))
+    } | set(re.findall(r"`(BATON_SPARK_\w+)`", "".join(tables.settings().values())))
     variables.add("BATON_SPARK_CONFIG_FILE")
-    metrics = set(re.findall(r"`(baton_\w+)`", "".join(tables.lists().values())))
+    variables |= {str(option.envvar) for option in _baton().params}
+    metrics = {family.name for found in families().values() for family in found}
     unknown = []
     for code in page.inline():
         if re.fullmatch(r"BATON_[A-Z_]+_[A-Z_]+(=\w+)?", code) and "SYS" not in code:

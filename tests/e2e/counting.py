@@ -11,6 +11,8 @@ from batonmq.core.records import Message
 from batonmq.core.route import QueueId
 from batonmq.producer import Producer
 from batonmq.producing.receipts import Receipt
+from batonmq.producing.settings import ProducerSettings
+from batonmq.security import Security
 
 TOPIC = "numbers"
 QUEUES = 8
@@ -19,8 +21,8 @@ QUEUES = 8
 class Run:
     """What was sent and what was handled, as it happens."""
 
-    def __init__(self, nameserver: str) -> None:
-        self.nameserver = nameserver
+    def __init__(self, nameserver: str, security: Security | None = None) -> None:
+        self.nameserver, self.security = nameserver, security
         self.receipts: dict[int, Receipt] = {}
         self.handled: list[tuple[str, QueueId, int, int, bool]] = []
         self.stop_sending = asyncio.Event()
@@ -40,7 +42,8 @@ class Run:
 
     async def send(self, total: int) -> None:
         """Send numbers until `total` and until told to stop, each confirmed."""
-        async with Producer(self.nameserver) as producer:
+        settings = ProducerSettings(security=self.security)
+        async with Producer(self.nameserver, settings) as producer:
             number = 0
             while number < total or not self.stop_sending.is_set():
                 pending = [
@@ -53,7 +56,9 @@ class Run:
 
     async def consume(self, name: str, stop: asyncio.Event) -> None:
         """Handle until told to stop, then leave gracefully."""
-        settings = ConsumerSettings(consume_from="first", commit_interval_ms=200)
+        settings = ConsumerSettings(
+            consume_from="first", commit_interval_ms=200, security=self.security
+        )
         async with (
             Consumer(
                 self.nameserver, "counters", {TOPIC: "*"}, settings, client_id=name

@@ -8,8 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from batonmq.local.etcd import etcd_members
-from batonmq.local.layout import ClusterOptions, Layout
+from batonmq.local.layout import ClusterOptions, Layout, NotSecured
 from batonmq.local.place import Place
 
 AWAY = Place(host="127.0.0.9", launcher=("/usr/bin/env", "ROOM=2"))
@@ -23,6 +25,7 @@ def test_a_process_runs_on_loopback_unless_it_has_a_place(tmp_path: Path) -> Non
     assert layout.address("lockmgr").startswith("127.0.0.1:")
     assert programs["storage"].command == [*AWAY.launcher, *plain[:-1], "services.storage"]
     assert programs["storage"].env["BATON_STORAGE_HOST"] == AWAY.host
+    assert programs["storage"].env["BATON_STORAGE_INSECURE_NETWORK"] == "True"
     assert layout.address("storage").startswith(f"{AWAY.host}:")
     assert layout.metrics_address("storage").startswith(f"{AWAY.host}:")
 
@@ -43,3 +46,49 @@ def test_members_of_etcd_know_where_the_others_are(tmp_path: Path) -> None:
     assert tuple(second.child.program.command[:2]) == AWAY.launcher
     for one in (first, second):
         assert f",etcd-1=http://{AWAY.host}:" in " ".join(one.child.program.command)
+
+
+def test_a_secure_cluster_shows_certificates_everywhere(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, options := ClusterOptions(secure=True))
+    (storage,) = [one for one in options.members if one.service == "storage"]
+    env, tls = layout.program(storage, "127.0.0.1:1").env, tmp_path / "tls"
+    for user in ("TLS", "ETCD"):
+        assert env[f"BATON_STORAGE_{user}_CA_FILE"] == str(tls / "ca.pem")
+        assert env[f"BATON_STORAGE_{user}_CERT_FILE"] == str(tls / "storage.pem")
+        assert env[f"BATON_STORAGE_{user}_KEY_FILE"] == str(tls / "storage.key")
+    assert "BATON_STORAGE_INSECURE_NETWORK" not in env
+    shown = layout.security()
+    assert shown is not None
+    assert shown.cert_file == str(tls / "admin.pem")
+    (etcd,) = etcd_members([tmp_path / "etcd"], [tmp_path / "log"], {}, layout.security("etcd"))
+    command = " ".join(etcd.child.program.command)
+    assert "--listen-client-urls=https://" in command
+    assert "--listen-peer-urls=https://" in command
+    assert "--client-cert-auth" in command
+    assert "--peer-client-cert-auth" in command
+
+
+def test_the_authority_outlasts_the_cluster_and_certificates_are_made_anew(tmp_path: Path) -> None:
+    files = [tmp_path / "tls" / name for name in ("ca.pem", "storage.pem")]
+    kept = []
+    for _ in range(2):
+        Layout(tmp_path, ClusterOptions(secure=True))
+        kept.append([file.read_bytes() for file in files])
+    assert kept[0][0] == kept[1][0]
+    assert kept[0][1] != kept[1][1]
+
+
+def test_an_etcd_that_is_not_the_clusters_own_is_talked_to_without_tls(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, options := ClusterOptions(secure=True, etcd="127.0.0.1:1"))
+    env = layout.program(options.members[0], "127.0.0.1:1").env
+    assert "BATON_OFFSETS_TLS_CERT_FILE" in env
+    assert "BATON_OFFSETS_ETCD_CA_FILE" not in env
+
+
+def test_members_of_etcd_stay_as_they_were_begun(tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    with pytest.raises(NotSecured, match="begun without --secure"):
+        Layout(tmp_path, ClusterOptions(etcds=3, secure=True))
+    Layout(tmp_path, ClusterOptions(secure=True))
+    with pytest.raises(NotSecured, match="begun with --secure"):
+        Layout(tmp_path, ClusterOptions(etcds=3))

@@ -24,8 +24,9 @@ from batonmq.core.route import QueueId
 from batonmq.events import EventHub
 from services.nameserver.core.diagnosis import Reason
 from services.nameserver.core.groups import Group, Pause, Staged, Subscription
+from services.nameserver.group_metrics import GroupMetrics
 from services.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
-from services.nameserver.lookout import Lookout, StuckMetrics
+from services.nameserver.lookout import Lookout
 from services.runtime.etcd import Stored
 from tests.nameserver.asked import TIMEOUT_S, Scene, queue_to_pb, scene
 
@@ -401,7 +402,7 @@ class Watch:
         self.lookout = Lookout(
             asked.catalog,
             asked.inspector,
-            StuckMetrics(self.registry),
+            GroupMetrics(self.registry),
             self.hub,
             node_id="n1",
             interval_ms=15_000,
@@ -457,10 +458,51 @@ async def test_a_group_that_is_gone_has_no_series(asked: Scene) -> None:
     asked.progress(asked.group("g"), 13)
     watch = Watch(asked)
     await watch.lookout.look()
-    assert watch.shown("baton_queue_stuck") != {}
+    names = {sample.name for m in watch.registry.collect() for sample in m.samples}
+    by_group = {name for name in names if "nameserver" not in name}
+    assert len(by_group) > 8
     asked.catalog.groups.clear()
     await watch.lookout.look()
-    assert watch.shown("baton_queue_stuck") == watch.shown("baton_group_lag_messages") == {}
+    assert {name: watch.shown(name) for name in by_group if watch.shown(name)} == {}
+
+
+async def test_a_look_shows_what_is_ready_and_in_flight_as_rocketmq_does(asked: Scene) -> None:
+    group = asked.group("g", "c1", "c2")
+    asked.progress(group, 13, delivered_offset=18, unacked_count=4, acked_count=1)
+    watch = Watch(asked)
+    await watch.lookout.look()
+    assert watch.shown("rocketmq_consumer_ready_messages") == {("g", "t"): 4 * 2}
+    assert watch.shown("rocketmq_consumer_inflight_messages") == {("g", "t"): 4 * 4}
+    assert watch.shown("rocketmq_consumer_lag_messages") == {("g", "t"): 4 * 6}
+    (seconds,) = watch.shown("baton_group_lag_seconds").values()
+    assert watch.shown("rocketmq_consumer_lag_latency") == {("g", "t"): seconds * 1000}
+    assert watch.shown("baton_group_members") == {("g",): 2}
+
+
+async def test_progress_that_goes_back_is_counted_by_whether_somebody_wanted_it(
+    asked: Scene,
+) -> None:
+    group = asked.group("g", "c1")
+    watch = Watch(asked)
+    for committed_offset, reset_epoch in ((13, 0), (15, 0), (9, 1), (9, 1), (7, 1)):
+        asked.progress(group, committed_offset, reset_epoch=reset_epoch)
+        await watch.lookout.look()
+    rewinds = watch.shown("baton_group_offset_rewinds_total")
+    assert rewinds == {("g", "t", "reset"): 4, ("g", "t", "unasked"): 4}
+
+
+async def test_progress_that_could_not_be_read_for_a_while_is_compared_afterwards(
+    asked: Scene,
+) -> None:
+    asked.progress(asked.group("g", "c1"), 13)
+    watch = Watch(asked)
+    await watch.lookout.look()
+    asked.offsets.refusal = NotLeader("not now")
+    await watch.lookout.look()
+    asked.offsets.refusal = None
+    asked.progress(asked.catalog.groups["g"], 12)
+    await watch.lookout.look()
+    assert watch.shown("baton_group_offset_rewinds_total")["g", "t", "unasked"] == 4
 
 
 async def test_a_broadcasting_group_has_no_lag(asked: Scene) -> None:

@@ -123,6 +123,7 @@ class Replica:
     replication: replication_grpc.ReplicationServiceAsyncStub
     gate: Gate
     stopping: asyncio.Event
+    caught_up: Callable[[], Awaitable[bool]]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serves(self) -> bool:
@@ -259,6 +260,7 @@ async def _run(settings: OffsetsSettings, started: asyncio.Future[Replica]) -> N
                                 replication_grpc.ReplicationServiceStub(channel),
                                 gate,
                                 stopping,
+                                app.caught_up,
                                 ended,
                             )
                         )

@@ -103,6 +103,7 @@ async def test_s6_6_acks_open_the_window_that_their_delivery_needs(service: Serv
     await call(service, "Commit", pb.CommitRequest(items=[item]))
     assert (await progress(service)).ack_capped
     assert service.registry.get_sample_value("baton_offsets_capped_queues") == 1
+    assert service.registry.get_sample_value("baton_offsets_ack_window_used_ratio") == 1
     assert reasons([await outcome(service, pull(3_000, 3_001))]) == ["REASON_ACK_CAP"]
     done = await outcome(service, pull(3_000, 3_001, pb.Acks(committed_offset=2_000)))
     assert done.delivered.progress.committed_offset == 2_000

@@ -193,10 +193,13 @@ async def test_a_slow_slave_falls_out_of_the_set_before_anything_is_answered_wit
     master.gate.shut.add(slow)
     await commit(master, 10)
     assert (await scene.standing()).in_sync == {master.name, quick}
+    ready = [name for name, node in scene.nodes.items() if await node.caught_up()]
+    assert sorted(ready) == sorted((master.name, quick)), "a slave that lags is not ready"
     assert scene.nodes[quick].stored() == master.stored()
     master.gate.shut.clear()
     await scene.in_sync("a", "b", "c")
     await scene.alike("a", "b", "c")
+    assert await scene.nodes[slow].caught_up()
 
 
 async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:

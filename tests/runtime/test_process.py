@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from batonmq.common.errors import NoDeadline
 from batonmq.common.health import SERVING, ask_health
 from batonmq.common.rpc import from_rpc_error
 from batonmq.local.child import Child, Program
+from batonmq.local.ports import keep_ports
 from services.runtime.etcd import EtcdSession
+from services.runtime.health import LIVE, READY, STARTED
 from services.runtime.replicas import Standing
 from tests.support.waiting import until
 
@@ -50,7 +53,9 @@ class Running:
 
 
 @asynccontextmanager
-async def offsets(etcd: EtcdSession, endpoint: str, folder: Path) -> AsyncIterator[Running]:
+async def offsets(
+    etcd: EtcdSession, endpoint: str, folder: Path, **more: object
+) -> AsyncIterator[Running]:
     async def registered() -> bool:
         return await etcd.get(KEY) is not None
 
@@ -67,7 +72,10 @@ async def offsets(etcd: EtcdSession, endpoint: str, folder: Path) -> AsyncIterat
             command=[sys.executable, "-m", "services.offsets"],
             log_path=folder / "log",
             is_ready=registered,
-            env={f"BATON_OFFSETS_{key.upper()}": value for key, value in settings.items()},
+            env={
+                f"BATON_OFFSETS_{key.upper()}": str(value)
+                for key, value in {**settings, **more}.items()
+            },
             drop=("BATON_",),
         )
     )
@@ -105,6 +113,34 @@ async def test_process_shows_what_every_service_shows_and_leaves_in_good_order(
         assert await etcd.get(KEY) is None, "at once, not when the lease ends"
         assert '"event": "draining' in running.log()
         assert '"event": "stopped"' in running.log()
+
+
+async def test_process_in_a_network_of_names_tells_them_and_its_health_at_a_port_of_its_own(
+    etcd: EtcdSession, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    ports = keep_ports(tmp_path / "ports.json", ["health", "metrics"])
+    name = "offsets-7.offsets.baton.svc"
+    async with (
+        offsets(
+            etcd,
+            etcd_endpoint,
+            tmp_path,
+            health_port=ports["health"],
+            metrics_port=ports["metrics"],
+            advertise_address=f"{name}:10912",
+            outside_address="127.0.0.1:30930",
+        ) as running,
+        connect(f"127.0.0.1:{ports['health']}") as channel,
+    ):
+        assert running.node.address == f"{name}:10912"
+        assert running.node.metrics_address == f"{name}:{ports['metrics']}"
+        assert running.node.outside_address == "127.0.0.1:30930"
+        for asked in (LIVE, STARTED, READY, SERVICE):
+            await until(partial(_serves, channel, asked))
+        request = offsets_pb.QueryGroupRequest(group="g")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await offsets_grpc.OffsetsServiceStub(channel).QueryGroup(request, timeout=10)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, "nothing else is told there"
 
 
 async def test_process_that_finds_its_port_taken_ends_with_an_error(

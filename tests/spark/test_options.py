@@ -10,7 +10,8 @@ import re
 
 import pytest
 
-from batonspark.options import AtTime, BadOption, Tls, read_options, write_options
+from batonmq.security import Security
+from batonspark.options import AtTime, BadOption, read_options, write_options
 
 LEAST = {"nameserver": "ns:9876", "topic": "orders"}
 
@@ -20,7 +21,7 @@ def test_defaults() -> None:
     assert (found.topic, found.view) == ("orders", "messages")
     assert (found.starting, found.ending) == ("earliest", "latest")
     assert (found.rows_max, found.fail_on_loss, found.slaves) == (0, True, False)
-    assert found.reach.tls is None
+    assert found.reach.security is None
     assert pickle.loads(pickle.dumps(found)) == found
 
 
@@ -72,8 +73,10 @@ def test_mistakes_are_told(given: dict[str, str], text: str) -> None:
 
 
 def test_tls_is_on_where_a_file_for_it_is_named() -> None:
-    assert read_options(LEAST | {"tlsCaFile": "ca.pem"}).reach.tls == Tls("ca.pem")
-    assert read_options(LEAST | {"tls": "true"}).reach.tls == Tls()
+    assert read_options(LEAST | {"tlsCaFile": "ca.pem"}).reach.security == Security(
+        ca_file="ca.pem"
+    )
+    assert read_options(LEAST | {"tls": "true"}).reach.security == Security()
 
 
 def test_options_of_a_write() -> None:

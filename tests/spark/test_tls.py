@@ -18,7 +18,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from batonspark.options import Tls, read_options
+from batonmq.channels import connector
+from batonmq.security import Security
+from batonspark.options import read_options
 
 NAME = "storage.example"
 
@@ -67,15 +69,15 @@ async def serving(papers: Path) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-def tls(papers: Path, **more: str) -> Tls:
+def tls(papers: Path, **more: str) -> Security:
     options = {"nameserver": "ns:1", "topic": "t", "tlsCaFile": str(papers / "ca.pem")} | more
-    found = read_options(options).reach.tls
+    found = read_options(options).reach.security
     assert found is not None
     return found
 
 
-async def status(tls: Tls, address: str) -> int:
-    async with tls.connect(address) as channel:
+async def status(security: Security, address: str) -> int:
+    async with connector(security)(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
         return int(answer.status)

@@ -23,6 +23,7 @@ async def local_cluster(
     offsets_sets: int = 1,
     storage_replicas: int = 1,
     available: bool = False,
+    secure: bool = False,
     auto_restart: bool = True,
     report: Callable[[str], None] = to_stderr,
     **settings: Mapping[str, object],
@@ -38,6 +39,7 @@ async def local_cluster(
         offsets_sets: `offsets`, `offsets-b` and so on.
         storage_replicas: Nodes of each broker.
         available: There is enough of everything to lose one of each.
+        secure: Everybody shows a certificate to everybody.
         settings: By service, such as `storage={"segment_bytes": 65536}`.
     """
     settings["storage"] = {"segment_bytes": SEGMENT_BYTES} | dict(settings.get("storage", {}))
@@ -47,6 +49,7 @@ async def local_cluster(
         brokers=brokers,
         offsets_sets=offsets_sets,
         storage_replicas=storage_replicas,
+        secure=secure,
         settings=settings,
         auto_restart=auto_restart,
     )

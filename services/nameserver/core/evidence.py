@@ -108,6 +108,7 @@ class Progress:
 
     Attributes:
         idle_ms: Since the last access under the token.
+        reset_epoch: Rises with every reset, undo and clone.
     """
 
     token: int
@@ -118,6 +119,7 @@ class Progress:
     acked_range_count: int = 0
     capped: bool = False
     idle_ms: int = 0
+    reset_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,14 @@ class DelayLevels:
         return self._count
 
     def __contains__(self, key: Key) -> bool:
-        return self._loose(key) is not None or self._stored(key) is not None
+        return self.position(key) is not None
+
+    def position(self, key: Key) -> int | None:
+        """Where an entry is stored now; None if there is none."""
+        if (loose := self._loose(key)) is not None:
+            return loose[key]
+        stored = self._stored(key)
+        return stored[0].positions[stored[1]] if stored is not None else None
 
     def add(self, entry: Delayed) -> None:
         """Let an entry wait."""

@@ -211,6 +211,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """
     REASON_NOT_ENOUGH_REPLICAS: _Reason.ValueType  # 108
     """Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
+    REASON_UNAUTHENTICATED: _Reason.ValueType  # 120
+    """Access is on, and the call says in no way that is known who makes it."""
+    REASON_PERMISSION_DENIED: _Reason.ValueType  # 121
+    """The caller is known and may not do this. Facts: `identity`, `role`, `resource`."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Every reason for which BatonMQ refuses something. Values are never reused."""
@@ -369,6 +373,10 @@ REASON_DISK_FULL: Reason.ValueType  # 107
 """
 REASON_NOT_ENOUGH_REPLICAS: Reason.ValueType  # 108
 """Fewer replicas are in sync than a write needs. Facts: `in_sync`, `limit`."""
+REASON_UNAUTHENTICATED: Reason.ValueType  # 120
+"""Access is on, and the call says in no way that is known who makes it."""
+REASON_PERMISSION_DENIED: Reason.ValueType  # 121
+"""The caller is known and may not do this. Facts: `identity`, `role`, `resource`."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 @_typing.final

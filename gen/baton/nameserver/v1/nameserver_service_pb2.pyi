@@ -1148,6 +1148,7 @@ class Node(_message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: _builtins.int
     REPLICA_VERSION_FIELD_NUMBER: _builtins.int
     REPLICA_SET_FIELD_NUMBER: _builtins.int
+    OUTSIDE_ADDRESS_FIELD_NUMBER: _builtins.int
     service: Global___ServiceKind.ValueType
     """What it is."""
     node_id: _builtins.str
@@ -1170,6 +1171,10 @@ class Node(_message.Message):
     """Of a replica: version of its last change, or end of its log, when it registered; 0 for none."""
     replica_set: _builtins.str
     """Replica set it belongs to: of storage the broker name. Empty means `node_id`."""
+    outside_address: _builtins.str
+    """host:port at which clients outside the services' network reach its gRPC server; empty if they
+    reach it at `address`. A client is outside if it asks a nameserver at its outside address.
+    """
     def __init__(
         self,
         *,
@@ -1184,10 +1189,11 @@ class Node(_message.Message):
         replica_epoch: _builtins.int = ...,
         replica_version: _builtins.int = ...,
         replica_set: _builtins.str = ...,
+        outside_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "leader", b"leader", "metrics_address", b"metrics_address", "node_id", b"node_id", "outside_address", b"outside_address", "replica_epoch", b"replica_epoch", "replica_set", b"replica_set", "replica_version", b"replica_version", "room", b"room", "service", b"service", "start_unix_ms", b"start_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

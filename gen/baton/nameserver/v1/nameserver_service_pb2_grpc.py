@@ -162,7 +162,7 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListTopics(self, request, context):
-        """Lists topics by name.
+        """Lists topics by name; while access is on, those that the caller may write or read.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
         """
@@ -268,7 +268,7 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Lists groups by name.
+        """Lists groups by name; while access is on, those that the caller may be a member of.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
         """

@@ -51,7 +51,7 @@ class NameserverServiceStub:
     NOT_SERVING).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]
-    """Lists topics by name.
+    """Lists topics by name; while access is on, those that the caller may write or read.
 
     Statuses: UNAVAILABLE (NOT_SERVING).
     """
@@ -117,7 +117,7 @@ class NameserverServiceStub:
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
     """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListGroupsRequest, _nameserver_service_pb2.ListGroupsResponse]
-    """Lists groups by name.
+    """Lists groups by name; while access is on, those that the caller may be a member of.
 
     Statuses: UNAVAILABLE (NOT_SERVING).
     """
@@ -187,7 +187,7 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     NOT_SERVING).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]  # type: ignore[assignment]
-    """Lists topics by name.
+    """Lists topics by name; while access is on, those that the caller may write or read.
 
     Statuses: UNAVAILABLE (NOT_SERVING).
     """
@@ -253,7 +253,7 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
     """
     ListGroups: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListGroupsRequest, _nameserver_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
-    """Lists groups by name.
+    """Lists groups by name; while access is on, those that the caller may be a member of.
 
     Statuses: UNAVAILABLE (NOT_SERVING).
     """
@@ -338,7 +338,7 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.ListTopicsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.ListTopicsResponse, _abc.Awaitable[_nameserver_service_pb2.ListTopicsResponse]]:
-        """Lists topics by name.
+        """Lists topics by name; while access is on, those that the caller may write or read.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
         """
@@ -464,7 +464,7 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.ListGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.ListGroupsResponse, _abc.Awaitable[_nameserver_service_pb2.ListGroupsResponse]]:
-        """Lists groups by name.
+        """Lists groups by name; while access is on, those that the caller may be a member of.
 
         Statuses: UNAVAILABLE (NOT_SERVING).
         """

@@ -1,0 +1,144 @@
+"""What it costs to be asked who calls: two secure clusters side by side, one with access on, do the
+same work by turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from baton.common.v1 import queue_pb2
+from baton.storage.v1 import storage_service_pb2 as pb
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+
+from batonmq.access import AccessControl, Grant, Role
+from batonmq.admin import Admin
+from batonmq.common.errors import BatonError
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import SERVICES, ClusterOptions
+from batonmq.producer import Producer
+from batonmq.producing.settings import Durability, ProducerSettings
+from bench.figures import Figure, Goal, figure, interleaved, seconds
+from bench.setup import TOPIC, Setup, batch
+from bench.site import TIMEOUT_S
+from bench.wire import IN_FLIGHT, QUEUES, rate
+
+_ON = {"off": False, "on": True}
+_BODY = os.urandom(1_024)
+_GROUPS_GRANTED = 100
+"""What else the program has: it must not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the clusters, as a program with a token reaches it."""
+
+    storage: storage_grpc.StorageServiceAsyncStub
+    producer: Producer
+
+    async def send_time(self) -> float:
+        """Seconds until the receipt of a message."""
+        return await seconds(self.producer.send(TOPIC, _BODY))
+
+    async def call_time(self) -> float:
+        """Seconds until the answer to a small call."""
+        queue = queue_pb2.Queue(topic=TOPIC, broker="broker-0", queue_id=0)
+        request = pb.QueryOffsetsRequest(queues=[queue])
+        return await seconds(self.storage.QueryOffsets(request, timeout=TIMEOUT_S))
+
+
+async def access(setup: Setup) -> list[Figure]:
+    """Appends of 512 KiB, single awaited sends and small calls of a program with a token; into
+    memory, since a disk would hide the cost.
+    """
+    async with AsyncExitStack() as stack:
+        sides = {
+            name: await _side(stack, setup.folder / f"access-{name}", on=on)
+            for name, on in _ON.items()
+        }
+        setup.say("appends")
+        batches = [batch(1_024, queue_id=queue_id) for queue_id in range(QUEUES)]
+        requests = [pb.AppendRequest(batches=[b], durability=pb.DURABILITY_MEMORY) for b in batches]
+        for side in sides.values():
+            await rate(side.storage, requests, IN_FLIGHT)
+        count = setup.sized(200, 64)
+        rates = await interleaved(
+            {name: partial(rate, side.storage, requests, count) for name, side in sides.items()},
+            rounds=setup.sized(15, 1),
+        )
+        setup.say("single awaited sends")
+        sends = await interleaved(
+            {name: side.send_time for name, side in sides.items()}, setup.sized(2_000, 50)
+        )
+        setup.say("small calls")
+        calls = await interleaved(
+            {name: side.call_time for name, side in sides.items()}, setup.sized(4_000, 50)
+        )
+    return [
+        figure(
+            "access on: appends of 512 KiB into memory",
+            rates["on"],
+            "MiB/s",
+            Goal(ratio_min=0.9),
+            reference=rates["off"],
+        ),
+        figure(
+            "access on: single awaited send into memory, p50",
+            sends["on"] * 1e6,
+            "µs",
+            Goal(ratio_max=1.1),
+            reference=sends["off"] * 1e6,
+        ),
+        figure(
+            "access on: call that looks up one offset, p50",
+            calls["on"] * 1e6,
+            "µs",
+            Goal(ratio_max=1.15),
+            reference=calls["off"] * 1e6,
+        ),
+    ]
+
+
+async def _side(stack: AsyncExitStack, folder: Path, *, on: bool) -> _Side:
+    common = {"access": on, "access_admins": "admin"}
+    options = ClusterOptions(
+        secure=True,
+        auto_restart=False,
+        log_level="WARNING",
+        settings=dict.fromkeys(SERVICES, common),
+    )
+    cluster = await stack.enter_async_context(LocalCluster(folder, options))
+    security = cluster.security
+    assert security is not None
+    admin = await stack.enter_async_context(Admin(cluster.nameserver, security=security))
+    await admin.create_topic(TOPIC, QUEUES)
+    control = AccessControl(admin)
+    for number in range(_GROUPS_GRANTED):
+        await control.grant("bench", Grant(Role.CONSUME, f"group:bench-{number}"))
+    await control.grant("bench", Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+    made = await control.create_token("bench")
+    settings = ProducerSettings(
+        durability=Durability.MEMORY, security=replace(security, token=made.token)
+    )
+    producer = await stack.enter_async_context(Producer(cluster.nameserver, settings))
+    await _sent(producer)
+    as_program = Admin(cluster.nameserver, security=settings.security)
+    await stack.enter_async_context(as_program)
+    channel = as_program.directory.connect(cluster.addresses["storage"])
+    await stack.enter_async_context(channel)
+    return _Side(storage_grpc.StorageServiceStub(channel), producer)
+
+
+async def _sent(producer: Producer) -> None:
+    """Send one message, once services have heard of the grants."""
+    for _ in range(100):
+        try:
+            await producer.send(TOPIC, b"")
+            return
+        except BatonError:
+            await asyncio.sleep(0.05)
+    await producer.send(TOPIC, b"")

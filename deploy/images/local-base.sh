@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Makes the base image batonmq/base:local from Debian's packages, where no image registry is reachable.
+# Needs root, debootstrap and a Docker daemon. Then: make images BASE_IMAGE=batonmq/base:local
+set -euo pipefail
+
+image=${1:-batonmq/base:local}
+suite=${SUITE:-bookworm}
+mirror=${MIRROR:-http://deb.debian.org/debian}
+packages=python3,python3-venv,libstdc++6,ca-certificates
+
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+debootstrap --variant=minbase --include="$packages" "$suite" "$root" "$mirror"
+# What only the building of packages needs, and what nobody reads in a container.
+rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/usr/share/doc/* \
+  "$root"/usr/share/man/* "$root"/usr/share/locale/* "$root"/var/log/*
+tar -C "$root" --numeric-owner -c . | docker import --change 'ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' \
+  --change 'ENV LANG=C.UTF-8' - "$image"

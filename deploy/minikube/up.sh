@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# A cluster of minikube with BatonMQ in it. Needs minikube, kubectl and the images (make images).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
+
+minikube status --profile baton >/dev/null || minikube start --profile baton --nodes 3 --memory 3g --cni calico
+for image in services demo; do
+  minikube image load --profile baton "batonmq/$image:$tag"
+done
+deploy/kubernetes/apply.sh baton minikube

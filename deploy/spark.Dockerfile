@@ -1,0 +1,22 @@
+# The Spark jobs: docker run batonmq/spark python jobs/stream.py
+# Spark and its JVM come as wheels; for executors in pods of their own the entrypoint knows Spark's words.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+FROM ${BASE_IMAGE} AS builder
+RUN python3 -m venv /opt/baton
+COPY spark /wheels
+RUN /opt/baton/bin/pip install --no-cache-dir --no-compile --no-index --no-deps /wheels/*.whl \
+ && /opt/baton/bin/pip uninstall --quiet --yes pip setuptools \
+ && find /opt/baton -type d -name tests -prune -exec rm -rf {} +
+
+FROM ${BASE_IMAGE}
+ENV PATH=/opt/baton/bin:/usr/local/bin:/usr/bin:/bin PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp
+RUN echo 'baton:x:10001:10001::/tmp:/usr/sbin/nologin' >> /etc/passwd && echo 'baton:x:10001:' >> /etc/group \
+ && install -d -o 10001 -g 10001 /var/lib/baton
+COPY --from=builder /opt/baton /opt/baton
+COPY jobs /opt/jobs
+COPY spark-entrypoint.sh /opt/entrypoint.sh
+USER 10001:10001
+WORKDIR /opt
+ENTRYPOINT ["/opt/entrypoint.sh"]
+CMD ["python", "jobs/stream.py"]

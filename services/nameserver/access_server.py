@@ -1,0 +1,141 @@
+"""The servicer of access: checks requests, asks the store, answers."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any
+
+import grpc.aio
+from baton.nameserver.v1 import access_service_pb2 as pb
+from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
+from baton.nameserver.v1 import stored_access_pb2
+
+from batonmq.common.errors import InvalidArgument
+from services.nameserver.access_store import AccessStore
+from services.runtime.access import (
+    SERVICE_PREFIX,
+    Access,
+    Grant,
+    check_grant,
+    check_identity,
+    check_wanted,
+    covering,
+)
+from services.runtime.guard import Guard
+from services.runtime.stored_access import digest_of, grant_from_pb, grant_to_pb
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+_TOKEN_PREFIX = "baton_"
+"""Lets tools that look for secrets in files know one."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AccessServicer(pb_grpc.AccessServiceServicer):
+    """See the proto."""
+
+    def __init__(self, store: AccessStore, guard: Guard) -> None:
+        self._store, self._guard = store, guard
+
+    async def Grant(self, request: pb.GrantRequest, context: Context) -> pb.GrantResponse:
+        """See the proto."""
+        identity, grant = _grantee(request.identity), _grant(request.grant)
+        changed = await self._store.grant(identity, grant)
+        if changed:
+            by = self._guard.by(context)
+            log.info("access granted identity=%s role=%s resource=%s by=%s", identity, *grant, by)
+        return pb.GrantResponse(changed=changed)
+
+    async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
+        """See the proto."""
+        identity = _grantee(request.identity)
+        grant = _grant(request.grant) if request.HasField("grant") else None
+        count = await self._store.revoke(identity, grant)
+        if count:
+            role, resource = grant or ("every", "everything")
+            by = self._guard.by(context)
+            log.info(
+                "access revoked identity=%s role=%s resource=%s by=%s", identity, role, resource, by
+            )
+        return pb.RevokeResponse(revoked_count=count)
+
+    async def ListAccess(
+        self, request: pb.ListAccessRequest, context: Context
+    ) -> pb.ListAccessResponse:
+        """See the proto."""
+        found = await self._store.all()
+        return pb.ListAccessResponse(
+            identities=[
+                pb.IdentityAccess(
+                    identity=identity,
+                    grants=map(
+                        grant_to_pb, sorted(held.grants, key=lambda g: (g.resource, g.role))
+                    ),
+                    tokens=held.tokens,
+                )
+                for identity, held in found.items()
+                if request.identity in ("", identity)
+            ]
+        )
+
+    async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
+        """See the proto. Decided as services do, by what etcd has now."""
+        need = check_wanted(_grant(request.wanted))
+        identity = check_identity(request.identity or self._guard.by(context))
+        access = Access(self._guard.admins)
+        access.set_grants(identity, await self._store.grants_of(identity))
+        by = covering(access.grants_of(identity), need)
+        return pb.CheckResponse(
+            identity=identity,
+            allowed=by is not None,
+            by=grant_to_pb(by) if by is not None else None,
+            access_on=self._guard.on,
+        )
+
+    async def CreateToken(
+        self, request: pb.CreateTokenRequest, context: Context
+    ) -> pb.CreateTokenResponse:
+        """See the proto."""
+        identity, by = check_identity(request.identity), self._guard.by(context)
+        token = f"{_TOKEN_PREFIX}{secrets.token_urlsafe(TOKEN_BYTES)}"
+        token_id = await self._store.add_token(digest_of(token), identity, by)
+        log.info("token created identity=%s token_id=%s by=%s", identity, token_id, by)
+        return pb.CreateTokenResponse(token=token, token_id=token_id)
+
+    async def RevokeToken(
+        self, request: pb.RevokeTokenRequest, context: Context
+    ) -> pb.RevokeTokenResponse:
+        """See the proto."""
+        if not request.token_id or "/" in request.token_id:
+            raise InvalidArgument("no token is named", facts={"field": "token_id"})
+        identity = await self._store.revoke_token(request.token_id)
+        if identity is not None:
+            log.info(
+                "token revoked identity=%s token_id=%s by=%s",
+                identity,
+                request.token_id,
+                self._guard.by(context),
+            )
+        return pb.RevokeTokenResponse(revoked=identity is not None)
+
+
+def _grantee(identity: str) -> str:
+    """`identity`, if something may be granted to it."""
+    if identity.startswith(SERVICE_PREFIX):
+        raise InvalidArgument(
+            f"{identity} is a service: what it may do is not granted",
+            remedy="Use another identity for programs of your own.",
+            facts={"field": "identity"},
+        )
+    return check_identity(identity)
+
+
+def _grant(grant: stored_access_pb2.AccessGrant) -> Grant:
+    try:
+        role, resource = grant_from_pb(grant)
+    except KeyError as error:
+        raise InvalidArgument("no role is named", facts={"field": "role"}) from error
+    return check_grant(role, resource)

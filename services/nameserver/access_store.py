@@ -1,0 +1,137 @@
+"""Grants and tokens in etcd: read, decide, write if nothing changed meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from baton.nameserver.v1 import stored_access_pb2 as pb
+from google.protobuf.message import DecodeError
+
+from batonmq.common.errors import LimitExceeded
+from services.nameserver.turns import Turns, as_read
+from services.runtime.access import Grant
+from services.runtime.etcd import EtcdSession, Put, Stored
+from services.runtime.stored_access import (
+    PREFIX,
+    grants_from_bytes,
+    grants_key,
+    grants_to_bytes,
+    identity_of,
+    token_key,
+)
+
+log = logging.getLogger(__name__)
+
+GRANTS_MAX = 1_000
+_TOKEN_ID_CHARACTERS = 16
+
+
+@dataclass(slots=True)
+class Held:
+    """What an identity has; tokens oldest first."""
+
+    grants: frozenset[Grant] = frozenset()
+    tokens: list[pb.StoredToken] = field(default_factory=list)
+
+
+class AccessStore:
+    """All methods raise `NoQuorum` if etcd does not answer."""
+
+    def __init__(self, etcd: EtcdSession, turns: Turns) -> None:
+        self._etcd, self._turns = etcd, turns
+
+    async def grants_of(self, identity: str) -> frozenset[Grant]:
+        """What is granted to an identity now."""
+        return _grants(await self._etcd.get(grants_key(identity)))
+
+    async def grant(self, identity: str, grant: Grant) -> bool:
+        """Add a grant; False if it was there.
+
+        Raises:
+            LimitExceeded: the identity has too many already.
+            Overloaded: every try lost against another change.
+        """
+        return bool(await self._change(identity, lambda grants: grants | {grant}))
+
+    async def revoke(self, identity: str, grant: Grant | None) -> int:
+        """Take a grant away, or all; how many there were.
+
+        Raises:
+            Overloaded: every try lost against another change.
+        """
+        return await self._change(
+            identity, lambda grants: grants - {grant} if grant is not None else frozenset()
+        )
+
+    async def add_token(self, digest: str, identity: str, by: str) -> str:
+        """Note what a new token stands for; its id."""
+        token = pb.StoredToken(
+            identity=identity,
+            token_id=digest[:_TOKEN_ID_CHARACTERS],
+            create_unix_ms=self._etcd.clock.unix_ms(),
+            by=by,
+        )
+        await self._etcd.put(token_key(digest), token.SerializeToString())
+        return token.token_id
+
+    async def revoke_token(self, token_id: str) -> str | None:
+        """Forget a token; whom it stood for, None if there is none."""
+        found, _ = await self._etcd.get_prefix(token_key(token_id))
+        for stored in found:
+            token = pb.StoredToken.FromString(stored.value)
+            if token.token_id == token_id:
+                await self._etcd.delete(stored.key)
+                return token.identity
+        return None
+
+    async def all(self) -> Mapping[str, Held]:
+        """Everybody who has something, ascending."""
+        found, _ = await self._etcd.get_prefix(PREFIX)
+        everybody: dict[str, Held] = {}
+        for stored in found:
+            if identity := identity_of(stored.key.removeprefix(PREFIX)):
+                everybody.setdefault(identity, Held()).grants = _grants(stored)
+            else:
+                token = pb.StoredToken.FromString(stored.value)
+                everybody.setdefault(token.identity, Held()).tokens.append(token)
+        for held in everybody.values():
+            held.tokens.sort(key=lambda token: (token.create_unix_ms, token.token_id))
+        return dict(sorted(everybody.items()))
+
+    async def _change(
+        self, identity: str, change: Callable[[frozenset[Grant]], frozenset[Grant]]
+    ) -> int:
+        """By how many grants it differs afterwards."""
+        key = grants_key(identity)
+
+        async def attempt() -> int | None:
+            stored = await self._etcd.get(key)
+            before = _grants(stored)
+            after = change(before)
+            if before == after:
+                return 0
+            if len(after) > GRANTS_MAX:
+                raise LimitExceeded(
+                    f"{identity} has {len(before)} grants",
+                    remedy="Grant on names that end in *.",
+                    facts={"field": "grants", "limit": GRANTS_MAX, "actual": len(after)},
+                )
+            revision = await self._etcd.txn(
+                compare=[as_read(key, stored)],
+                put=[Put(key, grants_to_bytes(after))] if after else (),
+                delete=() if after else [key],
+            )
+            return len(before ^ after) if revision else None
+
+        return await self._turns.retried(key, attempt)
+
+
+def _grants(stored: Stored | None) -> frozenset[Grant]:
+    """Those that can be read: services look at no others."""
+    try:
+        return grants_from_bytes(stored.value) if stored is not None else frozenset()
+    except (DecodeError, KeyError):
+        log.error("etcd has unreadable grants key=%s", stored.key if stored is not None else "")
+        return frozenset()

@@ -1,0 +1,83 @@
+"""The server's side of TLS: its certificate, and whether clients have to show one."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import grpc.aio
+
+from batonmq.common.config import ConfigError, Problem
+from batonmq.common.errors import InvalidArgument
+from batonmq.security import Papers, Pems, Security
+from services.runtime.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+
+def check_files(settings: ServiceSettings) -> None:
+    """Read the files that the settings name.
+
+    Raises:
+        ConfigError: one can't be used.
+    """
+    for name, security in (
+        ("tls_cert_file", settings.security),
+        ("etcd_ca_file", settings.etcd_security),
+    ):
+        if security is not None:
+            try:
+                Papers(security)
+            except InvalidArgument as error:
+                text = f"{error.message}. {error.remedy}"
+                raise ConfigError(Problem(name, text)) from error
+
+
+def listen(server: grpc.aio.Server, settings: ServiceSettings) -> int:
+    """Take calls at the address of the settings, over TLS if they say so.
+
+    Returns:
+        The port.
+    """
+    address, security = f"{settings.host}:{settings.port}", settings.security
+    if security is None:
+        reach = "this network" if settings.insecure_network else "this machine, at loopback only,"
+        log.warning(
+            "TLS IS OFF: whoever is on %s can read and write everything host=%s",
+            reach,
+            settings.host,
+        )
+        return server.add_insecure_port(address)
+    required = settings.tls_require_client_cert
+    credentials = server_credentials(security, require_client_cert=required)
+    return server.add_secure_port(address, credentials)
+
+
+def server_credentials(
+    security: Security, *, require_client_cert: bool = True
+) -> grpc.ServerCredentials:
+    """Of a server; every new connection gets the certificate that the files hold then.
+
+    Args:
+        require_client_cert: If not, clients are not asked for one.
+
+    Raises:
+        InvalidArgument: a file can't be used.
+    """
+    papers = Papers(security)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """Called at each handshake, in a thread of gRPC, which takes None for no change."""
+        return _configuration(papers.pems) if papers.renew() else None
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(papers.pems),
+        renewed,  # type: ignore[arg-type]
+        require_client_authentication=require_client_cert,
+    )
+
+
+def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    assert pems.key is not None
+    assert pems.cert is not None
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)

@@ -1,0 +1,74 @@
+"""Who may make the calls of storage.
+
+GetMessage and CancelScheduled name a message and no topic: their servicers ask again once they know
+its topic.
+"""
+
+from __future__ import annotations
+
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+
+from batonmq.common.errors import BadBatch
+from batonmq.common.rpc import error_to_pb
+from batonmq.core.records import read_topic
+from services.runtime.access import ANYTHING, OPERATE, Need, consume, produce, use
+from services.runtime.rules import Each, Rule, Rules, needs, of_queue, on, only, rules_of
+
+
+def _write(batch: bytes) -> Need:
+    try:
+        return produce(read_topic(batch))
+    except BadBatch:
+        return ANYTHING  # the servicer says what is wrong with it
+
+
+RULES: Rules = {
+    **rules_of(
+        "baton.storage.v1.StorageService",
+        {
+            "Append": Rule(
+                lambda _: (),
+                each=Each(
+                    "batches",
+                    _write,
+                    "outcomes",
+                    lambda error: pb.AppendOutcome(error=error_to_pb(error)),
+                ),
+            ),
+            "Pull": on(lambda request: of_queue(request.queue)),
+            "QueryOffsets": on(
+                lambda request: (use(queue.topic) for queue in request.queues), ["nameserver"]
+            ),
+            "Describe": needs(OPERATE),
+        },
+    ),
+    **rules_of(
+        "baton.storage.v1.QueryService",
+        {
+            "SearchOffset": on(lambda request: [consume(request.queue.topic)]),
+            "Read": on(lambda request: [consume(request.queue.topic)], ["nameserver"]),
+            "FindByKey": on(lambda request: [consume(request.topic)]),
+            "GetMessage": needs(ANYTHING),
+        },
+    ),
+    **rules_of(
+        "baton.storage.v1.ScheduleService",
+        {
+            "Schedule": Rule(
+                lambda _: (),
+                each=Each(
+                    "items",
+                    lambda item: _write(item.batch),
+                    "outcomes",
+                    lambda error: schedule_pb.ScheduleOutcome(error=error_to_pb(error)),
+                ),
+            ),
+            "CancelScheduled": needs(ANYTHING),
+        },
+    ),
+    **rules_of(
+        "baton.storage.v1.ReplicationService",
+        {"Fetch": only("storage"), "DescribeReplicas": needs(OPERATE)},
+    ),
+}

@@ -1,0 +1,17 @@
+"""Fixtures of the tests of access: a cluster of one's own in the etcd that all tests share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from batonmq.common.clock import Clock
+from services.runtime.etcd import EtcdSession
+
+
+@pytest_asyncio.fixture
+async def etcd(etcd_endpoint: str) -> AsyncIterator[EtcdSession]:
+    async with EtcdSession(etcd_endpoint, f"test-{secrets.token_hex(8)}", Clock()) as session:
+        yield session

@@ -1,0 +1,203 @@
+"""Every call of every contract behind the real edge, with grants and tokens in a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from batonmq.channels import OPTIONS, connect
+from batonmq.common.clock import Clock
+from batonmq.common.errors import Unauthenticated
+from services.lockmgr.access import RULES as LOCKMGR
+from services.nameserver.access import RULES as NAMESERVER
+from services.nameserver.access_store import AccessStore
+from services.nameserver.turns import Turns
+from services.offsets.access import RULES as OFFSETS
+from services.runtime.access import Grant, Role
+from services.runtime.etcd import EtcdSession
+from services.runtime.guard import Guard
+from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.rules import COMMON, Rules
+from services.runtime.stored_access import digest_of
+from services.storage.access import RULES as STORAGE
+from tests.storage.batches import batch
+from tests.support.waiting import until
+from tests.test_contracts import SERVICES
+
+ALL: Rules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **COMMON}
+TOPIC, GROUP = "orders", "readers"
+TIMEOUT_S = 10
+Call = Callable[[Any, Any], Awaitable[Any]]
+
+
+def request_of(method: MethodDescriptor, topic: str = TOPIC, group: str = GROUP) -> Message:
+    """A request that names the topic and the group wherever it can name one."""
+    made = GetMessageClass(method.input_type)()
+    _fill(made, topic, group)
+    return made
+
+
+def _fill(message: Message, topic: str, group: str) -> None:
+    for one in message.DESCRIPTOR.fields:
+        repeated = one.is_repeated
+        values = getattr(message, one.name)
+        if one.message_type is not None:
+            _fill(values.add() if repeated else values, topic, group)
+        elif one.name == "topic":
+            setattr(message, one.name, topic)
+        elif one.name.endswith("group"):
+            setattr(message, one.name, group)
+        elif one.type == FieldDescriptor.TYPE_BYTES and one.name.startswith("batch"):
+            if repeated:
+                values.append(batch(b"body", topic=topic))
+            else:
+                setattr(message, one.name, batch(b"body", topic=topic))
+
+
+@dataclass
+class Scene:
+    """The server, and who there is.
+
+    Attributes:
+        served: Full paths of the calls that came through to a servicer, with their requests.
+        holds: Calls of these paths end only when they are cancelled.
+    """
+
+    guard: Guard
+    store: AccessStore
+    registry: CollectorRegistry
+    channel: grpc.aio.Channel = field(init=False)
+    served: list[tuple[str, Any]] = field(default_factory=list)
+    holds: set[str] = field(default_factory=set)
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    async def know(self, identity: str, *grants: tuple[str, str]) -> None:
+        """Give somebody a token and grants, and wait until the guard has heard of them."""
+        self.tokens[identity] = f"secret-{identity.encode().hex()}"
+        for role, resource in grants:
+            await self.store.grant(identity, Grant(Role(role), resource))
+        await self.store.add_token(self.digest(identity), identity, "")
+        held = {Grant(Role(role), resource) for role, resource in grants}
+        await until(lambda: held <= self.guard.access.grants_of(identity) and self.knows(identity))
+
+    def knows(self, identity: str) -> bool:
+        """Whether the guard takes somebody's token."""
+        try:
+            return self.guard.access.identity_of(self.digest(identity)) == identity
+        except Unauthenticated:
+            return False
+
+    def digest(self, identity: str) -> str:
+        """Of somebody's token."""
+        return digest_of(self.tokens[identity])
+
+    def metadata(self, identity: str) -> list[tuple[str, str]]:
+        """Of a call that somebody makes; nobody brings nothing."""
+        token = self.tokens.get(identity, identity and f"{identity} is no token")
+        return [("authorization", f"Bearer {token}")] if token else []
+
+    async def call(self, path: str, request: Message, identity: str) -> Any:
+        """The answer, of a stream the first one; raises AioRpcError."""
+        method = METHODS[path]
+        codec = (lambda m: m.SerializeToString(), GetMessageClass(method.output_type).FromString)
+        metadata = self.metadata(identity)
+        if method.server_streaming:
+            stream = self.channel.unary_stream(path, *codec)
+            call = stream(request, metadata=metadata, timeout=TIMEOUT_S)
+            async for answer in call:
+                call.cancel()
+                return answer
+            return None
+        unary = self.channel.unary_unary(path, *codec)
+        return await unary(request, metadata=metadata, timeout=TIMEOUT_S)
+
+    def refused_count(self, service: str, reason: str) -> float:
+        labels = {"service": service, "reason": reason}
+        return self.registry.get_sample_value("baton_access_refused_total", labels) or 0
+
+
+def _methods() -> Iterator[tuple[str, MethodDescriptor]]:
+    for service in SERVICES:
+        for method in service.methods:
+            yield f"/{service.full_name}/{method.name}", method
+
+
+METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
+
+
+@asynccontextmanager
+async def scene(etcd: EtcdSession, *held: str, rules: Rules = ALL) -> AsyncIterator[Scene]:
+    """A server with servicers of all contracts, health and reflection.
+
+    Args:
+        held: Names of methods whose calls may be held.
+    """
+    registry = CollectorRegistry()
+    guard = Guard(etcd, registry, on=True, admins=["root"])
+    guard.govern(rules)
+    made = Scene(guard, AccessStore(etcd, Turns(etcd.random)), registry)
+    edge = EdgeInterceptor(Clock(), registry, frozenset(held), guard)
+    server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
+    for service in SERVICES:
+        server.add_generic_rpc_handlers((_servicer(made, service),))
+    checks = health.aio.HealthServicer()
+    await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection([reflection.SERVICE_NAME], server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.TaskGroup() as tasks, connect(f"127.0.0.1:{port}") as channel:
+        made.channel = channel
+        following = tasks.create_task(guard.mirror.run())
+        await guard.mirror.ready()
+        try:
+            yield made
+        finally:
+            await server.stop(None)
+            following.cancel()
+
+
+def _servicer(made: Scene, service: ServiceDescriptor) -> grpc.GenericRpcHandler:
+    return grpc.method_handlers_generic_handler(
+        service.full_name,
+        {method.name: _handler(made, service, method) for method in service.methods},
+    )
+
+
+def _handler(
+    made: Scene, service: ServiceDescriptor, method: MethodDescriptor
+) -> grpc.RpcMethodHandler[Any, Any]:
+    path, kind = f"/{service.full_name}/{method.name}", GetMessageClass(method.output_type)
+
+    async def answer(request: Any) -> Any:
+        made.served.append((path, request))
+        if path in made.holds:
+            await asyncio.Event().wait()
+        answered: Any = kind()
+        if method.name in ("Append", "Schedule"):  # one outcome for each item
+            for _ in getattr(request, "batches", ()) or getattr(request, "items", ()):
+                answered.outcomes.add()
+        return answered
+
+    async def unary(request: Any, context: Any) -> Any:
+        return await answer(request)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield await answer(request)
+
+    codec = (GetMessageClass(method.input_type).FromString, kind.SerializeToString)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream, *codec)
+    return grpc.unary_unary_rpc_method_handler(unary, *codec)

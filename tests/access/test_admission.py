@@ -1,0 +1,301 @@
+"""What the edge does with calls, beyond yes and no.
+
+Goal: what is revoked stops at once, also what is held and what streams; items of a batch are
+refused one by one; nothing is let in before the grants are read, or by what nobody has written;
+refusals name what is missing and the command that gives it, are counted, and never show a token.
+Method: the scene, whose grants are in a real etcd; certificates with real TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, generate_latest
+
+from batonmq.channels import connector
+from batonmq.common.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
+from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.local.certificates import Authority, Subject
+from services.runtime.access import Grant, Role
+from services.runtime.etcd import EtcdSession
+from services.runtime.guard import Caller, Guard
+from services.runtime.stored_access import grants_key, token_key
+from services.runtime.tls import server_credentials
+from tests.access.scene import METHODS, Scene, request_of, scene
+from tests.storage.batches import batch
+from tests.support.waiting import until
+
+STORAGE = "/baton.storage.v1.StorageService"
+PULL, APPEND, DESCRIBE = f"{STORAGE}/Pull", f"{STORAGE}/Append", f"{STORAGE}/Describe"
+SCHEDULE = "/baton.storage.v1.ScheduleService/Schedule"
+WATCH = "/baton.nameserver.v1.NameserverService/WatchRoute"
+CONSUME = ("consume", "topic:orders"), ("consume", "group:readers")
+SOON_S = 1.0
+
+
+@pytest_asyncio.fixture
+async def made(etcd: EtcdSession) -> AsyncIterator[Scene]:
+    async with scene(etcd, "Pull") as opened:
+        yield opened
+
+
+async def refusal(call: Awaitable[Any]) -> BatonError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    return from_rpc_error(refused.value)
+
+
+# ---- what is revoked
+
+
+@pytest.mark.parametrize("path", [PULL, WATCH])
+@pytest.mark.parametrize("by", ["grant", "token"])
+async def test_what_waits_ends_within_a_second_of_the_revocation(
+    made: Scene, path: str, by: str
+) -> None:
+    made.holds.add(path)
+    await made.know("reader", *CONSUME)
+    await made.know("other", *CONSUME)
+    async with asyncio.TaskGroup() as tasks:
+        request = request_of(METHODS[path])
+        waits = tasks.create_task(refusal(made.call(path, request, "reader")))
+        goes_on = tasks.create_task(made.call(path, request, "other"))
+        await until(lambda: len(made.served) == 2)
+        if by == "grant":
+            await made.store.revoke("reader", Grant(Role.CONSUME, "topic:orders"))
+        else:
+            await made.store.revoke_token(made.digest("reader")[:16])
+        async with asyncio.timeout(SOON_S):
+            error = await waits
+        assert type(error) is (PermissionDenied if by == "grant" else Unauthenticated)
+        assert not goes_on.done()
+        goes_on.cancel()
+    assert made.refused_count(path.split("/")[1].rsplit(".", maxsplit=1)[-1], error.reason) == 1
+
+
+async def test_a_call_after_the_revocation_is_refused_and_after_a_new_grant_let_in(
+    made: Scene,
+) -> None:
+    request, grant = request_of(METHODS[PULL]), Grant(Role.CONSUME, "group:readers")
+    await made.know("reader", *CONSUME)
+    await made.call(PULL, request, "reader")
+    await made.store.revoke("reader", grant)
+    async with asyncio.timeout(SOON_S):
+        await until(lambda: grant not in made.guard.access.grants_of("reader"))
+    assert type(await refusal(made.call(PULL, request, "reader"))) is PermissionDenied
+    await made.store.grant("reader", grant)
+    await until(lambda: grant in made.guard.access.grants_of("reader"))
+    await made.call(PULL, request, "reader")
+
+
+async def test_a_short_call_under_way_is_finished(made: Scene) -> None:
+    made.holds.add(DESCRIBE)
+    await made.know("operator", ("admin", "cluster"))
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(made.call(DESCRIBE, request_of(METHODS[DESCRIBE]), "operator"))
+        await until(lambda: made.served)
+        await made.store.revoke("operator", None)
+        await until(lambda: not made.guard.access.grants_of("operator"))
+        assert not call.done()
+        call.cancel()
+
+
+# ---- batches
+
+
+async def test_items_of_an_append_are_refused_one_by_one(made: Scene) -> None:
+    await made.know("producer", ("produce", "topic:mine*"))
+    names = ["mine-1", "theirs", "mine-2", "theirs"]
+    request = pb.AppendRequest(
+        batches=[batch(b"body", topic=name) for name in names], durability=pb.DURABILITY_MEMORY
+    )
+    answer = await made.call(APPEND, request, "producer")
+    (_, passed) = made.served[-1]
+    assert list(passed.batches) == [request.batches[0], request.batches[2]]
+    assert passed.durability == request.durability
+    assert [outcome.HasField("error") for outcome in answer.outcomes] == [False, True, False, True]
+    error = error_from_pb(answer.outcomes[1].error)
+    assert type(error) is PermissionDenied
+    assert error.facts == {"identity": "producer", "role": "produce", "resource": "topic:theirs"}
+    assert made.refused_count("StorageService", "PERMISSION_DENIED") == 2
+
+
+async def test_items_for_later_are_refused_one_by_one(made: Scene) -> None:
+    await made.know("producer", ("produce", "topic:mine"))
+    items = [
+        schedule_pb.ScheduleItem(batch=batch(b"body", topic=name), deliver_unix_ms=1)
+        for name in ("theirs", "mine")
+    ]
+    answer = await made.call(SCHEDULE, schedule_pb.ScheduleRequest(items=items), "producer")
+    assert [outcome.HasField("error") for outcome in answer.outcomes] == [True, False]
+
+
+async def test_a_batch_that_is_none_is_the_servicers_to_refuse(made: Scene) -> None:
+    await made.know("producer", ("produce", "topic:mine"))
+    request = pb.AppendRequest(batches=[b"short", batch(b"body", topic="mine")])
+    await made.call(APPEND, request, "producer")
+    assert made.served[-1][1] == request
+
+
+async def test_an_append_with_nothing_allowed_names_every_topic(made: Scene) -> None:
+    await made.know("producer", ("produce", "topic:mine"))
+    request = pb.AppendRequest(batches=[batch(b"body", topic=name) for name in ("a", "b", "a")])
+    error = await refusal(made.call(APPEND, request, "producer"))
+    assert error.message == "producer lacks produce on topic:a, produce on topic:b"
+    assert error.remedy == (
+        "baton access grant producer produce topic:a; baton access grant producer produce topic:b"
+    )
+
+
+async def test_of_a_batch_that_is_refused_as_a_whole_nothing_arrives(made: Scene) -> None:
+    await made.know("reader", *CONSUME)
+    path = f"{STORAGE}/QueryOffsets"
+    request = pb.QueryOffsetsRequest()
+    for name in ("orders", "bills"):
+        request.queues.add(topic=name)
+    error = await refusal(made.call(path, request, "reader"))
+    assert error.message == "reader lacks produce or consume on topic:bills"
+    assert not made.served
+
+
+# ---- retry topics
+
+
+async def test_what_a_group_sends_back_needs_only_the_group(made: Scene) -> None:
+    await made.know("reader", *CONSUME)
+    request = schedule_pb.ScheduleRequest()
+    request.items.add(batch=batch(b"body", topic="%RETRY%readers"), deliver_unix_ms=1)
+    await made.call(SCHEDULE, request, "reader")
+    request.items[0].batch = batch(b"body", topic="%DLQ%others")
+    error = await refusal(made.call(SCHEDULE, request, "reader"))
+    assert error.facts["resource"] == "group:others"
+
+
+# ---- who calls
+
+
+async def test_nobody_is_let_in_before_the_grants_are_read(etcd: EtcdSession) -> None:
+    guard = Guard(etcd, CollectorRegistry(), on=True, admins=["root"])
+    with pytest.raises(NotServing):
+        guard.caller(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "header", ["Basic cm9vdDpyb290", "Bearer", "Bearer ", "secret-726561646572"]
+)
+async def test_an_authorization_that_is_no_token_is_refused(made: Scene, header: str) -> None:
+    await made.know("reader", *CONSUME)
+    call: Any = made.channel.unary_unary(PULL)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call(b"", metadata=[("authorization", header)], timeout=10)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert header.rsplit(maxsplit=1)[-1] not in str(refused.value.details()).split()
+
+
+@pytest.mark.parametrize(
+    ("subject", "identity"),
+    [
+        (Subject(name="cn", uri="service:storage", hosts=("a.example", "b.example")),
+         "service:storage"),
+        (Subject(name="cn", hosts=("127.0.0.1", "a.example", "b.example")), "a.example"),
+        (Subject(name="cn"), "cn"),
+    ],
+)  # fmt: skip
+async def test_a_certificate_stands_for_its_first_uri_or_name_or_its_common_name(
+    etcd: EtcdSession, tmp_path: Path, subject: Subject, identity: str
+) -> None:
+    guard = Guard(etcd, CollectorRegistry(), on=True)
+    guard.mirror.revision = 1
+    seen: list[Caller] = []
+
+    class Servicer(health_pb2_grpc.HealthServicer):
+        async def Check(self, request: Any, context: Any) -> Any:
+            seen.append(guard.caller(context))
+            return health_pb2.HealthCheckResponse()
+
+    authority = Authority(tmp_path)
+    server_side = authority.issue(Subject(name="server", hosts=("localhost",)))
+    client_side = authority.issue(subject)
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(Servicer(), server)
+    port = server.add_secure_port("localhost:0", server_credentials(server_side))
+    await server.start()
+    try:
+        async with connector(client_side)(f"localhost:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(  # type: ignore[attr-defined]
+                health_pb2.HealthCheckRequest(), timeout=10
+            )
+    finally:
+        await server.stop(None)
+    assert seen == [Caller(identity)]
+
+
+# ---- what stands in etcd
+
+
+async def test_a_common_name_makes_nobody_a_service(etcd: EtcdSession) -> None:
+    guard = Guard(etcd, CollectorRegistry(), on=True)
+    guard.mirror.revision = 1
+    with pytest.raises(Unauthenticated):
+        guard.caller(Certified({"x509_common_name": [b"service:storage"]}))  # type: ignore[arg-type]
+
+
+class Certified:
+    """The context of a call with a certificate."""
+
+    def __init__(self, names: dict[str, list[bytes]]) -> None:
+        self._names = names
+
+    def invocation_metadata(self) -> None:
+        return None
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return self._names
+
+
+async def test_what_nobody_has_written_gives_nobody_anything(
+    made: Scene, etcd: EtcdSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    await made.know("reader", *CONSUME)
+    with caplog.at_level(logging.ERROR):
+        await etcd.put(grants_key("reader"), b"\xff\xff")
+        await etcd.put(token_key("abc"), b"\xff\xff")
+        await until(lambda: not made.guard.access.grants_of("reader"))
+        await until(lambda: len(caplog.records) == 2)
+    error = await refusal(made.call(PULL, request_of(METHODS[PULL]), "reader"))
+    assert type(error) is PermissionDenied
+
+
+async def test_identities_may_have_any_characters(made: Scene) -> None:
+    identity = "spiffe://example.org/ns/a%2Fb/sa/ü"
+    await made.know(identity, ("admin", "cluster"))
+    await made.call(DESCRIBE, request_of(METHODS[DESCRIBE]), identity)
+    assert identity in await made.store.all()
+
+
+async def test_no_token_is_shown_by_a_refusal_a_log_line_or_a_metric(
+    made: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        await made.know("reader", *CONSUME)
+        errors = [
+            await refusal(made.call(DESCRIBE, request_of(METHODS[DESCRIBE]), "reader")),
+            await refusal(made.call(DESCRIBE, request_of(METHODS[DESCRIBE]), "unknown")),
+        ]
+    shown = "".join(f"{error.message}{error.remedy}{error.facts}" for error in errors)
+    shown += caplog.text + generate_latest(made.registry).decode()
+    for secret in (made.tokens["reader"], "unknown is no token", made.digest("reader")):
+        assert secret not in shown
+    assert errors[0].remedy == "baton access grant reader admin cluster"

@@ -1,0 +1,45 @@
+"""Switching access on.
+
+Goal: access without TLS, where a token proves nothing, does not start; the log says which it is.
+Method: the settings, and a guard made of them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from batonmq.common.config import ConfigError, load
+from services.nameserver.config import NameserverSettings
+from services.runtime.etcd import EtcdSession
+from services.runtime.guard import Guard
+
+PREFIX = "BATON_NAMESERVER"
+TLS = {f"{PREFIX}_TLS_{name}_FILE": name for name in ("CERT", "KEY", "CA")}
+
+
+def test_access_without_tls_is_refused() -> None:
+    with pytest.raises(ConfigError, match="access needs tls_cert_file"):
+        load(NameserverSettings, PREFIX, {f"{PREFIX}_ACCESS": "true"})
+
+
+def test_access_is_off_unless_it_is_asked_for() -> None:
+    assert not load(NameserverSettings, PREFIX, TLS).access
+    assert load(NameserverSettings, PREFIX, {**TLS, f"{PREFIX}_ACCESS": "true"}).access
+
+
+@pytest.mark.parametrize(
+    ("on", "level", "told"),
+    [(True, "INFO", "access is on admins=root,carol"), (False, "WARNING", "ACCESS IS OFF")],
+)
+def test_the_log_says_which_it_is(
+    etcd: EtcdSession, caplog: pytest.LogCaptureFixture, on: bool, level: str, told: str
+) -> None:
+    guard = Guard(etcd, CollectorRegistry(), on=on, admins=["root", " carol"])
+    with caplog.at_level(logging.INFO):
+        guard.govern({})
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert record.message.startswith(told)

@@ -1,0 +1,176 @@
+"""Goal: commands reach a secure cluster by options, variables or a context, and show no secret.
+
+Method: commands in this process on a file of the test, some against a secure cluster as processes.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batonmq.cli.context_file import Context
+from batonmq.cli.security import Given, chosen
+from batonmq.local.certificates import Authority, Subject
+from batonmq.security import Security
+from tests.cli.running import Up, baton, up
+
+SECRET = "a-token-that-nobody-shows"
+NOTHING: Given = dict.fromkeys(
+    ("tls", "ca_file", "cert_file", "key_file", "server_name", "token_file")
+)
+PAIR = {"cert_file": "c.pem", "key_file": "c.key"}
+
+
+def test_nothing_given_is_no_tls() -> None:
+    assert chosen(NOTHING, "", Context()) is None
+    assert chosen({**NOTHING, "tls": True}, "", Context()) == Security()
+
+
+def test_options_win_over_the_context_a_pair_as_a_pair() -> None:
+    said = Context(ca_file="ca.pem", cert_file="old.pem", key_file="old.key")
+    assert chosen(NOTHING, "", said) == Security(
+        ca_file="ca.pem", cert_file="old.pem", key_file="old.key"
+    )
+    assert chosen({**NOTHING, **PAIR}, "", said) == Security(
+        ca_file="ca.pem", cert_file="c.pem", key_file="c.key"
+    )
+    assert chosen({**NOTHING, "tls": False}, "", said) is None
+
+
+def test_token_of_the_environment_wins_over_the_file_of_the_context() -> None:
+    said = Context(ca_file="ca.pem", token_file="token")
+    found = chosen(NOTHING, SECRET, said)
+    assert found is not None
+    assert found.token is not None
+    assert (found.token.get_secret_value(), found.token_file) == (SECRET, "")
+    assert SECRET not in repr(found)
+
+
+def test_context_keeps_paths_and_gives_them_back(contexts: Path, tmp_path: Path) -> None:
+    done = baton("context", "set", "prod", "--nameserver", ",", "--ca-file", "ca.pem", "--tls")
+    assert done.code == 0
+    shown = baton("context", "show", "--format", "json").json
+    assert (shown["tls"], shown["ca_file"]) == (True, str(Path("ca.pem").absolute()))
+    assert "tls = true" in contexts.read_text()
+    assert baton("context", "set", "prod", "--no-tls", "--ca-file", "").code == 0
+    shown = baton("context", "show", "--format", "json").json
+    assert (shown["tls"], shown["ca_file"]) == (None, None)
+
+
+def test_a_file_that_is_missing_is_named(contexts: Path) -> None:
+    baton("context", "set", "prod", "--nameserver", "127.0.0.1:1", "--ca-file", "/nowhere/ca.pem")
+    refused = baton("topic", "list")
+    assert refused.code == 1
+    assert "/nowhere/ca.pem: No such file" in refused.err
+    incomplete = baton("--cert-file", "c.pem", "topic", "list")
+    assert incomplete.code == 1
+    assert "key_file" in incomplete.err
+    assert baton("--cert-file", "c.pem", "context", "list").code == 0, "that is how it is mended"
+
+
+def test_named_context_is_not_mixed_with_variables(
+    contexts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baton("context", "set", "prod", "--nameserver", "127.0.0.1:1")
+    monkeypatch.setenv("BATON_CA_FILE", "/nowhere/ca.pem")
+    monkeypatch.setenv("BATON_TOKEN", SECRET)
+    assert "/nowhere/ca.pem" in baton("topic", "list").err
+    named = baton("--context", "prod", "topic", "list")
+    assert "/nowhere/ca.pem" not in named.err
+    assert "UNREACHABLE" in named.err
+
+
+@pytest.mark.timeout(120)
+def test_no_command_shows_a_secret(
+    contexts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path / "tls")
+    files = authority.issue(Subject(name="storage", hosts=("127.0.0.1",)))
+    key = Path(files.key_file).read_text().splitlines()[1]
+    token = tmp_path / "token"
+    token.write_text(SECRET)
+    settings = {
+        "TLS_CERT_FILE": files.cert_file,
+        "TLS_KEY_FILE": files.key_file,
+        "TLS_CA_FILE": files.ca_file,
+        "TOKEN_FILE": str(token),
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"BATON_STORAGE_{name}", value)
+    monkeypatch.setenv("BATON_TOKEN", SECRET)
+    monkeypatch.setenv("BATON_CA_FILE", files.ca_file)
+    for arguments in (
+        ("config", "print", "storage"),
+        ("context", "set", "prod", "--nameserver", "127.0.0.1:1", "--token-file", str(token)),
+        ("context", "show"),
+        ("context", "list", "--format", "wide"),
+        ("topic", "list", "--format", "json"),
+        ("debug", "bundle", "--out", str(tmp_path / "bundle.tar.gz")),
+    ):
+        done = baton(*arguments)
+        assert SECRET not in done.out + done.err, arguments
+        assert key not in done.out + done.err, arguments
+    assert SECRET not in contexts.read_text()
+    with tarfile.open(tmp_path / "bundle.tar.gz") as bundle:
+        packed = b"".join(file.read() for one in bundle if (file := bundle.extractfile(one)))
+    assert files.key_file.encode() in packed, "what was set is in it"
+    assert SECRET.encode() not in packed
+    assert key.encode() not in packed
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Path]]:
+    """A secure cluster, and the file of the contexts that it wrote."""
+    folder = tmp_path_factory.mktemp("up")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATON_CONFIG", str(folder / "contexts.toml"))
+        with up(folder / "data", "--secure") as running:
+            yield running, folder / "contexts.toml"
+            assert running.interrupt() == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_after_up_secure_commands_just_work(
+    secure: tuple[Up, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, contexts = secure
+    monkeypatch.setenv("BATON_CONFIG", str(contexts))
+    assert running.announced["context"] == "baton"
+    assert "TLS IS OFF" not in running.told()
+    assert baton("topic", "create", "orders").code == 0
+    lines = tmp_path / "lines"
+    lines.write_text("1\n2\n3\n")
+    assert baton("produce", "orders", "--file", str(lines)).code == 0
+    read = baton("consume", "orders", "--group", "g", "--from", "first", "--format", "json")
+    assert sorted(line["body"] for line in read.json_lines) == ["1", "2", "3"]
+    status = baton("cluster", "status", "--format", "json").json
+    assert {node["health"] for node in status["nodes"]} == {"SERVING"}
+    assert baton("bench", "produce", "--count", "100", "--format", "json").code == 0
+    assert baton("top", "--once", "--seconds", "1").code == 0
+    bundle = baton("debug", "bundle", "--out", str(tmp_path / "b.tar.gz"), "--format", "json").json
+    assert bundle["problems"] == []
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_who_is_not_let_in_is_told_what_is_missing(secure: tuple[Up, Path], tmp_path: Path) -> None:
+    running, _ = secure
+    authority = Authority(running.stderr.parent / "data" / "tls")
+    old = authority.issue(Subject(name="old"), days=-1)
+    trusting = ("--ca-file", str(authority.ca_file))
+    asked = ("--nameserver", running.nameserver, "--format", "json")
+    cases = {
+        (): "it speaks TLS",
+        (*trusting, "--cert-file", old.cert_file, "--key-file", old.key_file): "has expired",
+    }  # fmt: skip
+    for options, reason in cases.items():
+        refused = baton(*asked, *options, "topic", "list")
+        assert refused.code == 1
+        told = json.loads(refused.err.splitlines()[-1])["error"]
+        assert (told["reason"], reason in told["message"]) == ("UNREACHABLE", True), told
+        assert told["remedy"]

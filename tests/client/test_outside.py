@@ -1,0 +1,93 @@
+"""Clients outside the network of the services.
+
+Goal: who asks a nameserver at its outside address is given the outside addresses of all nodes that
+have one; who asks it at another address is not.
+Method: a nameserver that is reached under two names and lists itself, a node with an outside
+address, and one without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
+
+from batonmq.admin import Admin
+from batonmq.directory import Directory
+from batonmq.directory import Surroundings as Around
+
+INSIDE = ["offsets-0.offsets.baton.svc:10912", "storage-a-0.storage.baton.svc:10911"]
+
+
+class Twin(pb_grpc.NameserverServiceServicer):
+    """A nameserver.
+
+    Attributes:
+        outside: Its outside address.
+    """
+
+    outside = ""
+
+    async def DescribeCluster(
+        self, request: pb.DescribeClusterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DescribeClusterResponse:
+        offsets, storage = INSIDE
+        nodes = [
+            pb.Node(
+                service=pb.SERVICE_KIND_NAMESERVER,
+                node_id="nameserver-0",
+                address="nameserver-0.nameserver-nodes.baton.svc:9876",
+                outside_address=self.outside,
+            ),
+            pb.Node(
+                service=pb.SERVICE_KIND_OFFSETS,
+                node_id="offsets-0",
+                address=offsets,
+                outside_address="mq.example.com:30930",
+            ),
+            pb.Node(service=pb.SERVICE_KIND_STORAGE, node_id="storage-a-0", address=storage),
+        ]
+        return pb.DescribeClusterResponse(cluster="c", nodes=nodes)
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """Of a nameserver whose outside address has 127.0.0.1 as host."""
+    server, twin = grpc.aio.server(), Twin()  # type: ignore[abstract]
+    pb_grpc.add_NameserverServiceServicer_to_server(twin, server)
+    bound = server.add_insecure_port("127.0.0.1:0")
+    twin.outside = f"127.0.0.1:{bound}"
+    await server.start()
+    yield bound
+    await server.stop(None)
+
+
+async def addresses(nameserver: str) -> list[str]:
+    around = Around()
+    directory = Directory(nameserver, around.random, around.connect)
+    try:
+        return [node.address for node in (await directory.refresh())[1:]]
+    finally:
+        await directory.close()
+
+
+async def test_who_comes_from_outside_is_given_outside_addresses(port: int) -> None:
+    assert await addresses(f"127.0.0.1:{port}") == ["mq.example.com:30930", INSIDE[1]]
+
+
+async def test_who_comes_from_inside_is_given_inside_addresses(port: int) -> None:
+    assert await addresses(f"localhost:{port}") == INSIDE
+
+
+async def test_an_operator_outside_sees_the_addresses_that_work_there(port: int) -> None:
+    async with Admin(f"127.0.0.1:{port}") as admin:
+        cluster = await admin.cluster()
+    assert [node.address for node in cluster.nodes] == [
+        f"127.0.0.1:{port}",
+        "mq.example.com:30930",
+        INSIDE[1],
+    ]

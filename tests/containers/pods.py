@@ -1,0 +1,150 @@
+"""What the manifests of deploy/k8s say a pod is, so that containers can be made without Kubernetes.
+
+Rendered with `kubectl kustomize`; every pod of every StatefulSet, with its environment resolved as
+the kubelet would, its names, its volumes, and the restrictions it runs under.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPO = Path(__file__).resolve().parents[2]
+K8S = REPO / "deploy" / "k8s"
+Resource = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod with its only container.
+
+    Attributes:
+        service: Of the manifest, such as "storage".
+        names: Under which others reach it, beside its own.
+        probes: startup, readiness, liveness: port and service name of the gRPC probe.
+        volumes: Paths that outlive the container.
+        scratch: Paths that don't.
+    """
+
+    name: str
+    service: str
+    image: str
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    names: tuple[str, ...]
+    probes: Mapping[str, tuple[int, str]]
+    volumes: tuple[str, ...]
+    scratch: tuple[str, ...]
+    user: str
+    memory: str
+    grace_s: int
+
+
+def render(folder: Path) -> list[Resource]:
+    """The resources of a kustomization.
+
+    Raises:
+        FileNotFoundError: there is no kubectl.
+        subprocess.CalledProcessError: it refuses; `stderr` says why.
+    """
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder)], check=True, capture_output=True, text=True
+    )
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def pods(resources: Iterable[Resource]) -> list[Pod]:
+    """All pods of the StatefulSets."""
+    found = list(resources)
+    configs = {r["metadata"]["name"]: r["data"] for r in found if r["kind"] == "ConfigMap"}
+    services = [r for r in found if r["kind"] == "Service"]
+    return [
+        _pod(stateful, index, configs, services)
+        for stateful in found
+        if stateful["kind"] == "StatefulSet"
+        for index in range(stateful["spec"]["replicas"])
+    ]
+
+
+def _pod(
+    stateful: Resource,
+    index: int,
+    configs: Mapping[str, Mapping[str, str]],
+    services: Iterable[Resource],
+) -> Pod:
+    template = stateful["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    name = f"{stateful['metadata']['name']}-{index}"
+    namespace = stateful["metadata"]["namespace"]
+    fields = {
+        "metadata.name": name,
+        "metadata.namespace": namespace,
+        "metadata.labels['apps.kubernetes.io/pod-index']": str(index),
+    }
+    env = _environment(container, configs, fields)
+    kept = {v["metadata"]["name"] for v in stateful["spec"].get("volumeClaimTemplates", ())}
+    mounts = [(m["name"], m["mountPath"]) for m in container["volumeMounts"]]
+    security = template["spec"]["securityContext"]
+    words = (*container.get("command", ()), *container.get("args", ()))
+    return Pod(
+        name=name,
+        service=template["metadata"]["labels"]["app.kubernetes.io/name"],
+        image=container["image"],
+        command=tuple(_expanded(word, env) for word in words),
+        env=env,
+        names=tuple(_names(stateful, template["metadata"]["labels"], name, services)),
+        probes=dict(_probes(container)),
+        volumes=tuple(path for volume, path in mounts if volume in kept),
+        scratch=tuple(path for volume, path in mounts if volume not in kept),
+        user=f"{security['runAsUser']}:{security['runAsGroup']}",
+        memory=container["resources"]["limits"]["memory"],
+        grace_s=template["spec"]["terminationGracePeriodSeconds"],
+    )
+
+
+def _environment(
+    container: Resource, configs: Mapping[str, Mapping[str, str]], fields: Mapping[str, str]
+) -> dict[str, str]:
+    env: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        env.update(configs[source["configMapRef"]["name"]])
+    for one in container.get("env", ()):
+        if "value" in one:
+            env[one["name"]] = _expanded(one["value"], env)
+        elif "fieldRef" in one["valueFrom"]:
+            env[one["name"]] = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+        else:
+            wanted = one["valueFrom"]["configMapKeyRef"]
+            env[one["name"]] = configs[wanted["name"]][wanted["key"]]
+    return env
+
+
+def _expanded(text: str, env: Mapping[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda match: env.get(match[1], match[0]), text)
+
+
+def _names(
+    stateful: Resource, labels: Mapping[str, str], name: str, services: Iterable[Resource]
+) -> Iterator[str]:
+    """Of the governing service the pod's own, of the others that select it the service's."""
+    namespace = stateful["metadata"]["namespace"]
+    for service in services:
+        called = service["metadata"]["name"]
+        if called == stateful["spec"]["serviceName"]:
+            called = f"{name}.{called}"
+        elif not service["spec"]["selector"].items() <= labels.items():
+            continue
+        yield from (called, f"{called}.{namespace}", f"{called}.{namespace}.svc")
+
+
+def _probes(container: Resource) -> Iterator[tuple[str, tuple[int, str]]]:
+    for kind in ("startup", "readiness", "liveness"):
+        probe = container.get(f"{kind}Probe", {})
+        if "grpc" in probe:
+            yield kind, (probe["grpc"]["port"], probe["grpc"]["service"])

@@ -1,0 +1,108 @@
+"""Pods from manifests, and the page of a run.
+
+Goal: a container gets what the kubelet would give it; the page says what the report says.
+Method: a manifest written here, and a report; no Docker is needed.
+"""
+
+from __future__ import annotations
+
+import yaml
+
+from tests.containers.flow import Flow, Second
+from tests.containers.page import page
+from tests.containers.pods import pods
+
+MANIFEST = """
+kind: ConfigMap
+metadata: {name: offsets-x1}
+data: {BATON_OFFSETS_PORT: "10912"}
+---
+kind: Service
+metadata: {name: offsets}
+spec: {selector: {app.kubernetes.io/name: offsets}}
+---
+kind: Service
+metadata: {name: front}
+spec: {selector: {app.kubernetes.io/name: offsets}}
+---
+kind: Service
+metadata: {name: other}
+spec: {selector: {app.kubernetes.io/name: storage}}
+---
+kind: StatefulSet
+metadata: {name: offsets, namespace: baton}
+spec:
+  serviceName: offsets
+  replicas: 2
+  template:
+    metadata: {labels: {app.kubernetes.io/name: offsets}}
+    spec:
+      terminationGracePeriodSeconds: 60
+      securityContext: {runAsUser: 10001, runAsGroup: 10001}
+      containers:
+        - image: batonmq/services:1
+          command: [python, -m, services.offsets, $(NAME), $(NOBODY)]
+          envFrom: [{configMapRef: {name: offsets-x1}}]
+          env:
+            - {name: NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+            - {name: AT, value: "$(NAME).offsets:$(BATON_OFFSETS_PORT)"}
+            - {name: OWN, valueFrom: {configMapKeyRef: {name: offsets-x1, key: BATON_OFFSETS_PORT}}}
+          readinessProbe: {grpc: {port: 9465, service: ready}}
+          livenessProbe: {httpGet: {path: /, port: 1}}
+          resources: {limits: {memory: 512Mi}}
+          volumeMounts: [{name: data, mountPath: /kept}, {name: tmp, mountPath: /tmp}]
+  volumeClaimTemplates: [{metadata: {name: data}}]
+"""
+REPORT = {
+    "containers": 7,
+    "start_s": 5.1,
+    "status": "SERVICE  NODE",
+    "demo": {
+        "published": 336776, "consumed": 336776, "lost": 0, "duplicated": 0, "misordered": 0,
+        "handovers": 31, "ok": True,
+    },
+    "strikes": [
+        {
+            "pod": "storage-a-0", "strike": "kill", "ready_after_s": 2.5, "flows_after_s": 4.0,
+            "sent_stood_s": 3.1, "handled_stood_s": 3.2,
+        }
+    ],
+    "traffic": {
+        "sent": 1000, "unsure": 0, "consumed": 999, "lost": 1, "duplicated": 0, "unflagged": 0,
+        "misordered": 0, "foreign": 0, "ok": False,
+    },
+}  # fmt: skip
+
+
+def test_a_pod_is_what_its_manifest_says() -> None:
+    first, second = pods(yaml.safe_load_all(MANIFEST))
+    assert (first.name, second.name) == ("offsets-0", "offsets-1")
+    assert second.env == {
+        "BATON_OFFSETS_PORT": "10912",
+        "NAME": "offsets-1",
+        "AT": "offsets-1.offsets:10912",
+        "OWN": "10912",
+    }
+    assert second.command == ("python", "-m", "services.offsets", "offsets-1", "$(NOBODY)")
+    assert second.names == (
+        "offsets-1.offsets", "offsets-1.offsets.baton", "offsets-1.offsets.baton.svc",
+        "front", "front.baton", "front.baton.svc",
+    )  # fmt: skip
+    assert second.probes == {"readiness": (9465, "ready")}
+    assert (second.volumes, second.scratch, second.user) == (("/kept",), ("/tmp",), "10001:10001")
+
+
+def test_the_page_says_what_was_lost() -> None:
+    text = page(REPORT)
+    assert "| storage-a-0 | kill | 2.5 | 4.0 | 3.1 | 3.2 |" in text
+    assert "| 1,000 | 0 | 999 | 1 | 0 | 0 | 0 | 0 |" in text
+    assert "Verdict: **failed**" in text
+
+
+def test_the_longest_stand_still_is_told_from_the_begin_of_the_strike() -> None:
+    handled = [10, 20, 20, 20, 30, 40]
+    seconds = [Second(float(at), 100, count) for at, count in enumerate(handled)]
+    flow = Flow(process=None, seconds=seconds)  # type: ignore[arg-type]
+    assert flow.stood_s("handled", 1.0) == 3.0
+    assert flow.stood_s("handled", 4.0) == 1.0
+    assert flow.stood_s("sent", 2.0) == 3.0

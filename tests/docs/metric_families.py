@@ -1,0 +1,104 @@
+"""The metrics that each process registers, as the code has them.
+
+They are made as the processes make them: a metric with labels shows nothing before its first use,
+so what is registered is asked, not what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
+
+from batonmq.common.clock import Clock
+from batonmq.events import EventHub
+from batonmq.metrics import ClientMetrics
+from batonspark.alert_writer import AlertGauges
+from batonspark.progress import ProgressListener
+from services.lockmgr.metrics import Recorder
+from services.nameserver.catalog import Catalog
+from services.nameserver.group_metrics import GroupMetrics
+from services.nameserver.set_metrics import SetMetrics
+from services.nameserver.telemetry import Telemetry
+from services.offsets.metrics import OffsetsMetrics
+from services.runtime.etcd import EtcdSession
+from services.runtime.guard import Guard
+from services.runtime.interceptor import EdgeInterceptor
+from services.runtime.mirror import Mirror
+from services.storage.metrics import StorageMetrics
+
+SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Family:
+    """One metric.
+
+    Attributes:
+        name: As queries name it: that of a counter ends in `_total`.
+    """
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+class _Recording(CollectorRegistry):
+    """Remembers what was registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[Any] = []
+
+    def register(self, collector: Collector) -> None:
+        self.registered.append(collector)
+        super().register(collector)
+
+
+def families() -> dict[str, list[Family]]:
+    """Metrics by who has them, by name: `common` is every service's, `clients` are programs."""
+    return {who: _families(make) for who, make in _REGISTER.items()}
+
+
+def _families(make: Callable[[CollectorRegistry], object]) -> list[Family]:
+    registry = _Recording()
+    kept = make(registry)
+    found = []
+    for collector in registry.registered:
+        for metric in collector.describe():
+            labels = getattr(metric, "_labelnames", ()) or getattr(collector, "_labelnames", ())
+            name = metric.name + ("_total" if metric.type == "counter" else "")
+            found.append(Family(name, metric.type, tuple(labels), metric.documentation))
+    del kept
+    return sorted(found)
+
+
+def _nameserver(registry: CollectorRegistry) -> object:
+    etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
+    catalog = Catalog(etcd, Mirror(etcd, "nodes/"), watchers_max=1)
+    registry.register(SetMetrics(catalog))
+    return Telemetry(registry, _hub(), catalog, 30_000), GroupMetrics(registry)
+
+
+def _hub() -> EventHub:
+    return EventHub("docs", 1, Clock())
+
+
+def _common(registry: CollectorRegistry) -> object:
+    etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
+    return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
+
+
+_REGISTER: Mapping[str, Callable[[CollectorRegistry], object]] = {
+    "common": _common,
+    "storage": StorageMetrics,
+    "offsets": OffsetsMetrics,
+    "lockmgr": lambda registry: Recorder(registry, _hub()),
+    "nameserver": _nameserver,
+    "clients": ClientMetrics,
+    "spark": lambda registry: (ProgressListener(registry), AlertGauges(registry)),
+}

@@ -1,0 +1,265 @@
+"""A cluster whose services ask who calls.
+
+Goal: what nobody granted is refused, what was granted works, the whole way of a message through
+retries included; a revocation stops a consumer within a second; services go on to work with each
+other, replicas included; the commands show and change it.
+Method: real clusters over TLS with access on; programs with tokens, the operator with a
+certificate; the way an administrator would go, step by step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq.access import AccessControl, Grant, Role
+from batonmq.admin import Admin
+from batonmq.common.errors import PermissionDenied, Unauthenticated
+from batonmq.consumer import Consumer
+from batonmq.consuming.message import ReceivedMessage
+from batonmq.consuming.session import ConsumerSettings
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import SERVICES, ClusterOptions
+from batonmq.producer import Producer
+from batonmq.producing.settings import ProducerSettings
+from batonmq.security import Security
+from tests.support.cluster import SEGMENT_BYTES
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+TOPIC, GROUP = "orders", "billing"
+
+
+def guarded(folder: Path, **options: Any) -> LocalCluster:
+    """A cluster whose administrator is the one whom the certificate of clients names."""
+    common: dict[str, object] = {"access": True, "access_admins": "admin"}
+    settings = {service: dict(common) for service in SERVICES}
+    settings["storage"]["segment_bytes"] = SEGMENT_BYTES
+    settings["nameserver"]["heartbeat_interval_ms"] = 1_000
+    return LocalCluster(folder, ClusterOptions(secure=True, settings=settings, **options))
+
+
+def security_of(cluster: LocalCluster) -> Security:
+    assert cluster.security is not None
+    return cluster.security
+
+
+async def as_token(cluster: LocalCluster, control: AccessControl, identity: str) -> Security:
+    """How a program calls that has a token of this identity."""
+    made = await control.create_token(identity)
+    return replace(security_of(cluster), token=made.token)
+
+
+def log_of(cluster: LocalCluster) -> str:
+    return "".join(path.read_text() for path in (cluster.data_dir / "logs").glob("*.log"))
+
+
+async def test_what_is_granted_works_through_retries_and_nothing_else(tmp_path: Path) -> None:
+    async with (
+        guarded(tmp_path) as cluster,
+        Admin(cluster.nameserver, security=security_of(cluster)) as admin,
+    ):
+        control = AccessControl(admin)
+        await admin.create_topic(TOPIC, 2)
+        writes, reads = [await as_token(cluster, control, one) for one in ("shop", "billing")]
+        async with Producer(cluster.nameserver, ProducerSettings(security=writes)) as producer:
+            with pytest.raises(PermissionDenied) as refused:
+                await producer.send(TOPIC, b"too early")
+            assert "baton access grant shop" in refused.value.remedy
+            settings = ConsumerSettings(security=reads, consume_from="first")
+            with pytest.raises(PermissionDenied):
+                async with Consumer(cluster.nameserver, GROUP, {TOPIC: "*"}, settings):
+                    pass
+
+            await grant_all(control)
+            seen: list[tuple[bytes, int]] = []
+
+            async def handle(message: ReceivedMessage) -> None:
+                seen.append((message.body, message.attempts))
+                if message.body == b"again" and message.attempts == 1:
+                    raise RuntimeError("once")
+
+            await until(lambda: sent(producer, b"first"), timeout_s=5)
+            async with (
+                Consumer(cluster.nameserver, GROUP, {TOPIC: "*"}, settings) as consumer,
+                asyncio.TaskGroup() as tasks,
+            ):
+                running = tasks.create_task(consumer.run(handle))
+                for body in (b"one", b"again"):
+                    await producer.send(TOPIC, body)
+                await until(lambda: {(b"one", 1), (b"again", 2)} <= set(seen), timeout_s=60)
+                running.cancel()
+        async with Admin(cluster.nameserver, security=reads) as other:
+            seen_topics = {topic.name for topic in await other.list_topics()}
+            assert seen_topics == {TOPIC, f"%RETRY%{GROUP}"}
+            assert [group.name for group in await other.list_groups()] == [GROUP]
+        told = log_of(cluster)
+        assert "identity=shop role=produce" in told
+        for security in (writes, reads):
+            assert security.token is not None
+            assert security.token.get_secret_value() not in told
+
+
+async def test_what_is_revoked_stops_within_a_second(tmp_path: Path) -> None:
+    async with (
+        guarded(tmp_path) as cluster,
+        Admin(cluster.nameserver, security=security_of(cluster)) as admin,
+        Producer(cluster.nameserver, ProducerSettings(security=security_of(cluster))) as producer,
+    ):
+        control = AccessControl(admin)
+        await admin.create_topic(TOPIC, 2)
+        reads = ConsumerSettings(security=await as_token(cluster, control, "billing"))
+        audits = ConsumerSettings(security=security_of(cluster))
+        await grant_all(control)
+        seen: dict[str, set[bytes]] = {GROUP: set(), "audit": set()}
+
+        async def read(group: str, settings: ConsumerSettings) -> None:
+            async def handle(message: ReceivedMessage) -> None:
+                seen[group].add(message.body)
+
+            chosen = replace(settings, consume_from="first")
+            async with Consumer(cluster.nameserver, group, {TOPIC: "*"}, chosen) as consumer:
+                await consumer.run(handle)
+
+        async def sent_to_all(prefix: str) -> set[bytes]:
+            bodies = {f"{prefix}-{number}".encode() for number in range(8)}
+            for body in sorted(bodies):
+                await producer.send(TOPIC, body)
+            return bodies
+
+        async def read_until_refused() -> None:
+            with pytest.raises(PermissionDenied):
+                await read(GROUP, reads)
+
+        async with asyncio.TaskGroup() as tasks:
+            refused = tasks.create_task(read_until_refused())
+            auditing = tasks.create_task(read("audit", audits))
+            before = await sent_to_all("before")
+            await until(lambda: seen[GROUP] == before and seen["audit"] == before, timeout_s=30)
+            await control.revoke("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
+            await until(lambda: refused_count(cluster, "storage"), timeout_s=1)
+            after = await sent_to_all("after")
+            await until(lambda: seen["audit"] == before | after, timeout_s=30)
+            assert seen[GROUP] == before
+            await until(refused.done, timeout_s=30)
+            auditing.cancel()
+
+        token = await as_token(cluster, control, "shop")
+        async with Producer(cluster.nameserver, ProducerSettings(security=token)) as other:
+            await until(lambda: sent(other, b"x"), timeout_s=5)
+            (shop,) = await control.list("shop")
+            await control.revoke_token(shop.tokens[-1].token_id)
+            await until(lambda: refused_as_unknown(other), timeout_s=1)
+
+
+async def grant_all(control: AccessControl) -> None:
+    await control.grant("shop", Grant(Role.PRODUCE, f"topic:{TOPIC}"))
+    await control.grant("billing", Grant(Role.CONSUME, f"topic:{TOPIC}"))
+    await control.grant("billing", Grant(Role.CONSUME, f"group:{GROUP}"))
+
+
+async def sent(producer: Producer, body: bytes) -> bool:
+    """False if it was refused: services hear of a grant a moment later."""
+    try:
+        await producer.send(TOPIC, body)
+    except PermissionDenied:
+        return False
+    return True
+
+
+async def refused_count(cluster: LocalCluster, name: str) -> float:
+    """Calls that a process has refused because of who made them."""
+    (address,) = [one.metrics_address for one in cluster.endpoints() if one.name == name]
+
+    def scrape() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    lines = (await asyncio.to_thread(scrape)).splitlines()
+    found = [line for line in lines if line.startswith("baton_access_refused_total{")]
+    return sum(float(line.split()[-1]) for line in found)
+
+
+async def refused_as_unknown(producer: Producer) -> bool:
+    try:
+        await producer.send(TOPIC, b"x")
+    except Unauthenticated:
+        return True
+    return False
+
+
+async def test_services_work_with_each_other_and_the_commands_with_all(tmp_path: Path) -> None:
+    async with guarded(tmp_path, storage_replicas=2, offsets=2, offsets_sets=2) as cluster:
+        security = security_of(cluster)
+
+        def baton(*words: str) -> Any:
+            files = ("ca_file", "cert_file", "key_file")
+            named = {f"BATON_{name.upper()}": getattr(security, name) for name in files}
+            done = subprocess.run(
+                [sys.executable, "-m", "batonmq", "--format", "json", *words],
+                env={**named, "BATON_NAMESERVER": cluster.nameserver, "HOME": str(tmp_path),
+                     "PATH": "/usr/bin:/bin"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )  # fmt: skip
+            assert not done.stderr, done.stderr
+            return json.loads(done.stdout) if done.stdout.strip() else None
+
+        async def run(*words: str) -> Any:
+            return await asyncio.to_thread(baton, *words)
+
+        await run("topic", "create", TOPIC, "--queues", "4")
+        settings = ConsumerSettings(security=security, consume_from="first")
+        sending = ProducerSettings(security=security)
+        async with (
+            Producer(cluster.nameserver, sending) as producer,
+            Consumer(cluster.nameserver, GROUP, {TOPIC: "*"}, settings) as consumer,
+        ):
+            for number in range(20):
+                await producer.send(TOPIC, b"%d" % number)
+            bodies = set()
+            async for message in consumer:
+                bodies.add(message.body)
+                if len(bodies) == 20:
+                    break
+        await until_in_sync(run)
+        await run("group", "lag", GROUP)
+        await run("group", "why-stuck", GROUP)
+        await run("group", "move", GROUP, "--to", "offsets-b")
+        await run("group", "delete", GROUP, "--yes")
+        await run("topic", "delete", TOPIC, "--yes")
+        granted = await run("access", "grant", "app", "consume", "topic:orders-*")
+        assert granted["changed"]
+        made = await run("access", "token", "create", "app")
+        listed = await run("access", "list")
+        assert {(one["identity"], one["resource"]) for one in listed} == {
+            ("app", "topic:orders-*"),
+            ("app", None),
+        }
+        assert listed[-1]["by"] == "admin"
+        answer = await run("access", "check", "consume", "topic:orders-1", "--identity", "app")
+        assert answer["allowed"]
+        assert (await run("access", "check", "admin", "cluster"))["identity"] == "admin"
+        await run("access", "token", "revoke", made["token_id"])
+        await run("access", "revoke", "app", "--all")
+        assert await run("access", "list") == []
+        for name in cluster.options.names:
+            assert not await refused_count(cluster, name), name
+
+
+async def until_in_sync(run: Any) -> None:
+    async def in_sync() -> bool:
+        found = await run("cluster", "replication")
+        return bool(found) and "PERMISSION_DENIED" not in json.dumps(found)
+
+    await until(in_sync, timeout_s=30)

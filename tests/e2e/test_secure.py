@@ -1,0 +1,91 @@
+"""Goal: a cluster in which everybody shows a certificate works, also while all are replaced.
+
+Method: a real cluster with etcd, every connection over mutual TLS; numbered messages flow while
+certificates of services, of etcd and of the clients are issued anew, and processes go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+
+from batonmq.admin import Admin
+from batonmq.local.certificates import Authority, Subject
+from batonmq.local.cluster import LocalCluster
+from batonmq.local.layout import ADMIN, SERVICES
+from batonmq.security import Security
+from tests.e2e.counting import QUEUES, TOPIC, Run
+from tests.support.cluster import local_cluster
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+HOSTS = ("localhost", "127.0.0.1")
+ROUND, ROUNDS = 1_500, 3
+
+
+async def test_new_certificates_for_everybody_lose_and_double_nothing(tmp_path: Path) -> None:
+    reports: list[str] = []
+    async with local_cluster(tmp_path, secure=True, report=reports.append) as cluster:
+        security = cluster.security
+        assert security is not None
+        async with Admin(cluster.nameserver, security=security) as admin:
+            await admin.create_topic(TOPIC, QUEUES)
+            run, stop = Run(cluster.nameserver, security), asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(run.send(ROUND))
+                tasks.create_task(run.consume("first", stop))
+                for _ in range(ROUNDS):
+                    await until(lambda: len(run.handled) >= ROUND, timeout_s=60)
+                    _issue_all(tmp_path / "tls")
+                    await _all_show_what_the_files_hold(cluster, security, tmp_path / "tls")
+                    assert (await admin.describe_topic(TOPIC)).problems == ()
+                    sent = len(run.receipts)
+                    await until(lambda sent=sent: len(run.receipts) >= sent + ROUND, timeout_s=60)  # type: ignore[misc]
+                # Members that come now read what is there now.
+                tasks.create_task(run.consume("second", stop))
+                await until(lambda: any(name == "second" for name, *_ in run.handled), timeout_s=60)
+                run.stop_sending.set()
+                await sending
+                await until(
+                    lambda: len({n for *_, n, _ in run.handled}) >= len(run.receipts), timeout_s=60
+                )
+                stop.set()
+    run.check()
+    assert reports == []
+    log = (tmp_path / "logs" / "storage.log").read_text()
+    assert "certificates renewed" in log
+    assert "TLS IS OFF" not in log
+
+
+def _issue_all(folder: Path) -> None:
+    authority = Authority(folder)
+    for name in (*SERVICES, "etcd"):
+        authority.issue(Subject(name=name, uri=f"service:{name}", hosts=HOSTS))
+    authority.issue(Subject(name=ADMIN))
+
+
+async def _all_show_what_the_files_hold(
+    cluster: LocalCluster, security: Security, folder: Path
+) -> None:
+    for name, address in cluster.addresses.items():
+        pem = (folder / f"{name}.pem").read_text()
+        shown = await asyncio.to_thread(_shown, address, security)
+        assert shown == ssl.PEM_cert_to_DER_cert(pem), name
+
+
+def _shown(address: str, security: Security) -> bytes | None:
+    """The certificate of a server, as a client that connects now sees it."""
+    context = ssl.create_default_context(cafile=security.ca_file)
+    context.load_cert_chain(security.cert_file, security.key_file)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), 5) as plain,
+        context.wrap_socket(plain, server_hostname=host) as secured,
+    ):
+        return secured.getpeercert(binary_form=True)

@@ -1,0 +1,88 @@
+"""Goal: `baton up --observe` has a Prometheus that sees every service, with rules, and it goes with
+the cluster; where there is none that is said before anything starts.
+
+Method: a real cluster and, where it is installed, a real Prometheus, asked over HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq.local.ports import keep_ports
+from tests.support.waiting import until_now
+
+pytestmark = pytest.mark.e2e
+
+BATON = (sys.executable, "-m", "batonmq.cli")
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None,
+    reason="NOT TESTED: there is no prometheus (Debian: apt-get install prometheus)",
+)
+
+
+def ask(address: str, path: str) -> Any:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"{address}/api/v1/{path}", timeout=5) as response:
+        return json.loads(response.read())["data"]
+
+
+@needs_prometheus
+def test_it_sees_every_service_and_has_the_rules(tmp_path: Path) -> None:
+    keep_ports(tmp_path / "data" / "ports.json", ["nameserver"])
+    keep_ports(tmp_path / "data" / "prometheus" / "ports.json", ["prometheus"])
+    command = [*BATON, "up", "--observe", "--data-dir", str(tmp_path / "data")]
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+    try:
+        text = ""
+
+        def told() -> bool:
+            nonlocal text
+            text = (tmp_path / "said").read_text()
+            assert process.poll() is None, text
+            return "Ctrl-C" in text
+
+        until_now(told, 60)
+        found = re.search(r"Prometheus is at (http://[\d.:]+)", text)
+        assert found is not None
+        address = found[1]
+
+        def up() -> dict[str, str]:
+            series = ask(address, "query?query=up")["result"]
+            return {s["metric"]["node_type"]: s["value"][1] for s in series}
+
+        services = ("storage", "offsets", "lockmgr", "nameserver")
+        until_now(lambda: up() == dict.fromkeys(services, "1"), 30)
+        groups = ask(address, "rules")["groups"]
+        assert {group["name"] for group in groups} >= {"baton-groups", "baton-recorded"}
+        (url,) = {
+            rule["annotations"]["runbook_url"]
+            for group in groups
+            for rule in group["rules"]
+            if rule["name"] == "BatonDown"
+        }
+        assert Path(url.removeprefix("file://")).is_file()
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    with pytest.raises(OSError, match="refused"):
+        ask(address, "rules")
+
+
+def test_without_one_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = [*BATON, "up", "--observe", "--data-dir", str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "there is no prometheus on PATH" in done.stderr
+    assert not (tmp_path / "data" / "logs").exists()

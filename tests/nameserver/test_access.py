@@ -1,0 +1,162 @@
+"""Grants and tokens by the calls of the contract.
+
+Goal: what is granted is stored, listed and answered for, once; what means nothing is refused and
+changes nothing; a token is shown once and kept nowhere; grants may be made while access is off.
+Method: a replica on a real etcd with access off, through the client library; two at once for races.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from baton.nameserver.v1 import access_service_pb2 as pb
+from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
+from baton.nameserver.v1 import stored_access_pb2
+
+from batonmq.access import AccessControl, Grant, Role
+from batonmq.admin import Admin
+from batonmq.channels import connect
+from batonmq.common.errors import InvalidArgument, InvalidName, LimitExceeded
+from batonmq.common.rpc import from_rpc_error
+from services.nameserver import access_store
+from services.nameserver.access_store import AccessStore
+from services.nameserver.turns import Turns
+from services.runtime import stored_access
+from services.runtime.access import Grant as StoredGrant
+from services.runtime.access import Role as StoredRole
+from services.runtime.etcd import EtcdSession
+from tests.nameserver.replica import Replica
+
+READ = Grant(Role.CONSUME, "topic:orders")
+WRITE = Grant(Role.PRODUCE, "topic:orders-*")
+
+
+@pytest_asyncio.fixture
+async def control(nameserver: Replica) -> AsyncIterator[AccessControl]:
+    async with Admin(nameserver.address) as admin:
+        yield AccessControl(admin)
+
+
+async def test_a_grant_is_listed_until_it_is_revoked(control: AccessControl) -> None:
+    assert await control.grant("app", READ)
+    assert await control.grant("app", WRITE)
+    assert not await control.grant("app", READ), "again"
+    (found,) = await control.list()
+    assert (found.identity, found.grants, found.tokens) == ("app", (READ, WRITE), ())
+    assert await control.revoke("app", READ) == 1
+    assert await control.revoke("app", READ) == 0
+    assert (await control.list("app"))[0].grants == (WRITE,)
+    assert await control.list("other") == ()
+
+
+async def test_everything_is_revoked_at_once(control: AccessControl, etcd: EtcdSession) -> None:
+    await control.grant("app", READ)
+    await control.grant("app", WRITE)
+    assert await control.revoke("app") == 2
+    assert await control.list() == ()
+    assert await etcd.get_prefix(stored_access.PREFIX) == ([], (await etcd.get_prefix("x"))[1])
+
+
+async def test_an_answer_names_the_grant_that_allows(control: AccessControl) -> None:
+    await control.grant("app", WRITE)
+    allowed = await control.check(Grant(Role.PRODUCE, "topic:orders-1"), "app")
+    assert (allowed.allowed, allowed.by, allowed.access_on) == (True, WRITE, False)
+    refused = await control.check(Grant(Role.CONSUME, "topic:orders-1"), "app")
+    assert (refused.allowed, refused.by) == (False, None)
+
+
+async def test_while_access_is_off_nobody_asks_about_itself(control: AccessControl) -> None:
+    with pytest.raises(InvalidArgument):
+        await control.check(READ)
+
+
+@pytest.mark.parametrize(
+    ("identity", "grant"),
+    [
+        ("service:storage", READ),
+        ("", READ),
+        ("a b", READ),
+        ("app", Grant(Role.PRODUCE, "group:readers")),
+        ("app", Grant(Role.CONSUME, "orders")),
+        ("app", Grant(Role.CONSUME, "topic:%DLQ%readers")),
+    ],
+)
+async def test_what_means_nothing_is_refused(
+    control: AccessControl, identity: str, grant: Grant
+) -> None:
+    with pytest.raises((InvalidArgument, InvalidName)):
+        await control.grant(identity, grant)
+    assert await control.list() == ()
+
+
+async def test_a_grant_without_a_role_is_refused(nameserver: Replica) -> None:
+    async with connect(nameserver.address) as channel:
+        stub = pb_grpc.AccessServiceStub(channel)
+        for number in (0, 17):
+            grant = stored_access_pb2.AccessGrant(resource="cluster")
+            grant.role = number  # type: ignore[assignment]
+            with pytest.raises(Exception, match="no role") as refused:
+                await stub.Grant(pb.GrantRequest(identity="app", grant=grant), timeout=10)
+            assert type(from_rpc_error(refused.value)) is InvalidArgument  # type: ignore[arg-type]
+
+
+async def test_a_token_is_kept_as_its_digest_and_shown_by_nothing(
+    control: AccessControl, etcd: EtcdSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        made = await control.create_token("app")
+    token = made.token.get_secret_value()
+    (found,) = await control.list()
+    assert [(t.token_id, t.by) for t in found.tokens] == [(made.token_id, "")]
+    stored, _ = await etcd.get_prefix("")
+    everything = b"".join(one.key.encode() + one.value for one in stored)
+    assert token.encode() not in everything
+    assert stored_access.token_key(stored_access.digest_of(token)).encode() in everything
+    assert token not in caplog.text
+    assert token not in repr(made)
+
+
+async def test_two_tokens_of_one_identity_are_revoked_one_by_one(control: AccessControl) -> None:
+    first, second = [await control.create_token("app") for _ in range(2)]
+    assert first.token.get_secret_value() != second.token.get_secret_value()
+    assert await control.revoke_token(first.token_id)
+    assert not await control.revoke_token(first.token_id)
+    (found,) = await control.list()
+    assert [token.token_id for token in found.tokens] == [second.token_id]
+
+
+@pytest.mark.parametrize("token_id", ["", "grants/app", "a" * 3])
+async def test_only_a_whole_token_id_names_a_token(control: AccessControl, token_id: str) -> None:
+    made = await control.create_token("app")
+    for wrong in {token_id, made.token_id[:-1]}:
+        try:
+            assert not await control.revoke_token(wrong)
+        except InvalidArgument:
+            assert wrong in ("", "grants/app")
+    assert len((await control.list())[0].tokens) == 1
+
+
+async def test_grants_that_are_made_at_once_are_all_kept(etcd: EtcdSession) -> None:
+    stores = [AccessStore(etcd, Turns(etcd.random)) for _ in range(2)]
+    wanted = [StoredGrant(StoredRole.CONSUME, f"topic:t-{number}") for number in range(10)]
+    async with asyncio.TaskGroup() as tasks:
+        for number, grant in enumerate(wanted):
+            tasks.create_task(stores[number % 2].grant("app", grant))
+    assert await stores[0].grants_of("app") == frozenset(wanted)
+
+
+async def test_an_identity_has_a_bounded_number_of_grants(
+    etcd: EtcdSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_store, "GRANTS_MAX", 2)
+    store = AccessStore(etcd, Turns(etcd.random))
+    grants = [StoredGrant(StoredRole.CONSUME, f"topic:{name}") for name in "abc"]
+    for grant in grants[:2]:
+        await store.grant("app", grant)
+    with pytest.raises(LimitExceeded):
+        await store.grant("app", grants[2])
+    assert await store.grants_of("app") == frozenset(grants[:2])

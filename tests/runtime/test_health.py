@@ -1,0 +1,106 @@
+"""What a process answers to health checks.
+
+Goal: `live` holds from the first moment to the last, `started` from the recovery on, `ready` while
+the node is listed and caught up; what is not known leaves it as it was.
+Method: the answers over a real channel, with a registration and a leader that the test makes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from batonmq.channels import connect
+from batonmq.common.errors import NoQuorum
+from batonmq.common.health import SERVING, ask_health
+from batonmq.local.ports import keep_ports
+from services.runtime import health
+from services.runtime.health import LIVE, READY, STARTED, Health, health_of
+from tests.support.waiting import until
+
+NAME = "baton.offsets.v1.OffsetsService"
+
+
+@dataclass
+class Node:
+    """What is known of the node."""
+
+    listed: bool = True
+    level: bool = True
+    known: bool = True
+    asked: int = 0
+
+    async def caught_up(self) -> bool:
+        self.asked += 1
+        if not self.known:
+            raise NoQuorum("etcd is away")
+        return self.level
+
+
+@asynccontextmanager
+async def probed(folder: Path) -> AsyncIterator[tuple[Health, grpc.aio.Channel]]:
+    port = keep_ports(folder / "ports.json", ["health"])["health"]
+    async with health_of("127.0.0.1", port) as answers, connect(f"127.0.0.1:{port}") as channel:
+        yield answers, channel
+
+
+async def told(channel: grpc.aio.Channel) -> set[str]:
+    names = ("", NAME, LIVE, STARTED, READY)
+    return {name for name in names if await ask_health(channel, service=name) == SERVING}
+
+
+async def test_a_process_that_recovers_lives_and_has_not_started(tmp_path: Path) -> None:
+    async with probed(tmp_path) as (answers, channel):
+        assert await told(channel) == {LIVE}
+        await answers.recovered()
+        assert await told(channel) == {LIVE, STARTED}
+
+
+async def test_a_node_is_ready_while_it_is_listed_and_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "LOOK_INTERVAL_S", 0.01)
+    node = Node(level=False)
+
+    async def ready() -> bool:
+        return READY in await told(channel)
+
+    async def unready() -> bool:
+        return not await ready()
+
+    async with probed(tmp_path) as (answers, channel), asyncio.TaskGroup() as tasks:
+        await answers.recovered()
+        await answers.serves([NAME])
+        following = tasks.create_task(answers.follow(lambda: node.listed, node.caught_up))
+        await until(lambda: node.asked > 2)
+        assert await told(channel) == {"", NAME, LIVE, STARTED}, "takes calls, but lags behind"
+        node.level = True
+        await until(ready)
+        node.known = False
+        before = node.asked
+        await until(lambda: node.asked > before + 2)
+        assert await ready(), "nobody knows better"
+        node.known, node.listed = True, False
+        await until(unready)
+        node.listed = True
+        await until(ready)
+        await answers.drains()
+        assert await told(channel) == {LIVE, STARTED}
+        await until(following.done)
+
+
+async def test_without_a_port_of_its_own_the_answers_are_given_elsewhere() -> None:
+    async with health_of("127.0.0.1", 0) as answers:
+        server = grpc.aio.server()
+        answers.add(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with connect(f"127.0.0.1:{port}") as channel:
+            assert await told(channel) == {LIVE}
+        await server.stop(None)

@@ -1,0 +1,369 @@
+"""Goal: servers speak to those who prove who they are, tell others why not, and take new files.
+
+Method: real gRPC over TLS in this process, with certificates of an authority of the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from pydantic import SecretStr
+
+from batonmq.channels import OPTIONS, connector
+from batonmq.common.config import ConfigError, load
+from batonmq.common.errors import Unreachable
+from batonmq.common.rpc import from_rpc_error
+from batonmq.handshake import refused
+from batonmq.local.certificates import Authority, Subject
+from batonmq.secure_channel import LOOK_INTERVAL_S, SecureChannel
+from batonmq.security import Security
+from services.runtime.settings import ServiceSettings
+from services.runtime.tls import check_files, listen, server_credentials
+from tests.support.waiting import until
+
+NODE = Subject(name="node", uri="service:storage", hosts=("localhost", "127.0.0.1"))
+CAROL = Subject(name="carol")
+METHOD = "/Test/Ask"
+SECRET = "a-token-that-nobody-shows"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "tls")
+
+
+@pytest.fixture
+def node(authority: Authority) -> Security:
+    return authority.issue(NODE)
+
+
+@pytest.fixture
+def carol(authority: Authority) -> Security:
+    return authority.issue(CAROL)
+
+
+class Asked:
+    """A server that says who asks, and holds those who want to be held."""
+
+    def __init__(self) -> None:
+        self.held, self.release = asyncio.Event(), asyncio.Event()
+
+    async def ask(self, request: bytes, context: Any) -> bytes:
+        if request == b"hold":
+            self.held.set()
+            await self.release.wait()
+        if request == b"token":
+            return str(dict(context.invocation_metadata()).get("authorization", "")).encode()
+        wanted = "x509_pem_cert" if request == b"certificate" else "x509_common_name"
+        return b"".join(context.auth_context().get(wanted, []))
+
+    def add(self, server: grpc.aio.Server) -> None:
+        handler: Any = grpc.unary_unary_rpc_method_handler(self.ask)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("Test", {"Ask": handler}),)
+        )
+
+
+@asynccontextmanager
+async def serving(
+    security: Security | None, *, required: bool = True
+) -> AsyncIterator[tuple[str, Asked]]:
+    asked, server = Asked(), grpc.aio.server(options=OPTIONS)
+    asked.add(server)
+    if security is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        credentials = server_credentials(security, require_client_cert=required)
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", asked
+    finally:
+        await server.stop(None)
+
+
+async def ask(channel: grpc.aio.Channel, request: bytes = b"") -> bytes:
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+    return await call(request, timeout=10)
+
+
+def present(channel: grpc.aio.Channel) -> grpc.aio.Channel:
+    assert isinstance(channel, SecureChannel)
+    return channel.present()
+
+
+def read(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def spoil(path: str) -> None:
+    Path(path).write_text("half a key")
+
+
+async def answer(address: str, security: Security | None, request: bytes = b"") -> bytes:
+    async with connector(security)(address) as channel:
+        return await ask(channel, request)
+
+
+async def test_who_shows_a_certificate_is_known_by_it(node: Security, carol: Security) -> None:
+    async with serving(node) as (address, _):
+        assert await answer(address, carol) == b"carol"
+        assert await answer(address, node) == b"node"
+        named = replace(carol, server_name="localhost")
+        assert await answer(address.replace("127.0.0.1", "localhost"), named) == b"carol"
+
+
+async def test_without_certificates_of_clients_tokens_tell_who_calls(
+    node: Security, carol: Security
+) -> None:
+    security = Security(ca_file=carol.ca_file, token=SecretStr(SECRET))
+    async with serving(node, required=False) as (address, _):
+        assert await answer(address, security, b"token") == f"Bearer {SECRET}".encode()
+        assert await answer(address, replace(security, token=None), b"token") == b""
+
+
+def refusals(authority: Authority, carol: Security, tmp_path: Path) -> dict[str, Security | None]:
+    stranger = Authority(tmp_path / "other").issue(Subject(name="stranger"))
+    return {
+        "speaks TLS": None,
+        "wants a client certificate": Security(ca_file=carol.ca_file),
+        "client certificate, which has expired": authority.issue(Subject(name="old"), days=-1),
+        "not trust the authority of the client": replace(stranger, ca_file=carol.ca_file),
+        "no authority that is trusted": replace(carol, ca_file=stranger.ca_file),
+        "for other names": replace(carol, server_name="elsewhere"),
+    }
+
+
+async def test_who_is_refused_is_told_why_and_what_to_do(
+    authority: Authority, node: Security, carol: Security, tmp_path: Path
+) -> None:
+    async with serving(node) as (address, _):
+        for reason, security in refusals(authority, carol, tmp_path).items():
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await answer(address, security)
+            error = from_rpc_error(failed.value)
+            assert isinstance(error, Unreachable), reason
+            assert error.message.startswith(f"{address}: it "), reason
+            assert error.remedy != Unreachable.remedy, reason
+            found = await asyncio.to_thread(refused, address, security)
+            assert found is not None, reason
+            assert reason in found.reason
+            assert found.remedy
+        assert await asyncio.to_thread(refused, address, carol) is None
+
+
+async def test_servers_that_can_not_prove_themselves_are_told_apart(
+    authority: Authority, carol: Security
+) -> None:
+    old = authority.issue(replace(NODE, name="old"), days=-1)
+    for security, reason in (
+        (old, "shows a certificate that has expired"),
+        (None, "not speak TLS"),
+    ):
+        async with serving(security) as (address, _):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await answer(address, carol)
+            assert reason in from_rpc_error(failed.value).message
+            found = await asyncio.to_thread(refused, address, carol)
+            assert found is not None
+            assert reason in found.reason
+
+
+async def test_where_there_is_no_tls_it_is_not_the_reason() -> None:
+    async with serving(None) as (address, _):
+        assert await asyncio.to_thread(refused, address, None) is None
+    assert await asyncio.to_thread(refused, address, None) is None
+
+
+async def test_new_files_lose_no_call_and_are_used(
+    authority: Authority, node: Security, carol: Security
+) -> None:
+    """Calls go on all the time, one is held over every change."""
+    async with serving(node) as (address, asked), connector(carol)(address) as channel:
+        assert isinstance(channel, SecureChannel)
+        shown: list[bytes] = []
+        over = asyncio.Event()
+
+        async def keep_asking() -> None:
+            while not over.is_set():
+                certificate = await ask(channel, b"certificate")
+                if certificate not in shown:
+                    shown.append(certificate)
+
+        async with asyncio.TaskGroup() as tasks:
+            held = tasks.create_task(ask(channel, b"hold"))
+            await asked.held.wait()
+            for _ in range(4):
+                tasks.create_task(keep_asking())
+            for number in range(1, 4):
+                authority.issue(NODE)
+                fresh = read(authority.issue(CAROL).cert_file)
+                await until(lambda fresh=fresh: fresh in shown, timeout_s=20)  # type: ignore[misc]
+                gc.collect()
+                assert len(shown) == number + 1
+            over.set()
+            assert not held.done()
+            asked.release.set()
+            assert await held == b"carol"
+
+
+async def test_server_shows_its_new_certificate(
+    authority: Authority, node: Security, carol: Security
+) -> None:
+    async with serving(node) as (address, _):
+        authority.issue(replace(NODE, hosts=("renamed.example",)))
+        with pytest.raises(grpc.aio.AioRpcError, match="Hostname"):
+            await answer(address, carol)
+        assert await answer(address, replace(carol, server_name="renamed.example")) == b"carol"
+
+
+async def test_new_files_that_do_not_go_together_change_nothing(
+    node: Security, carol: Security
+) -> None:
+    async with serving(node) as (address, _), connector(carol)(address) as channel:
+        assert await ask(channel) == b"carol"
+        before = present(channel)
+        for security in (node, carol):
+            spoil(security.key_file)
+        end_s = asyncio.get_running_loop().time() + 1.5 * LOOK_INTERVAL_S
+        while asyncio.get_running_loop().time() < end_s:
+            assert await ask(channel) == b"carol"
+        assert present(channel) is before
+
+
+async def test_a_token_of_a_file_is_the_present_one(
+    node: Security, carol: Security, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("first")
+    security = Security(ca_file=carol.ca_file, token_file=str(file))
+    async with (
+        serving(node, required=False) as (address, _),
+        connector(security)(address) as channel,
+    ):
+        assert await ask(channel, b"token") == b"Bearer first"
+        file.write_text("second")
+
+        async def shown() -> bool:
+            return await ask(channel, b"token") == b"Bearer second"
+
+        await until(shown, timeout_s=10)
+
+
+async def test_closing_ends_calls_under_way(
+    authority: Authority, node: Security, carol: Security
+) -> None:
+    async with serving(node) as (address, asked):
+        channel = connector(carol)(address)
+        call: Any = channel.unary_unary(METHOD)
+        held = call(b"hold", timeout=30)
+        await asked.held.wait()
+        authority.issue(CAROL)
+        before = present(channel)
+        await until(lambda: present(channel) is not before, timeout_s=10)
+        await channel.close()
+        assert held.cancelled()
+
+
+def settings_of(**given: str) -> ServiceSettings:
+    values = {"node_id": "n"} | given
+    env = {f"BATON_X_{name.upper()}": value for name, value in values.items()}
+    return load(ServiceSettings, "BATON_X", env)
+
+
+FILES = {"tls_cert_file": "c", "tls_key_file": "k", "tls_ca_file": "a"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"host": "0.0.0.0"}, "can be reached from other machines, and there is no TLS"),
+        ({"host": "10.0.0.7"}, "insecure_network to true"),
+        ({"host": "node.example"}, "can be reached from other machines"),
+        ({"host": "::"}, "can be reached from other machines"),
+        ({"tls_cert_file": "c"}, "go together"),
+        ({"tls_cert_file": "c", "tls_key_file": "k"}, "needs tls_ca_file"),
+        ({"tls_ca_file": "a"}, "there is no TLS"),
+        ({"token_file": "t"}, "there is no TLS"),
+        ({"etcd_cert_file": "c"}, "go together"),
+        ({"etcd_cert_file": "c", "etcd_key_file": "k"}, "needs etcd_ca_file"),
+    ],
+)
+def test_settings_that_leave_a_door_open_are_refused(
+    settings: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        settings_of(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"host": "127.0.0.9"},
+        {"host": "localhost"},
+        {"host": "[::1]"},
+        {"host": "0.0.0.0", "insecure_network": "true"},
+        {"host": "0.0.0.0", **FILES},
+        {"host": "0.0.0.0", "tls_cert_file": "c", "tls_key_file": "k",
+         "tls_require_client_cert": "false"},
+    ],
+)  # fmt: skip
+def test_settings_that_say_what_they_do_are_taken(settings: dict[str, str]) -> None:
+    found = settings_of(**settings)
+    assert (found.security is None) == ("tls_cert_file" not in settings)
+
+
+def test_files_are_looked_at_before_anything_starts(node: Security) -> None:
+    settings = settings_of(
+        tls_cert_file=node.cert_file,
+        tls_key_file=node.key_file,
+        tls_ca_file="/nowhere/ca.pem",
+    )
+    with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem: No such file"):
+        check_files(settings)
+    etcd = settings_of(etcd_ca_file=node.key_file)
+    with pytest.raises(ConfigError, match=node.key_file):
+        check_files(etcd)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reach"),
+    [
+        ({}, "this machine, at loopback only"),
+        ({"insecure_network": "true"}, "this network"),
+    ],
+)
+async def test_a_server_without_tls_says_so_aloud(
+    settings: dict[str, str], reach: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = grpc.aio.server()
+    with caplog.at_level(logging.WARNING):
+        assert listen(server, settings_of(**settings))
+    (told,) = caplog.messages
+    assert told.startswith(f"TLS IS OFF: whoever is on {reach}")
+    await server.stop(None)
+
+
+async def test_a_server_with_tls_says_nothing_of_the_kind(
+    node: Security, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(
+        tls_cert_file=node.cert_file,
+        tls_key_file=node.key_file,
+        tls_ca_file=node.ca_file,
+    )
+    server = grpc.aio.server()
+    with caplog.at_level(logging.WARNING):
+        assert listen(server, settings)
+    assert not caplog.messages
+    await server.stop(None)
