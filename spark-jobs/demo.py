@@ -30,6 +30,7 @@ import pyarrow as pa
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 
 from batonmq.admin import Admin
+from batonmq.common.aio import interruptible
 from batonmq.common.errors import SubscriptionConflict
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
@@ -341,7 +342,11 @@ def main() -> None:
     folder = given.folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    sys.exit(0 if asyncio.run(demo(folder, given.flights, given.cores)) else 1)
+    try:
+        right = asyncio.run(interruptible(demo(folder, given.flights, given.cores)))
+    except asyncio.CancelledError:
+        sys.exit(130)
+    sys.exit(0 if right else 1)
 
 
 if __name__ == "__main__":

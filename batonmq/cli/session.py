@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from batonmq.cli.output import Form, Output
+from batonmq.common.aio import interruptible
 from batonmq.common.errors import BatonError
 
 DEFAULT_NAMESERVER = "127.0.0.1:9876"
@@ -67,7 +68,7 @@ class Session:
         """
         try:
             try:
-                return asyncio.run(_interruptible(main))
+                return asyncio.run(interruptible(main))
             except BaseExceptionGroup as group:
                 raise _first_of(group) from group
         except BatonError as error:
@@ -93,15 +94,6 @@ def open_session(context: typer.Context, nameserver: str | None, form: Form | No
     defaults = context.find_object(Defaults)
     assert defaults is not None
     return Session(nameserver or defaults.nameserver, Output(form or defaults.form))
-
-
-async def _interruptible(main: Coroutine[Any, Any, Value]) -> Value:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, task.cancel)
-    return await main
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
