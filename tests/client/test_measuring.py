@@ -9,9 +9,10 @@ import asyncio
 
 import pytest
 
-from batonmq.admin import Admin, CreatedTopic
+from batonmq.admin import Admin
 from batonmq.common.errors import TopicNotFound
 from batonmq.measuring import Load, Measured, departures, own_topic, percentiles_ms
+from batonmq.reports import CreatedTopic
 
 
 class _Watch:
