@@ -95,6 +95,8 @@ def decode_events(encoded: bytes) -> list[pa.RecordBatch]:
     """
     with pa.ipc.open_stream(encoded) as reader:
         batches: list[pa.RecordBatch] = list(reader)
+    for batch in batches:
+        batch.validate()
     return [batch if batch.schema.equals(EVENTS) else _as_events(batch) for batch in batches]
 
 
@@ -159,7 +161,10 @@ def queue_columns(encoded: Iterable[bytes]) -> dict[str, pa.Array]:
         "consumer_group": [queue.group or None for queue in queues],
         "topic": [queue.queue.topic or None for queue in queues],
         "broker": [queue.queue.broker or None for queue in queues],
-        "queue_id": [queue.queue.queue_id if queue.HasField("queue") else None for queue in queues],
+        "queue_id": [
+            signed(queue.queue.queue_id, 32) if queue.HasField("queue") else None
+            for queue in queues
+        ],
     }
     taken = pa.array(np.array(places, np.int32))
     return {
@@ -209,12 +214,14 @@ def _column(get: Callable[[Any], Any], kind: str, enum: EnumDescriptor | None) -
         )
     if kind == "string":
         return lambda messages: pa.array([text or None for text in map(get, messages)], arrow)
-    return lambda messages: pa.array([_signed(value) for value in map(get, messages)], arrow)
+    return lambda messages: pa.array(
+        [None if value is None else signed(value) for value in map(get, messages)], arrow
+    )
 
 
-def _signed(value: int | None) -> int | None:
+def signed(value: int, bits: int = 64) -> int:
     """As it comes, but for what no column has room for: that is taken for negative."""
-    return value if value is None or value < 1 << 63 else value - (1 << 64)
+    return value if value < 1 << (bits - 1) else value - (1 << bits)
 
 
 def _lists(lists: Sequence[Sequence[int]]) -> pa.Array:

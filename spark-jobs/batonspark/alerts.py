@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
-from batonspark.events import attribute, event_time, has_attribute, struct
+from batonspark.events import alert_time, attribute, has_attribute, struct
 from batonspark.rules import RuleBook
 from batonspark.signals import Signal
 from batonspark.subjects import KINDS, Alert, Subject
@@ -70,8 +70,8 @@ def signals(events: DataFrame, book: RuleBook) -> DataFrame:
     )
     columns: dict[str, Column] = {
         "subject": subject,
-        "at": event_time(),
-        "unix_ms": F.unix_millis(event_time()),
+        "at": alert_time(),
+        "unix_ms": F.unix_millis(alert_time()),
         "text": told,
         "acked_beyond_count": attribute("acked_beyond_count"),
         "oldest_unacked_ms": F.when(kind == "queue_lag", F.col("duration_ms")),

@@ -18,6 +18,7 @@ from pyspark.sql import DataFrame
 
 from batonmq.core.metric_columns import producer_id
 from batonmq.core.route import QueueId
+from batonmq.metric_arrow import signed
 from batonmq.metric_wire import shallow_batch
 from batonspark.decode import LOST_COUNT, METRICS, Slice, lost_metrics
 from batonspark.events import without_repeats
@@ -63,7 +64,7 @@ def _name(body: bytes | None, queue: QueueId, offset: int) -> tuple[str, int]:
         return str(queue), offset
     if not batch.source:
         return str(queue), offset
-    return producer_id(batch.source, batch.incarnation_id), batch.seq
+    return producer_id(batch.source, batch.incarnation_id), signed(batch.seq)
 
 
 def events_of(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -91,7 +92,11 @@ def _of_queue(messages: pa.RecordBatch, queue: QueueId) -> Iterator[pa.RecordBat
     offsets = messages.column("offset").to_numpy()
     stored = messages.column("store_time").cast(pa.int64()).to_numpy() // 1_000
     properties = messages.column("properties").to_pylist()
-    lost = [int(dict(each or ()).get(LOST_COUNT, 0)) for each in properties]
+    is_none = messages.column("body").is_null().to_pylist()
+    lost = [
+        int(dict(each or ()).get(LOST_COUNT, 0)) if none else 0
+        for each, none in zip(properties, is_none, strict=True)
+    ]
     for place in np.flatnonzero(lost):
         first = int(offsets[place])
         gap = Slice(queue, first, first + lost[place])

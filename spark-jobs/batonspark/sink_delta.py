@@ -332,9 +332,13 @@ def _stats(metadata: Any) -> str:
         name, found = columns[0].path_in_schema, [each.statistics for each in columns]
         if "." in name or not all(each is not None and each.has_min_max for each in found):
             continue
-        low, high = min(each.min for each in found), max(each.max for each in found)
-        if isinstance(low, datetime):
-            least[name], most[name] = _bound(low), _bound(high + timedelta(milliseconds=1))
+        try:
+            low, high = min(each.min for each in found), max(each.max for each in found)
+            after = high + timedelta(milliseconds=1) if isinstance(high, datetime) else None
+        except OverflowError:  # a time that Python does not know
+            continue
+        if after is not None:
+            least[name], most[name] = _bound(low), _bound(after)
         elif isinstance(low, int):
             least[name], most[name] = low, high
     return json.dumps({"numRecords": metadata.num_rows, "minValues": least, "maxValues": most})

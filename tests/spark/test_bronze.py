@@ -105,6 +105,17 @@ def test_lost_messages_are_a_row_that_counts_them() -> None:
     assert kept["kind"] == "member_seen"
 
 
+def test_message_that_has_a_body_is_none_that_is_lost() -> None:
+    body = batch([event("member_seen", 1)]).SerializeToString()
+    for count in ("17", "many"):
+        (row,) = opened([message(40, body, properties={LOST_COUNT: count})])
+        assert row["kind"] == "member_seen"
+
+
+def test_batch_with_a_number_that_no_column_has_room_for_is_named() -> None:
+    assert named(stored(batch([], (1 << 64) - 1))) == [("storage/broker-0/0000000000000007", -1)]
+
+
 def test_unreadable_message_is_a_row_with_its_bytes() -> None:
     (row,) = opened([message(5, b"\xff")])
     assert (row["kind"], row["payload"], row["sys_offset"]) == ("unreadable", b"\xff", 5)

@@ -181,3 +181,14 @@ def test_misspelt_options_are_errors(spark: SparkSession, tmp_path: Path) -> Non
     options = {"path": str(tmp_path), "partitionedBy": "id"}
     with pytest.raises(PySparkException, match="unknown option partitionedby"):
         spark.range(1).write.format("batondelta").options(**options).mode("append").save()
+
+
+@pytest.mark.parametrize("micros", [10**18, 253_402_300_799_999_999, -(10**18)])
+def test_times_that_few_know_are_written_without_bounds(tmp_path: Path, micros: int) -> None:
+    schema = pa.schema([("time", pa.timestamp("us", tz="UTC")), ("n", pa.int64())])
+    times = pa.array([micros, 0]).cast(schema.field("time").type)
+    where = target(tmp_path, schema=schema)
+    batch = pa.RecordBatch.from_arrays([times, pa.array([1, 2])], schema=schema)
+    (file,) = write_files(where, iter([batch]))
+    stats = json.loads(file.stats)
+    assert (stats["numRecords"], stats["minValues"], stats["maxValues"]) == (2, {"n": 1}, {"n": 2})
