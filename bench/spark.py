@@ -129,7 +129,7 @@ def _measure(session: SparkSession, work: Callable[[], None], count: int) -> _Ru
 
 
 def _to_delta(reader: DataFrameReader, table: Path) -> None:
-    """What writes the messages opens them, as in bronze, which besides remembers what came before."""
+    """What writes the messages opens them, as in bronze, which also remembers what came before."""
     shutil.rmtree(table, ignore_errors=True)
     reader.load().write.format("batondelta").mode("append").options(
         path=str(table), partitionBy="date", view="metrics"
