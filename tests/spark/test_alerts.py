@@ -33,7 +33,7 @@ SUBJECT = "queue|g|orders|broker-0|3"
 def signal(kind: str, unix_ms: int, **values: Any) -> Row:
     nothing = dict.fromkeys(
         ("client_id", "reason", "text", "committed_offset", "delivered_offset", "next_offset",
-         "oldest_unacked_ms", "silent_ms", "first_bucket", "buckets")
+         "oldest_unacked_ms", "silent_ms", "generation", "first_bucket", "buckets")
     )  # fmt: skip
     return Row(kind=kind, unix_ms=unix_ms, acked_beyond_count=0, **{**nothing, **values})
 
