@@ -63,9 +63,8 @@ breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
 
 # Half of the tests wait for something most of their time: three workers keep two cores busy.
-test: $(SETUP)  ## every test that CI runs, on two cores; those of Spark take both for themselves
-	pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not spark"
-	pytest -q -m spark
+test: $(SETUP)  ## every test that CI runs, on two cores
+	pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	pytest -q -m "not sim and not e2e and not spark"

@@ -7,15 +7,12 @@ fails there is only logged.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from batonmq.directory import Surroundings
 from batonmq.events import EventHub
 from batonmq.publishing import Publisher, Sender
-
-log = logging.getLogger(__name__)
 
 LAST_BATCH_S = 1.0
 """How long a client that closes waits for its last batch."""
@@ -41,7 +38,7 @@ class ClientStream:
 
     def start(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
         """Publish until `close`, or until the task is cancelled."""
-        self._task = tasks.create_task(self._run())
+        self._task = tasks.create_task(self._publisher.run())
         return self._task
 
     async def close(self) -> None:
@@ -50,9 +47,3 @@ class ClientStream:
             self._publisher.stop()
             await asyncio.wait({self._task}, timeout=LAST_BATCH_S)
             self._task.cancel()
-
-    async def _run(self) -> None:
-        try:
-            await self._publisher.run()
-        except Exception:
-            log.exception("metrics are not published any more source=%s", self.hub.source)

@@ -11,19 +11,24 @@ What is made here, topics and groups, is deleted in the end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from batonmq.admin import Admin
-from batonmq.common.errors import BatonError, GroupNotFound, Unreachable
+from batonmq.common.errors import (
+    BatonError,
+    GroupNotFound,
+    TopicExists,
+    TopicNotFound,
+    Unreachable,
+)
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
@@ -238,7 +243,7 @@ class Bench:
             async with member:
                 yield member
         finally:
-            with contextlib.suppress(GroupNotFound):  # it never came so far
+            with suppress(GroupNotFound):  # it never came so far
                 await self._admin.delete_group(group)
 
 
@@ -335,7 +340,14 @@ async def own_topic(admin: Admin, name: str, queue_count: int, *, keep: bool) ->
     Raises:
         TopicExists: somebody has one of this name.
     """
-    await admin.create_topic(name, queue_count)
+    try:
+        await admin.create_topic(name, queue_count)
+    except TopicExists:
+        raise
+    except BaseException:  # interrupted, or without an answer: it may be there
+        with suppress(TopicNotFound):
+            await admin.delete_topic(name)
+        raise
     try:
         yield name
     finally:

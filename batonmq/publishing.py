@@ -76,7 +76,16 @@ class Publisher:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Publish until `stop`; to be run as one task."""
+        """Publish until `stop`; to be run as one task.
+
+        What goes wrong in telling is logged, and ends nothing but the telling.
+        """
+        try:
+            await self._run()
+        except Exception:
+            log.exception("metrics are not published any more source=%s", self._hub.source)
+
+    async def _run(self) -> None:
         with self._hub.listening() as listener:
             publishing = True
             while publishing and not self._stopping.is_set():
@@ -86,7 +95,7 @@ class Publisher:
                         publishing = False
                 except BatonError as error:
                     self._failed(error)
-                    await self._pause(RETRY_S * 2 ** min(self._failures, DOUBLINGS_MAX))
+                    await self._pause(RETRY_S * 2 ** min(self._failures - 1, DOUBLINGS_MAX))
 
     async def _publish(self, sender: Sender, listener: Listener) -> None:
         """Publish until `stop`.
@@ -95,7 +104,8 @@ class Publisher:
             BatonError: a batch may not be stored.
         """
         while True:
-            await self._pause(BATCH_INTERVAL_S)
+            if not self._unsent:
+                await self._pause(BATCH_INTERVAL_S)
             if self._stopping.is_set():
                 self._hub.gather()
                 await self._send_all(sender, listener)

@@ -6,12 +6,13 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrameReader, SparkSession
 
 from batonmq.admin import Admin
 from batonmq.core.records import Message
@@ -40,7 +41,7 @@ class _Run:
 
 
 async def spark(setup: Setup) -> list[Figure]:
-    """Events as protobuf and as Arrow, into a Delta table and into nothing."""
+    """Events as protobuf and as Arrow, into a Delta table and as rows of Spark."""
     count = setup.sized(1_000_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     figures: list[Figure] = []
@@ -53,10 +54,13 @@ async def spark(setup: Setup) -> list[Figure]:
         session.sparkContext.setLogLevel("ERROR")
         try:
             for form, goal in _GOALS.items():
-                for sink, write in (("a Delta table", _to_delta), ("nothing", _to_nothing)):
+                for sink, work in (("a Delta table", _to_delta), ("nothing", _to_nothing)):
                     setup.say(f"{form} to {sink}")
+                    reader = session.read.format("baton").options(
+                        nameserver=cluster.nameserver, topic=form
+                    )
                     found = await asyncio.to_thread(
-                        _measure, session, cluster.nameserver, form, write, setup.folder, count
+                        _measure, session, partial(work, reader, setup.folder / "table"), count
                     )
                     name = f"metric rows from gRPC to {sink}, {form}"
                     cores = Goal(value_max=CORES * 1e6 / (goal.value_min or 1))
@@ -113,38 +117,28 @@ def _event(number: int) -> MetricEvent:
     return event
 
 
-def _measure(
-    session: SparkSession,
-    nameserver: str,
-    form: str,
-    write: Callable[[DataFrame, Path], None],
-    folder: Path,
-    count: int,
-) -> _Run:
-    table = folder / "table"
+def _measure(session: SparkSession, work: Callable[[], None], count: int) -> _Run:
     runs: list[_Run] = []
     for round_number in range(ROUNDS + 1):
-        rows = session.read.format("baton").options(
-            nameserver=nameserver, topic=form, view="metrics"
-        )
         began, cpu_s = perf_counter(), _cpu_s(session)
-        write(rows.load(), table)
+        work()
         took, spent = perf_counter() - began, _cpu_s(session) - cpu_s
-        shutil.rmtree(table, ignore_errors=True)
         if round_number:  # before that, Java compiles
             runs.append(_Run(count / took, spent / count * 1e6))
     return _Run(median(r.rows_per_s for r in runs), median(r.cpu_us for r in runs))
 
 
-def _to_delta(rows: DataFrame, table: Path) -> None:
-    dated = rows.selectExpr("*", "to_date(time) AS date")
-    dated.write.format("batondelta").mode("append").options(
-        path=str(table), partitionBy="date"
+def _to_delta(reader: DataFrameReader, table: Path) -> None:
+    """What writes the messages opens them, as in bronze, which also remembers what came before."""
+    shutil.rmtree(table, ignore_errors=True)
+    reader.load().write.format("batondelta").mode("append").options(
+        path=str(table), partitionBy="date", view="metrics"
     ).save()
 
 
-def _to_nothing(rows: DataFrame, table: Path) -> None:
-    rows.write.format("noop").mode("append").save()
+def _to_nothing(reader: DataFrameReader, table: Path) -> None:
+    """As whoever queries the topic does: Spark is given a row for each event."""
+    reader.option("view", "metrics").load().write.format("noop").mode("append").save()
 
 
 def _cpu_s(session: SparkSession) -> float:

@@ -30,6 +30,7 @@ import pyarrow as pa
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 
 from batonmq.admin import Admin
+from batonmq.common.aio import interruptible
 from batonmq.common.errors import SubscriptionConflict
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
@@ -88,11 +89,11 @@ class Stage:
         return self.folder / "spark" / "reports" / name / file
 
     async def job(self, name: str, log: Path) -> Process:
-        """Start a job."""
+        """Start a job: what it tells goes into a file beside its log."""
         given = [f"{key}={value}" for key, value in self.settings.items()]
         program = ["env", *given, sys.executable, str(HERE / "jobs" / f"{name}.py")]
-        with log.open("wb") as file:
-            return await asyncio.create_subprocess_exec(*program, stdout=file, stderr=file)
+        with log.open("wb") as said, log.with_suffix(".txt").open("wb") as told:
+            return await asyncio.create_subprocess_exec(*program, stdout=told, stderr=said)
 
 
 async def demo(folder: Path, flight_count: int, cores: int) -> bool:
@@ -273,7 +274,7 @@ def verdict(
     """Say what was found; whether it is as it must be."""
     audit = json.loads(stage.report("duplicate_audit", "report.json").read_text())
     for name in REPORTS:
-        print(f"\n--- {name}\n{(stage.folder / f'{name}.log').read_text().strip()}")
+        print(f"\n--- {name}\n{(stage.folder / f'{name}.txt').read_text().strip()}")
     print("\n--- alerts")
     rules = sorted({rule for rule, _ in alerts})
     for rule in rules:
@@ -341,7 +342,11 @@ def main() -> None:
     folder = given.folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    sys.exit(0 if asyncio.run(demo(folder, given.flights, given.cores)) else 1)
+    try:
+        right = asyncio.run(interruptible(demo(folder, given.flights, given.cores)))
+    except asyncio.CancelledError:
+        sys.exit(130)
+    sys.exit(0 if right else 1)
 
 
 if __name__ == "__main__":

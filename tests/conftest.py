@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 pytest_plugins = ["tests.support.etcd"]
 
@@ -16,6 +18,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         asked_s = asked_for_s(item.get_closest_marker("timeout"))
         patience_s[item.path] = max(asked_s, patience_s.get(item.path, 0))
     items.sort(key=lambda item: -patience_s[item.path])
+
+
+class FilesAndSpark(LoadFileScheduling):  # type: ignore[misc]
+    """Workers take a file each; all of Spark is one: a session takes a GB and half a minute."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndSpark | None:
+    """What `--dist loadfile` means here."""
+    return FilesAndSpark(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def asked_for_s(limit: pytest.Mark | None) -> float:

@@ -19,6 +19,7 @@ import typer
 
 from batonmq.admin import Admin
 from batonmq.cli.output import Form, Output
+from batonmq.common.aio import interruptible
 from batonmq.common.errors import BatonError, Unreachable
 from batonmq.handshake import refused
 from batonmq.security import Security
@@ -77,7 +78,7 @@ class Session:
         """
         try:
             try:
-                return asyncio.run(_interruptible(main))
+                return asyncio.run(interruptible(main))
             except BaseExceptionGroup as group:
                 raise _first_of(group) from group
         except BatonError as error:
@@ -113,15 +114,6 @@ def open_session(context: typer.Context, nameserver: str | None, form: Form | No
     assert defaults is not None
     output = Output(form or defaults.form)
     return Session(nameserver or defaults.nameserver, output, defaults.security)
-
-
-async def _interruptible(main: Coroutine[Any, Any, Value]) -> Value:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, task.cancel)
-    return await main
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

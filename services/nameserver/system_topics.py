@@ -17,6 +17,8 @@ from services.nameserver.topic_store import Forget, TopicStore
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
+FIRST_INTERVAL_S = 0.1
+"""While no broker has come yet, to whom many have something to tell."""
 ALERTS_QUEUE_COUNT = 1
 
 
@@ -38,13 +40,16 @@ class SystemTopics:
         """Look for ever; to be run as one task."""
         await self._catalog.ready()
         while True:
+            interval_s = LOOK_INTERVAL_S
             if self._catalog.rooms:
                 for name, queue_count in self._wanted.items():
                     try:
                         await self._look(name, queue_count)
                     except BatonError as error:
                         log.info("system topic not ready topic=%s error=%s", name, error)
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            elif METRICS_TOPIC not in self._catalog.topics:
+                interval_s = FIRST_INTERVAL_S
+            await asyncio.sleep(interval_s)
 
     async def _look(self, name: str, queue_count: int) -> None:
         brokers, topic = self._catalog.rooms, self._catalog.topics.get(name)

@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
-from batonspark.events import attribute, event_time, has_attribute, struct
+from batonspark.events import alert_time, attribute, has_attribute, struct
 from batonspark.rules import RuleBook
 from batonspark.signals import Signal
 from batonspark.subjects import KINDS, Alert, Subject
@@ -23,7 +23,7 @@ SIGNALS = """
     subject STRING, kind STRING, at TIMESTAMP, unix_ms BIGINT, client_id STRING, reason STRING,
     text STRING, committed_offset BIGINT, delivered_offset BIGINT, next_offset BIGINT,
     acked_beyond_count BIGINT, oldest_unacked_ms BIGINT, silent_ms BIGINT,
-    first_bucket INT, buckets ARRAY<BIGINT>
+    generation BIGINT, first_bucket INT, buckets ARRAY<BIGINT>
 """
 CHANGES = """
     subject STRING, rule STRING, severity STRING, state STRING, detail STRING,
@@ -40,12 +40,15 @@ ALERTS = """
 """`alert_id` is the same for FIRING and RESOLVED; (alert_id, state) is written once."""
 COLUMNS = (
     "source, kind, time, topic, consumer_group, broker, queue_id, client_id, next_offset,"
-    " committed_offset, delivered_offset, reason, duration_ms, operation, first_bucket, buckets,"
+    " committed_offset, delivered_offset, generation, reason, duration_ms, operation,"
+    " first_bucket, buckets,"
     " attrs, store_time"
 )
 """What of bronze the alerts are made of."""
 _STATE = "stored STRING, wake_unix_ms BIGINT"
 _QUEUE_KINDS = KINDS["lag"]
+_CLOCK = "volume_state"
+"""What brokers tell even if nothing happens."""
 
 
 def signals(events: DataFrame, book: RuleBook) -> DataFrame:
@@ -56,12 +59,13 @@ def signals(events: DataFrame, book: RuleBook) -> DataFrame:
     wanted = (
         F.when(kind == "latency", F.col("operation").isin(operations))
         .when(kind == "lock_granted", has_attribute("stolen"))
-        .otherwise(kind.isin(*_QUEUE_KINDS, *sorted(group_kinds)))
+        .otherwise(kind.isin(_CLOCK, *_QUEUE_KINDS, *sorted(group_kinds)))
     )
     queue = F.concat_ws("|", F.lit("queue"), "consumer_group", "topic", "broker", "queue_id")
     source = F.concat_ws("|", F.lit("latency"), "source", "operation")
     subject = (
         F.when(kind == "latency", source)
+        .when(kind == _CLOCK, F.concat_ws("|", F.lit("clock"), "source"))
         .when(kind.isin(*_QUEUE_KINDS), F.when(F.col("queue_id").isNotNull(), queue))
         .otherwise(F.concat(F.lit("group|"), "consumer_group"))
     )
@@ -70,12 +74,13 @@ def signals(events: DataFrame, book: RuleBook) -> DataFrame:
     )
     columns: dict[str, Column] = {
         "subject": subject,
-        "at": event_time(),
-        "unix_ms": F.unix_millis(event_time()),
+        "at": alert_time(),
+        "unix_ms": F.unix_millis(alert_time()),
         "text": told,
         "acked_beyond_count": attribute("acked_beyond_count"),
         "oldest_unacked_ms": F.when(kind == "queue_lag", F.col("duration_ms")),
         "silent_ms": F.when(kind == "member_expired", F.col("duration_ms")),
+        "generation": F.when(kind == "rebalanced", F.col("generation")),
     }
     found = events.where(wanted).withColumns(columns).where("subject IS NOT NULL")
     return found.to(struct(SIGNALS))
@@ -188,6 +193,7 @@ def _signal(row: Row) -> Signal:
         acked_beyond_count=row.acked_beyond_count,
         oldest_unacked_ms=-1 if row.oldest_unacked_ms is None else row.oldest_unacked_ms,
         silent_ms=row.silent_ms or 0,
+        generation=row.generation or 0,
         first_bucket=row.first_bucket or 0,
         buckets=row.buckets or (),
     )

@@ -39,8 +39,11 @@ REPEATS = f"""
 """
 """One row for a range of messages that were delivered once more, by one owner after another."""
 GAPS = "what STRING, place STRING, begin TIMESTAMP, end TIMESTAMP, count BIGINT"
-"""What the events can't tell: `what` is missing, dropped, restarted, data_loss, unreadable,
+"""What the events can't tell: `what` is missing, dropped, restarted, silent, data_loss, unreadable,
 unheard, or uncovered; `place` is a source, or a queue with offsets."""
+SILENT_S = 30
+"""A storage node that tells nothing for so long is away: while it is there it tells how full its
+disk is every ten seconds."""
 SETTLING_MS = 10_000
 """What was committed so shortly before the last event of all may have been told of before its
 delivery: whether that is there is not looked at."""
@@ -75,7 +78,13 @@ def repeated(events: DataFrame, asked: Asked) -> DataFrame:
 
 def gaps(events: DataFrame, asked: Asked) -> DataFrame:
     """Rows of GAPS: none if the events tell everything."""
-    parts = [_of_batches(events), _lost(events), _unheard(events), _uncovered(events, asked)]
+    parts = [
+        _of_batches(events),
+        _silent(events, asked),
+        _lost(events),
+        _unheard(events),
+        _uncovered(events, asked),
+    ]
     found = parts[0]
     for part in parts[1:]:
         found = found.unionByName(part)
@@ -286,6 +295,24 @@ def _of_batches(events: DataFrame) -> DataFrame:
     )
     return each.where("gap.count > 0").select(
         "gap.what", F.col("source").alias("place"), "begin", "end", "gap.count"
+    )
+
+
+def _silent(events: DataFrame, asked: Asked) -> DataFrame:
+    """Storage nodes that tell nothing of the end of the time that is asked for."""
+    each = events.where(F.col("source").startswith("storage/")).groupBy("source")
+    last = each.agg(F.max(event_time()).alias("begin"))
+    newest = last.withColumn("newest", F.max("begin").over(Window.partitionBy()))
+    end = F.expr(f"newest - INTERVAL {SILENT_S} SECONDS")
+    if asked.until is not None:
+        until = F.lit(asked.until)
+        end = F.greatest(F.least(end, until), until - F.expr(f"INTERVAL {2 * SILENT_S} SECONDS"))
+    return newest.where(F.col("begin") < end).select(
+        F.lit("silent").alias("what"),
+        F.col("source").alias("place"),
+        "begin",
+        end.alias("end"),
+        F.lit(1).cast("bigint").alias("count"),
     )
 
 

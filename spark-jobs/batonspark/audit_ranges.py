@@ -231,10 +231,11 @@ def repeats(history: QueueHistory) -> Iterator[Repeat]:
             alone = alone and not seen
             for begin, end, before in seen:
                 yield from _explained(begin, end, before, delivery, ends)
-            if history.is_retry:
-                fresh = subtract([(first, next_)], normalize([(b, e) for b, e, _ in seen]))
-                for begin, end in fresh:
+            fresh = subtract([(first, next_)], normalize([(b, e) for b, e, _ in seen]))
+            for begin, end in fresh:
+                if history.is_retry:
                     yield _sent_back(begin, end, delivery)
+                yield from _acked_unseen(begin, end, delivery, ends)
         if alone and delivery.redelivered_count and ends.was_graceful(delivery.token):
             yield _flagged(delivery)
         tenure.last_unix_ms = max(tenure.last_unix_ms, delivery.unix_ms)
@@ -284,6 +285,11 @@ class Ends:
         begin = bisect_left(self._commits, (from_token, -1))
         end = bisect_left(self._commits, (to_token, -1))
         return max((offset for _, offset in self._commits[begin:end]), default=0)
+
+    def unmoved_below(self, token: int) -> int:
+        """Everything below was acked before the token, and no operator ever moved it back."""
+        moved = min((reset.to_offset for reset in self._resets), default=1 << 62)
+        return min(self.acked_below(0, token), moved)
 
     def reset_between(self, begin_unix_ms: int, end_unix_ms: int) -> Reset | None:
         """The reset between two times that went back furthest."""
@@ -369,6 +375,15 @@ def _sent_back(begin: int, end: int, delivery: Delivery) -> Repeat:
     nobody = Tenure(0, "", delivery.unix_ms)
     why = "a handler had failed, and the message was sent back"
     return _repeat((begin, end), Cause.RETRY, nobody, delivery, why)
+
+
+def _acked_unseen(begin: int, end: int, delivery: Delivery, ends: Ends) -> Iterator[Repeat]:
+    """What had been acked before, though nobody is known to have been delivered it."""
+    end = min(end, ends.unmoved_below(delivery.token))
+    if begin < end:
+        nobody = Tenure(0, "", delivery.unix_ms)
+        why = f"{_SENTENCES[Cause.ACKED]} under an earlier token"
+        yield _repeat((begin, end), Cause.ACKED, nobody, delivery, why)
 
 
 def _flagged(delivery: Delivery) -> Repeat:

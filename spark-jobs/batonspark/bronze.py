@@ -8,32 +8,38 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain, pairwise
 
 import numpy as np
 import pyarrow as pa
-from baton.metrics.v1.metrics_service_pb2 import MetricBatch
+import pyarrow.compute as pc
 from google.protobuf.message import DecodeError
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F
 
 from batonmq.core.metric_columns import producer_id
 from batonmq.core.route import QueueId
-from batonspark.decode import LOST_COUNT, METRICS, Slice, lost_metrics, rows_within
+from batonmq.metric_arrow import signed
+from batonmq.metric_wire import shallow_batch
+from batonspark.decode import LOST_COUNT, METRICS, Slice, lost_metrics
 from batonspark.events import without_repeats
 from batonspark.metric_rows import Bodies, metric_rows
 from batonspark.schemas import MESSAGES as MESSAGES_DDL
-from batonspark.schemas import METRICS as METRICS_DDL
 
 STATE_VERSION = 1
 """Of what the query keeps in Spark's state: another one begins a new checkpoint."""
-ROWS_PER_BATCH = 8_192
+DATED = METRICS.append(pa.field("date", pa.date32()))
+"""Rows of METRICS with the day of their storing, by which the table is partitioned."""
+PORTION_BYTES = 4 << 20
 
 
 def bronze(messages: DataFrame) -> DataFrame:
-    """Rows of `schemas.METRICS` with the `date` of their storing, from those of MESSAGES."""
+    """Messages of BATON_SYS_METRICS without those whose batch has come before.
+
+    What writes them opens them, with `events_of`: a row of 36 columns for each event would cost
+    more to hand over than to make and to write.
+    """
     named = messages.mapInArrow(with_names, f"{MESSAGES_DDL}, producer_id STRING, seq BIGINT")
-    events = without_repeats(named).mapInArrow(events_of, METRICS_DDL)
-    return events.withColumn("date", F.to_date("store_time"))
+    return without_repeats(named).drop("producer_id", "seq")
 
 
 def with_names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -53,30 +59,44 @@ def with_names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _name(body: bytes | None, queue: QueueId, offset: int) -> tuple[str, int]:
     """(producer_id, seq); the place of what holds no batch."""
     try:
-        batch = MetricBatch.FromString(body or b"")
+        batch = shallow_batch().FromString(body or b"")
     except DecodeError:
         return str(queue), offset
     if not batch.source:
         return str(queue), offset
-    return producer_id(batch.source, batch.incarnation_id), batch.seq
+    return producer_id(batch.source, batch.incarnation_id), signed(batch.seq)
 
 
 def events_of(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The events in messages, and the rows that stand for lost ones; queue by queue."""
+    """The events in messages, and the rows that stand for lost ones, as rows of DATED."""
     for batch in batches:
         places: defaultdict[QueueId, list[int]] = defaultdict(list)
         for place, queue in enumerate(_queues(batch)):
             places[queue].append(place)
         for queue, some in places.items():
-            for rows in _of_queue(batch.take(pa.array(some)), queue):
-                yield from rows_within(rows, ROWS_PER_BATCH)
+            messages = batch.take(pa.array(some))
+            for rows in chain.from_iterable(_of_queue(m, queue) for m in _portions(messages)):
+                yield rows.append_column(DATED.field("date"), rows["store_time"].cast(pa.date32()))
+
+
+def _portions(messages: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The messages in parts with some MB of bodies: what they hold takes some ten times as much."""
+    lengths = pc.fill_null(pc.binary_length(messages["body"]), 0).to_numpy(zero_copy_only=False)
+    portion = np.cumsum(lengths, dtype=np.int64) // PORTION_BYTES
+    bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(portion)]
+    for begin, end in pairwise(bounds):
+        yield messages.slice(begin, end - begin)
 
 
 def _of_queue(messages: pa.RecordBatch, queue: QueueId) -> Iterator[pa.RecordBatch]:
     offsets = messages.column("offset").to_numpy()
     stored = messages.column("store_time").cast(pa.int64()).to_numpy() // 1_000
     properties = messages.column("properties").to_pylist()
-    lost = [int(dict(each or ()).get(LOST_COUNT, 0)) for each in properties]
+    is_none = messages.column("body").is_null().to_pylist()
+    lost = [
+        int(dict(each or ()).get(LOST_COUNT, 0)) if none else 0
+        for each, none in zip(properties, is_none, strict=True)
+    ]
     for place in np.flatnonzero(lost):
         first = int(offsets[place])
         gap = Slice(queue, first, first + lost[place])

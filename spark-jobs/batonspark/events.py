@@ -8,6 +8,8 @@ from pyspark.sql.types import StructType
 
 CLOCK_SKEW_MAX_S = 60
 """A source whose clock is further away from that of the broker is not believed."""
+TOLD_WITHIN_S = 10
+"""What is stored so much later than it happened has happened then, for alerts."""
 
 
 def struct(ddl: str) -> StructType:
@@ -26,6 +28,17 @@ def event_time() -> Column:
     apart_s = F.abs(F.col("time").cast("double") - F.col("store_time").cast("double"))
     believed = apart_s <= CLOCK_SKEW_MAX_S
     return F.when(believed, F.col("time")).otherwise(F.coalesce("store_time", "time"))
+
+
+def alert_time() -> Column:
+    """When it happened by the clock of the source, but within some seconds of its storing.
+
+    So an event that its source told late, because storage was away, is not too late for alerts, and
+    a wrong clock makes no others so. Events of a source keep their order.
+    """
+    stored = F.coalesce("store_time", "time")
+    within = F.expr(f"INTERVAL {TOLD_WITHIN_S} SECONDS")
+    return F.greatest(F.least(F.coalesce("time", stored), stored + within), stored - within)
 
 
 def window_start(time: Column, width_s: Column | int) -> Column:

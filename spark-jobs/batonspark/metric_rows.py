@@ -15,9 +15,11 @@ from google.protobuf.message import DecodeError
 
 from batonmq.core.metric_columns import DROPPED, DROPPED_INDEX, UNREADABLE, producer_id
 from batonmq.core.route import QueueId
-from batonmq.metric_arrow import EVENTS, decode_events, timestamps
+from batonmq.metric_arrow import EVENTS, TYPES, decode_events, signed, timestamps
 from batonmq.metric_wire import encoded_rows, shallow_batch
 
+TIME_MAX_US = 253_370_764_800_000_000
+"""Times in 9999 and later, and before 1970, are none: few readers of the rows know of such."""
 Int64Array = npt.NDArray[np.int64]
 Batches = Sequence[Any]
 """MetricBatches whose events are bytes, None in place of what is none."""
@@ -59,7 +61,7 @@ def metric_rows(found: Bodies, schema: pa.Schema) -> pa.RecordBatch:
     batches = [_parsed(body) for body in found.bodies]
     parts = [
         *_of_events(batches),
-        *_of_arrow(batches),
+        *_of_arrow(batches, found),
         *_dropped(batches),
         *_unreadable(batches, found),
     ]
@@ -86,7 +88,8 @@ def metric_rows(found: Bodies, schema: pa.Schema) -> pa.RecordBatch:
     }
     for name, column in zip(EVENTS.names, events.columns, strict=True):
         columns[name] = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    if columns["time"].null_count:  # of rows that are no events
+    columns["time"] = _told_times(columns["time"])
+    if columns["time"].null_count:  # of rows that are no events, or do not know when they were
         columns["time"] = pc.coalesce(columns["time"], columns["store_time"])
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
@@ -95,7 +98,17 @@ def _head(batch: Any, queue: QueueId, offset: int) -> _Head:
     if batch is None:
         return _Head("unknown", str(queue), offset, 0)
     identity = producer_id(batch.source, batch.incarnation_id)
-    return _Head(batch.source, identity, batch.seq, batch.vocabulary)
+    return _Head(batch.source, identity, signed(batch.seq), signed(batch.vocabulary, 32))
+
+
+def _told_times(times: pa.Array) -> pa.Array:
+    """Times as they are told, null instead of those that can't be."""
+    bounds = pc.min_max(times.cast(pa.int64())).as_py()
+    if bounds["min"] is None or (bounds["min"] >= 0 and bounds["max"] < TIME_MAX_US):
+        return times
+    micros = times.cast(pa.int64())
+    known = pc.and_(pc.greater_equal(micros, 0), pc.less(micros, TIME_MAX_US))
+    return pc.if_else(known, times, pa.scalar(None, TYPES["timestamp"]))
 
 
 def _parsed(body: bytes) -> Any:
@@ -116,13 +129,18 @@ def _of_events(batches: Batches) -> list[_Rows]:
     return [_Rows(found.rows, message[found.places], index[found.places])]
 
 
-def _of_arrow(batches: Batches) -> list[_Rows]:
+def _of_arrow(batches: Batches, found: Bodies) -> list[_Rows]:
     rows: list[_Rows] = []
     for number, batch in enumerate(batches):
         if batch is None or not batch.arrow:
             continue
         begin = 0
-        for part in decode_events(batch.arrow):
+        try:
+            parts = decode_events(batch.arrow)
+        except (pa.ArrowException, OSError, KeyError):
+            rows += _not_read([number], found)
+            continue
+        for part in parts:
             count = part.num_rows
             index = np.arange(begin, begin + count)
             rows.append(_Rows(part, np.full(count, number), index))
@@ -132,7 +150,7 @@ def _of_arrow(batches: Batches) -> list[_Rows]:
 
 def _dropped(batches: Batches) -> list[_Rows]:
     found = {
-        number: batch.dropped_count
+        number: signed(batch.dropped_count)
         for number, batch in enumerate(batches)
         if batch is not None and batch.dropped_count
     }
@@ -140,7 +158,10 @@ def _dropped(batches: Batches) -> list[_Rows]:
 
 
 def _unreadable(batches: Batches, found: Bodies) -> list[_Rows]:
-    numbers = [number for number, batch in enumerate(batches) if batch is None]
+    return _not_read([number for number, batch in enumerate(batches) if batch is None], found)
+
+
+def _not_read(numbers: Sequence[int], found: Bodies) -> list[_Rows]:
     return _special(
         [{"kind": UNREADABLE, "payload": found.bodies[number]} for number in numbers], numbers
     )

@@ -56,9 +56,9 @@ def start_bronze(given: Surroundings) -> StreamingQuery:
         "maxRowsPerTrigger": str(settings.messages_per_trigger),
     }
     messages = given.session.readStream.format("baton").options(**options).load()
-    rows = bronze.bronze(messages).select(*BRONZE.schema.fieldNames())
-    writer = rows.writeStream.format("batondelta").option("partitionBy", "date")
-    return _started(writer.option("path", warehouse.table(BRONZE)), "bronze", checkpoint, settings)
+    writer = bronze.bronze(messages).writeStream.format("batondelta")
+    writer = writer.options(view="metrics", partitionBy="date", path=warehouse.table(BRONZE))
+    return _started(writer, "bronze", checkpoint, settings)
 
 
 def start_rollup(given: Surroundings) -> StreamingQuery:

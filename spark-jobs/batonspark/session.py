@@ -18,8 +18,9 @@ _DEFAULTS: Mapping[str, str] = {
     "spark.sql.shuffle.partitions": str(SHUFFLE_PARTITIONS),
     "spark.sql.streaming.stateStore.providerClass": _STATE_STORE,
     # Else Spark measures all columns after every row that it hands to Python: with maps and lists
-    # that is most of what a write costs. The number of rows (10,000) still bounds a batch.
+    # that is most of what a write costs. The number of rows bounds a batch: bodies have 256 KiB.
     "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "1000",
     "spark.sql.streaming.metricsEnabled": "true",
     "spark.sql.streaming.minBatchesToRetain": "20",
     "spark.sql.python.filterPushdown.enabled": "true",

@@ -19,6 +19,7 @@ class Signal:
         acked_beyond_count: As in QueueLag.
         oldest_unacked_ms: As in QueueLag; negative if not known.
         silent_ms: As in MemberExpired.
+        generation: Of a rebalance, which comes in several events if many queues move; else 0.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Signal:
     acked_beyond_count: int = 0
     oldest_unacked_ms: int = -1
     silent_ms: int = 0
+    generation: int = 0
     first_bucket: int = 0
     buckets: Sequence[int] = ()
 

@@ -3,6 +3,9 @@
 Tasks write Parquet files; the driver then makes them part of the table in one commit, which also
 notes the query and the number of its micro-batch. What is written again after a crash finds its
 number there, and its files are thrown away. Files that nobody ever committed are removed by vacuum.
+
+With `view` `metrics` the rows that come are messages of BATON_SYS_METRICS, and the table has the
+events in them: tasks open what they write.
 """
 
 from __future__ import annotations
@@ -37,13 +40,15 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from batonmq.common.clock import Clock
+from batonspark.bronze import DATED, events_of
+from batonspark.decode import MESSAGES
 from batonspark.delta_stream import DeltaStreamReader, delta_reading, delta_schema
 from batonspark.options import BadOption
 
 _ROWS_PER_GROUP = 128 * 1024
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _QUERY_ID = "sql.streaming.queryId"
-_OPTIONS = {"path", "partitionby", "txnappid", "txnversion", "compression"}
+_OPTIONS = {"path", "partitionby", "txnappid", "txnversion", "compression", "view"}
 _SPARKS_OWN = {"checkpointlocation", "queryname"}
 
 
@@ -80,14 +85,16 @@ class Target:
 
     Attributes:
         path: Folder of the table, the same on all nodes.
-        schema: Of the rows, in Arrow's terms.
+        schema: Of the table's rows, in Arrow's terms.
         partition_by: Columns by whose values the files are put into folders.
+        opened: Whether messages come, and the table has the events in them.
     """
 
     path: str
     schema: pa.Schema
     partition_by: tuple[str, ...]
     compression: str
+    opened: bool = False
 
     @property
     def file_schema(self) -> pa.Schema:
@@ -188,7 +195,7 @@ def write_files(target: Target, batches: Iterator[pa.RecordBatch]) -> list[Writt
     """One Parquet file for each partition of the table that has rows."""
     files: dict[tuple[str | None, ...], _File] = {}
     try:
-        for batch in batches:
+        for batch in events_of(batches) if target.opened else batches:
             rows = batch.cast(target.schema) if batch.schema != target.schema else batch
             for values, part in _split(rows, target.partition_by):
                 if values not in files:
@@ -325,9 +332,13 @@ def _stats(metadata: Any) -> str:
         name, found = columns[0].path_in_schema, [each.statistics for each in columns]
         if "." in name or not all(each is not None and each.has_min_max for each in found):
             continue
-        low, high = min(each.min for each in found), max(each.max for each in found)
-        if isinstance(low, datetime):
-            least[name], most[name] = _bound(low), _bound(high + timedelta(milliseconds=1))
+        try:
+            low, high = min(each.min for each in found), max(each.max for each in found)
+            after = high + timedelta(milliseconds=1) if isinstance(high, datetime) else None
+        except OverflowError:  # a time that Python does not know
+            continue
+        if after is not None:
+            least[name], most[name] = _bound(low), _bound(after)
         elif isinstance(low, int):
             least[name], most[name] = low, high
     return json.dumps({"numRecords": metadata.num_rows, "minValues": least, "maxValues": most})
@@ -364,13 +375,19 @@ def _target(options: Mapping[str, str], schema: StructType) -> Target:
         raise BadOption(f"unknown option {unknown[0]}; known are {', '.join(sorted(_OPTIONS))}")
     if not (path := given.get("path", "")):
         raise BadOption("option path is missing")
-    names = tuple(name.strip() for name in given.get("partitionby", "").split(",") if name.strip())
-    if missing := sorted(set(names) - set(schema.fieldNames())):
-        raise BadOption(f"there is no column {missing[0]} to partition by")
+    if (view := given.get("view", "rows")) not in ("rows", "metrics"):
+        raise BadOption(f"option view can't be {view!r}: rows or metrics")
     arrow = to_arrow_schema(schema, timezone="UTC")
-    nullable = pa.schema([each.with_nullable(True) for each in arrow])
+    table = pa.schema([each.with_nullable(True) for each in arrow])
+    if view == "metrics":
+        if missing := sorted(set(MESSAGES.names) - set(table.names)):
+            raise BadOption(f"messages have a column {missing[0]}: the view metrics opens messages")
+        table = DATED
+    names = tuple(name.strip() for name in given.get("partitionby", "").split(",") if name.strip())
+    if missing := sorted(set(names) - set(table.names)):
+        raise BadOption(f"there is no column {missing[0]} to partition by")
     folder = path.removeprefix("file://")
-    return Target(folder, nullable, names, given.get("compression", "zstd"))
+    return Target(folder, table, names, given.get("compression", "zstd"), view == "metrics")
 
 
 def _transaction(options: Mapping[str, str]) -> tuple[str, int] | None:

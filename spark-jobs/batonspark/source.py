@@ -155,6 +155,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for key in places(begin).keys() & places(ends).keys():
             if ends[key] < begin[key]:
                 self._lost(f"queue {key} ends at {ends[key]}, before {begin[key]}")
+                begin = {**begin, key: ends[key]}
         rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else 0
         found = admitted(places(begin), places(ends), rows_max)
         return ordered({**found, TOPIC_ID: ends[TOPIC_ID]})

@@ -1,6 +1,7 @@
 """One subject with all its watches: what the state of one key of the alerts query is. Pure.
 
-A subject is `queue|group|topic|broker|queue_id`, `group|group` or `latency|source|operation`.
+A subject is `queue|group|topic|broker|queue_id`, `group|group` or `latency|source|operation`. That
+of `clock|source` has no rule: its signals only tell that time passes.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def _rules(key: str, book: RuleBook) -> Iterator[tuple[str, Rule]]:
     elif kind == "group":
         rules = book.of(parts[0])
         found = {name: getattr(rules, name) for name in _GROUP_RULES}
+    elif kind == "clock":
+        found = {}
     else:
         of_operation = (rule for rule in book.latency if rule.operation == parts[-1])
         found = {f"latency_{r.operation}_p{r.percentile:g}": r for r in of_operation}

@@ -103,13 +103,17 @@ class LagWatch(BaseModel):
 
 
 class CountWatch(BaseModel):
-    """Holds the number of events in a window against a limit."""
+    """Holds the number of events in a window against a limit; those of one rebalance are one."""
 
     alarm: Alarm = Alarm()
     slots: dict[int, int] = {}
+    generation: int = 0
 
     def feed(self, rule: CountRule, signal: Signal) -> Iterator[Change]:
         """See Watch."""
+        if signal.generation and signal.generation == self.generation:
+            return
+        self.generation = signal.generation
         width_ms = max(1, rule.window_ms // SLOTS)
         slot_ms = signal.unix_ms - signal.unix_ms % width_ms
         self.slots[slot_ms] = self.slots.get(slot_ms, 0) + 1

@@ -168,7 +168,8 @@ def test_the_files_of_a_stopped_node_are_examined(tmp_path: Path) -> None:
     command = [*BATON, "fsck", folder, "--format", "json"]
     clean = subprocess.run(command, capture_output=True, check=True)
     found = json.loads(clean.stdout)
-    assert (found["clean"], found["messages"], found["indexes_compared"]) == (True, 3, True)
+    assert (found["clean"], found["indexes_compared"]) == (True, True)
+    assert found["messages"] >= 3  # with what the services tell of themselves
     assert in_use.code == 1
 
 

@@ -1,13 +1,18 @@
 """Goal: figures of a bench are those of what was measured, and a stall is charged in full.
 
-Method: the schedule and the percentiles with numbers made by hand.
+Method: the schedule and the percentiles with numbers made by hand; its topic in a real cluster.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from batonmq.measuring import Load, Measured, departures, percentiles_ms
+from batonmq.admin import Admin
+from batonmq.common.errors import TopicNotFound
+from batonmq.measuring import Load, Measured, departures, own_topic, percentiles_ms
+from batonmq.reports import CreatedTopic
 
 
 class _Watch:
@@ -49,3 +54,20 @@ def test_rates_follow_from_count_and_time() -> None:
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_no_message_is_no_rate(seconds: float) -> None:
     assert Measured(0, seconds, 1).bytes_per_s == 0
+
+
+class _Interrupted(Admin):
+    """Somebody presses Ctrl-C when the topic is there and the answer is still on its way."""
+
+    async def create_topic(self, name: str, queue_count: int = 0) -> CreatedTopic:
+        await super().create_topic(name, queue_count)
+        raise asyncio.CancelledError
+
+
+async def test_an_interrupted_creation_leaves_no_topic(nameserver: str) -> None:
+    async with _Interrupted(nameserver) as admin:
+        with pytest.raises(asyncio.CancelledError):
+            async with own_topic(admin, "interrupted", 1, keep=False):
+                raise AssertionError("it went on")
+        with pytest.raises(TopicNotFound):
+            await admin.delete_topic("interrupted")

@@ -9,9 +9,11 @@ from typing import TypedDict
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from batonspark.bronze import bronze
+
 
 class Query(TypedDict):
-    """A stream from a topic into a sink, with the options of both."""
+    """A stream from a topic into a sink, with the options of both; without columns it is bronze."""
 
     source: Mapping[str, str]
     columns: Sequence[str]
@@ -22,7 +24,8 @@ class Query(TypedDict):
 def started(session: SparkSession, query: Query, **trigger: str | bool) -> StreamingQuery:
     """The query, running."""
     frame = session.readStream.format("baton").options(**query["source"]).load()
-    writer = frame.selectExpr(*query["columns"]).writeStream.format(query["format"])
+    rows = frame.selectExpr(*query["columns"]) if query["columns"] else bronze(frame)
+    writer = rows.writeStream.format(query["format"])
     return writer.options(**query["sink"]).trigger(**trigger).start()  # type: ignore[arg-type]
 
 

@@ -24,8 +24,11 @@ TEST_CONFIG = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions": "2",
     "spark.driver.memory": "1g",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
 }
-"""Starts sooner, and runs at half speed."""
+"""Starts sooner, compiles nothing for the few rows of a test, and runs at half speed."""
 
 
 class RunningCluster:

@@ -13,6 +13,7 @@ from baton.common.v1 import error_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from prometheus_client import CollectorRegistry
 from pyspark.sql import Row, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.streaming.tws_tester import TwsTester
 
 from batonspark.alert_writer import AlertGauges, messages
@@ -32,7 +33,7 @@ SUBJECT = "queue|g|orders|broker-0|3"
 def signal(kind: str, unix_ms: int, **values: Any) -> Row:
     nothing = dict.fromkeys(
         ("client_id", "reason", "text", "committed_offset", "delivered_offset", "next_offset",
-         "oldest_unacked_ms", "silent_ms", "first_bucket", "buckets")
+         "oldest_unacked_ms", "silent_ms", "generation", "first_bucket", "buckets")
     )  # fmt: skip
     return Row(kind=kind, unix_ms=unix_ms, acked_beyond_count=0, **{**nothing, **values})
 
@@ -118,6 +119,16 @@ def test_events_become_signals_of_their_subjects(spark: SparkSession) -> None:
     assert '"setting": "expression"' in found["group|g", "subscription_refused"].text
     assert found["group|g", "member_expired"].silent_ms == 31_000
     assert found["latency|storage/broker-0|APPEND", "latency"].buckets == [1, 2]
+
+
+@pytest.mark.spark
+def test_events_that_are_told_late_keep_their_order_and_are_not_late(spark: SparkSession) -> None:
+    happened = [-90_000, -30_000, -4_000, 0, 90_000]
+    told_late = rows(spark, [event("queue_lag", at, **QUEUE) for at in happened])
+    told_late = told_late.withColumn("store_time", F.timestamp_millis(F.lit(NOON)))
+    found = signals(told_late, BOOK).collect()
+    assert [row.unix_ms - NOON for row in found] == [-10_000, -10_000, -4_000, 0, 10_000]
+    assert {row["at"].microsecond for row in found} == {0}
 
 
 @pytest.mark.spark

@@ -138,6 +138,23 @@ def test_dropped_events_and_new_lives_of_a_source_are_told_with_their_place(
     assert begins["dropped"] == (at(75), at(80))
 
 
+def test_storage_that_does_not_tell_of_the_end_makes_it_incomplete(spark: SparkSession) -> None:
+    other = batch([event("volume_state", 44_000, used_bytes=1)], 1, "storage/broker-1")
+    later = batch([event("volume_state", 75_000, used_bytes=1)], 2, "storage/broker-1")
+    place = {("silent", "storage/broker-1")}
+
+    def gaps(asked: Asked, *more: pb.MetricBatch) -> set[tuple[str, str]]:
+        found = report(spark, [*HISTORY, *more], asked).summary["gaps"]
+        return {(one["what"], one["place"]) for one in found}
+
+    assert gaps(Asked(), other) == place
+    assert gaps(Asked(), other, later) == set()
+    assert gaps(Asked(until=at(44)), other) == set()
+    assert gaps(Asked(until=at(46)), other) == place
+    assert gaps(Asked(until=at(130)), later) == set()
+    assert gaps(Asked(until=at(140)), later) == place | {("silent", STORAGE)}
+
+
 def test_no_events_are_not_clean(spark: SparkSession) -> None:
     found = report(spark, HISTORY, Asked(group="nobody"))
     assert (found.summary["verdict"], found.ok) == ("empty", False)

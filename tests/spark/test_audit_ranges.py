@@ -97,6 +97,13 @@ def test_acked_message_that_comes_again_is_a_bug_whatever_the_manner() -> None:
         assert found == {"acked": (4, 7), cause: (7, 10)}
 
 
+def test_acked_message_that_comes_is_a_bug_though_the_first_delivery_is_not_told() -> None:
+    commits = [Commit(500, 1, 7, 10), Commit(61_000, 2, 12, 12)]
+    assert causes(B, commits=commits) == {"acked": (4, 7)}
+    assert causes(B, commits=commits, resets=[Reset(55_000, 5)]) == {"acked": (4, 5)}
+    assert causes(Delivery(2_000, 1, "a", 4, 12), commits=commits) == {}
+
+
 def test_reset_explains_what_lies_behind_its_target() -> None:
     commits = [Commit(49_000, 1, 10, 10)]
     resets = [Reset(55_000, 6, "joe", "test")]
@@ -215,7 +222,7 @@ def test_acked_messages_are_found_whatever_else_happened(
     for delivery in history:
         for first, next_ in delivery.islands():
             for offset in range(first, next_):
-                before = last.get(offset, delivery.token)
+                before = last.get(offset, 0)
                 if any(before <= t < delivery.token and offset < c for t, c in acks):
                     expected.append((offset, offset + 1))
                 last[offset] = delivery.token

@@ -6,12 +6,15 @@ Method: the functions that run on executors, over hand-made messages; no session
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 import pyarrow as pa
+import pytest
 from baton.metrics.v1 import metrics_service_pb2 as pb
 
-from batonspark.bronze import events_of, with_names
-from batonspark.decode import LOST_COUNT, MESSAGES, METRICS
+from batonspark import bronze
+from batonspark.bronze import DATED, events_of, with_names
+from batonspark.decode import LOST_COUNT, MESSAGES
 from tests.spark.metric_events import NOON, batch, event
 
 
@@ -35,7 +38,7 @@ def stored(*batches: pb.MetricBatch) -> list[dict[str, object]]:
 
 def opened(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     found = list(events_of(iter([pa.RecordBatch.from_pylist(rows, MESSAGES)])))
-    assert all(part.schema.equals(METRICS) for part in found)
+    assert all(part.schema.equals(DATED) for part in found)
     return [row for part in found for row in part.to_pylist()]
 
 
@@ -66,6 +69,26 @@ def test_events_of_several_queues_keep_their_places() -> None:
     assert places == [(n % 2, n, n + 1, i) for n in (0, 2, 1, 3) for i in range(2)]
 
 
+def test_many_messages_are_opened_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = stored(*(batch([event("member_seen", n)] * 3, n + 1) for n in range(20)))
+    rows.insert(7, message(40, None))
+    (whole,) = events_of(iter([pa.RecordBatch.from_pylist(one_queue(rows), MESSAGES)]))
+    monkeypatch.setattr(bronze, "PORTION_BYTES", 100)
+    parts = list(events_of(iter([pa.RecordBatch.from_pylist(one_queue(rows), MESSAGES)])))
+    assert len(parts) > 5
+    assert pa.Table.from_batches(parts).equals(pa.Table.from_batches([whole]))
+
+
+def one_queue(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    return [{**row, "queue_id": 0} for row in rows]
+
+
+def test_rows_have_the_day_of_their_storing() -> None:
+    assert {row["date"] for row in opened(stored(batch([event("member_seen", 1)])))} == {
+        datetime.fromtimestamp(NOON / 1_000, UTC).date()
+    }
+
+
 def test_names_are_those_of_the_rows() -> None:
     rows = [*stored(batch([event("member_seen", 1)], 9)), message(5, b"\xff")]
     assert named(rows) == [(row["producer_id"], row["seq"]) for row in opened(rows)]
@@ -80,6 +103,17 @@ def test_lost_messages_are_a_row_that_counts_them() -> None:
     assert (lost["kind"], lost["count"]) == ("data_loss", 17)
     assert (lost["first_offset"], lost["next_offset"], lost["sys_offset"]) == (40, 57, 40)
     assert kept["kind"] == "member_seen"
+
+
+def test_message_that_has_a_body_is_none_that_is_lost() -> None:
+    body = batch([event("member_seen", 1)]).SerializeToString()
+    for count in ("17", "many"):
+        (row,) = opened([message(40, body, properties={LOST_COUNT: count})])
+        assert row["kind"] == "member_seen"
+
+
+def test_batch_with_a_number_that_no_column_has_room_for_is_named() -> None:
+    assert named(stored(batch([], (1 << 64) - 1))) == [("storage/broker-0/0000000000000007", -1)]
 
 
 def test_unreadable_message_is_a_row_with_its_bytes() -> None:

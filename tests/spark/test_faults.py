@@ -28,13 +28,14 @@ from batonspark.cluster import Cluster
 from batonspark.decode import LOST_COUNT
 from batonspark.options import Reach
 from batonspark.sink_delta import read_delta
+from tests.spark.metric_events import batch, event
 from tests.spark.queries import Query, committed, drain, is_between, started
 from tests.spark.running import RunningCluster
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
-SENT = 1_500
+SENT, REPEATED = 1_500, 100
 WAIT_S = 300
 """Bounds that only a machine that is far too busy comes near to."""
 
@@ -88,20 +89,30 @@ async def master(cluster: RunningCluster) -> str:
     return names[leading]
 
 
-def test_tables_and_topics_have_every_message_once_after_kills_in_mid_batch(
+def told(begin: int, end: int) -> list[Message]:
+    """Batches of events as services send them, two events each."""
+    return [
+        Message(batch([event("member_seen", n)] * 2, n + 1).SerializeToString())
+        for n in range(begin, end)
+    ]
+
+
+def test_tables_and_topics_have_every_message_once_after_a_kill_in_mid_batch(
     spark: SparkSession, cluster: RunningCluster, tmp_path: Path
 ) -> None:
     source, target = cluster.create("killed", 4), cluster.create("copied", 3)
-    cluster.send(source, bodies(0, SENT))
-    options = cluster.options(source, maxRowsPerTrigger=100)
+    cluster.send(source, told(0, SENT))
+    cluster.send(source, told(0, REPEATED))
+    options = cluster.options(source, maxRowsPerTrigger=150)
     queries: list[Query] = [
         {
             "source": options,
-            "columns": ["*", "to_date(store_time) as date"],
+            "columns": [],
             "format": "batondelta",
             "sink": {
                 "path": str(tmp_path / "table"),
                 "partitionBy": "date",
+                "view": "metrics",
                 "checkpointLocation": str(tmp_path / "of-table"),
             },
         },
@@ -112,34 +123,30 @@ def test_tables_and_topics_have_every_message_once_after_kills_in_mid_batch(
             "sink": {**cluster.options(target), "checkpointLocation": str(tmp_path / "of-topic")},
         },
     ]
-    for victim in queries:
-        wanted = committed(victim) + 2
-        with child(queries, tmp_path / "child.log") as running:
+    with child(queries, tmp_path / "child.log") as running:
 
-            def is_hit(
-                victim: Query = victim, wanted: int = wanted, running: Child = running
-            ) -> bool:
-                if committed(victim) < wanted or not is_between(victim):
-                    running.check()
-                    return False
-                running.send(signal.SIGSTOP)
-                if is_between(victim):
-                    return True
-                running.send(signal.SIGCONT)
+        def are_hit() -> bool:
+            if not all(committed(query) >= 2 and is_between(query) for query in queries):
+                running.check()
                 return False
+            running.send(signal.SIGSTOP)
+            if all(is_between(query) for query in queries):
+                return True
+            running.send(signal.SIGCONT)
+            return False
 
-            cluster.call(until(is_hit, timeout_s=WAIT_S))
-            running.kill()
-        assert is_between(victim)
+        cluster.call(until(are_hit, timeout_s=WAIT_S))
+        running.kill()
+    assert all(is_between(query) for query in queries)
     for query in queries:
         query["source"] = cluster.options(source, maxRowsPerTrigger=1_000)
         drain(spark, query)
     table = read_delta(spark, str(tmp_path / "table"))
-    assert table.count() == SENT
-    assert table.select("broker", "queue_id", "offset").distinct().count() == SENT
-    assert table.select("body").distinct().count() == SENT
+    assert table.count() == 2 * SENT
+    assert table.select("seq", "event_index").distinct().count() == 2 * SENT
     copied = spark.read.format("baton").options(**cluster.options(target)).load()
-    assert sorted(int(row.body) for row in copied.collect()) == list(range(SENT))
+    sent = [message.body for message in [*told(0, SENT), *told(0, REPEATED)]]
+    assert sorted(bytes(row.body) for row in copied.collect()) == sorted(sent)
 
 
 def test_a_stream_goes_on_when_its_broker_comes_back(spark: SparkSession, tmp_path: Path) -> None:

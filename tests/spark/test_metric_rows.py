@@ -6,9 +6,11 @@ batches with holes. No Spark.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
 from google.protobuf.descriptor import FieldDescriptor
@@ -204,3 +206,44 @@ def test_enumerations_come_by_name() -> None:
 def test_schemas_agree() -> None:
     assert list(EVENT_COLUMNS) == EVENTS.names
     assert METRICS.names[5:-4] == EVENTS.names
+
+
+def test_what_is_packed_and_can_not_be_read_is_a_row_with_its_bytes() -> None:
+    """A reader that failed would fail at the same message for ever."""
+    packed = encode_events([event("appended") for _ in range(50)])
+    other = pa.RecordBatch.from_pydict({"queue_id": pa.array([{"a": 1}])})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, other.schema) as writer:
+        writer.write_batch(other)
+    damaged = [b"nothing", packed[:100], packed[:-500], sink.getvalue().to_pybytes()]
+    bodies = [MetricBatch(source="s", arrow=each).SerializeToString() for each in damaged]
+    good = MetricBatch(source="s", seq=2, events=[event("appended")]).SerializeToString()
+    *bad, fine = rows_of(*bodies, good)
+    assert [(row["kind"], row["payload"]) for row in bad] == [("unreadable", b) for b in bodies]
+    assert {(row["event_index"], row["source"]) for row in bad} == {(-1, "s")}
+    assert fine["kind"] == "appended"
+
+
+@pytest.mark.parametrize("count", [1, FEW + 1])
+def test_numbers_that_no_column_has_room_for_stop_nobody(count: int) -> None:
+    made = event("appended")
+    made.queue.queue.queue_id = (1 << 32) - 2
+    made.appended.message_count = (1 << 64) - 3
+    greatest = MetricBatch(
+        source="s",
+        seq=(1 << 64) - 1,
+        vocabulary=(1 << 32) - 1,
+        dropped_count=(1 << 64) - 4,
+        events=[made] * count,
+    )
+    dropped, row, *_ = rows_of(greatest.SerializeToString())
+    assert (row["queue_id"], row["count"], row["seq"], row["vocabulary"]) == (-2, -3, -1, -1)
+    assert dropped["count"] == -4
+
+
+@pytest.mark.parametrize("unix_ms", [-1, 1_700_000_000_000_000, (1 << 63) - 1])
+def test_time_that_can_not_be_is_that_of_storing(unix_ms: int) -> None:
+    made = [event("appended", unix_ms), event("appended", 5_000)]
+    row, fine = rows_of(MetricBatch(source="s", events=made).SerializeToString())
+    assert row["time"] == row["store_time"]
+    assert fine["time"] == datetime.fromtimestamp(5, UTC)

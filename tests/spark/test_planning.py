@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.datasource import (
@@ -18,10 +19,14 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from batonmq.core.route import QueueId
 from batonspark.offsets import admitted, key_of, ordered, places, queue_of
+from batonspark.options import read_options
 from batonspark.planning import OFFSET_MAX, Wanted, narrowed
+from batonspark.slices import MessagesLost
+from batonspark.source import QueueStreamReader
 
 OFFSETS = st.dictionaries(st.sampled_from(["a/0", "a/1", "b/0", "b/1"]), st.integers(0, 1_000))
 QUEUE = QueueId("orders", "broker-0", 3)
@@ -50,6 +55,25 @@ def test_offsets_have_one_order_and_name_their_queues() -> None:
     assert list(ordered({"topic_id": 1, "b/0": 2, "a/10": 3})) == ["a/10", "b/0", "topic_id"]
     assert places({"topic_id": 1, "b/0": 2}) == {"b/0": 2}
     assert queue_of("orders", key_of(QUEUE)) == QUEUE
+
+
+class _Cut(QueueStreamReader):
+    """As if a queue had lost messages that were read already."""
+
+    def _ends(self) -> dict[str, int]:
+        return {"a/0": 40, "a/1": 9, "topic_id": 1}
+
+
+def test_a_stream_goes_on_at_the_end_that_a_queue_has_left_if_it_may() -> None:
+    options = {"nameserver": "127.0.0.1:9", "topic": "orders"}
+    begin = {"a/0": 50, "a/1": 5, "topic_id": 1}
+    reader = _Cut(read_options({**options, "failOnDataLoss": "false"}))
+    end = reader.latestOffset(begin, ReadAllAvailable())
+    assert end == {"a/0": 40, "a/1": 9, "topic_id": 1}
+    (part,) = reader.partitions(begin, end)
+    assert (part.slice.queue.queue_id, part.slice.first_offset, part.slice.next_offset) == (1, 5, 9)
+    with pytest.raises(MessagesLost, match="a/0 ends at 40, before 50"):
+        _Cut(read_options(options)).latestOffset(begin, ReadAllAvailable())
 
 
 def test_filters_narrow_queues_and_offsets() -> None:

@@ -17,8 +17,11 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from batonspark.bronze import DATED
+from batonspark.decode import MESSAGES
 from batonspark.options import BadOption
 from batonspark.sink_delta import Target, commit_files, read_delta, write_files
+from tests.spark.metric_events import NOON, batch, event
 
 SCHEMA = pa.schema(
     [
@@ -53,6 +56,29 @@ def rows(begin: int, end: int, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
 def found(target: Target) -> list[int]:
     files = deltalake.DeltaTable(target.path).file_uris()
     return sorted(n for file in files for n in pq.read_table(file, columns=["n"])["n"].to_pylist())
+
+
+def test_messages_that_come_are_events_in_the_table(tmp_path: Path) -> None:
+    messages = pa.RecordBatch.from_pylist(
+        [
+            {
+                "topic": "BATON_SYS_METRICS",
+                "broker": "broker-0",
+                "queue_id": 0,
+                "offset": 9,
+                "body": batch([event("member_seen", NOON)] * 3, 1).SerializeToString(),
+                "store_time": NOON * 1_000,
+            }
+        ],
+        MESSAGES,
+    )
+    where = Target(str(tmp_path / "table"), DATED, ("date",), "zstd", opened=True)
+    (file,) = write_files(where, iter([messages]))
+    commit_files(where, [file], None)
+    table = deltalake.DeltaTable(where.path)
+    assert json.loads(file.stats)["numRecords"] == 3
+    assert table.schema().to_arrow().names == DATED.names
+    assert file.partition == {"date": datetime.fromtimestamp(NOON / 1_000, UTC).date().isoformat()}
 
 
 def test_a_transaction_that_comes_again_changes_nothing(tmp_path: Path) -> None:
@@ -155,3 +181,14 @@ def test_misspelt_options_are_errors(spark: SparkSession, tmp_path: Path) -> Non
     options = {"path": str(tmp_path), "partitionedBy": "id"}
     with pytest.raises(PySparkException, match="unknown option partitionedby"):
         spark.range(1).write.format("batondelta").options(**options).mode("append").save()
+
+
+@pytest.mark.parametrize("micros", [10**18, 253_402_300_799_999_999, -(10**18)])
+def test_times_that_few_know_are_written_without_bounds(tmp_path: Path, micros: int) -> None:
+    schema = pa.schema([("time", pa.timestamp("us", tz="UTC")), ("n", pa.int64())])
+    times = pa.array([micros, 0]).cast(schema.field("time").type)
+    where = target(tmp_path, schema=schema)
+    batch = pa.RecordBatch.from_arrays([times, pa.array([1, 2])], schema=schema)
+    (file,) = write_files(where, iter([batch]))
+    stats = json.loads(file.stats)
+    assert (stats["numRecords"], stats["minValues"], stats["maxValues"]) == (2, {"n": 1}, {"n": 2})

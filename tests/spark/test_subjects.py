@@ -121,6 +121,17 @@ def test_rebalances_fire_above_the_limit_and_are_resolved_as_they_leave_the_wind
     ]
 
 
+def test_a_rebalance_told_in_parts_is_one() -> None:
+    parts = [Signal("rebalanced", at, generation=at) for at in (1_000, 5_000) for _ in range(6)]
+    assert told(GROUP, parts, 200_000) == []
+
+
+def test_a_clock_only_tells_the_time() -> None:
+    subject = Subject("clock|storage/broker-0", BOOK)
+    assert list(subject.feed([Signal("volume_state", 1_000)])) == []
+    assert subject.wake_unix_ms is None
+
+
 def test_one_steal_fires() -> None:
     assert told(GROUP, [Signal("lock_granted", 1_000)], 40_000) == [
         ("FIRING", "steals", "", 1_000),

@@ -72,6 +72,20 @@ def test_a_shipped_log_is_the_same_log(batches: list[tuple[int, int]], bytes_max
         assert bodies(pair.slave, queue_id) == bodies(pair.master, queue_id)
 
 
+@pytest.mark.parametrize("rest", range(20))
+def test_a_log_that_ends_shortly_before_its_segment_does_is_shipped_and_goes_on(rest: int) -> None:
+    pair = Pair()
+    least = stored(pair.master, batch(b""))[0].next_position
+    stored(pair.master, batch(bytes(SEGMENT_BYTES - 3 * least - rest)))
+    last = stored(pair.master, batch(b""))[0]
+    assert last.next_position == SEGMENT_BYTES - rest
+    for _ in range(2):
+        while data := pair.next_piece(1_000):
+            pair.take(data)
+        assert pair.slave.log.next_position == pair.master.log.next_position
+        stored(pair.master, batch(b"more"))
+
+
 def test_a_piece_ends_where_an_epoch_ends() -> None:
     pair = Pair()
     first, second = stored(pair.master, batch(b"a"), batch(b"b"))

@@ -24,13 +24,15 @@ from batonmq.resets import Resets
 from batonmq.testing import MemoryBroker, run_virtual
 from tests.streams.reading import SERVICES, batches, by_kind, streaming
 
+TOLD_S = 8
+"""In virtual time: until everything is in the topic, which may not have been there at first."""
 FIRST = ConsumerSettings(consume_from="first", metrics_stream=True)
 Events = dict[str, list[pb.MetricEvent]]
 
 
 async def settled(broker: MemoryBroker) -> Events:
     """What was told until now."""
-    await asyncio.sleep(3)
+    await asyncio.sleep(TOLD_S)
     return by_kind(await batches(broker))
 
 
@@ -313,7 +315,7 @@ def test_a_client_that_does_not_allow_it_tells_nothing() -> None:
             async with broker.consumer("g", {"t": "*"}) as consumer:
                 async for _ in consumer:
                     consumer.stop()
-            await asyncio.sleep(3)
+            await asyncio.sleep(TOLD_S)
             return {batch.source.partition("/")[0] for batch in await batches(broker)}
 
     assert run_virtual(scene()) == {"storage", "offsets", "lockmgr", "nameserver"}
@@ -329,7 +331,7 @@ def test_arrow_batches_have_the_same_events() -> None:
             async with broker.producer() as producer:
                 for _ in range(10):
                     await producer.send("t", b"")
-            await asyncio.sleep(3)
+            await asyncio.sleep(TOLD_S)
             return await batches(broker)
 
     found = [batch for batch in run_virtual(scene()) if batch.source.startswith("storage/")]

@@ -129,3 +129,19 @@ async def test_stop_publishes_what_there_is() -> None:
         publisher.stop()
         await running
     assert numbers(wire) == [7]
+
+
+async def test_what_goes_wrong_in_telling_ends_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wire, hub = Wire(), new_hub()
+
+    def broken() -> list[pb.MetricEvent]:
+        raise ValueError("broken")
+
+    hub.gatherers.append(broken)
+    publisher = Publisher(hub, wire.opened)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(publisher.run())
+    assert not hub.watched
+    assert "metrics are not published any more source=storage/a" in caplog.text
