@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -89,7 +89,7 @@ class Pems:
     """What the files of certificates hold; None for one that is not named."""
 
     ca: bytes | None
-    key: bytes | None
+    key: bytes | None = field(repr=False)
     cert: bytes | None
 
 

@@ -5,6 +5,8 @@ cd "$(dirname "$0")/../.."
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 
 minikube status --profile baton >/dev/null || minikube start --profile baton --nodes 3 --memory 3g --cni calico
+# The volumes of the other provisioner belong to root on every node but the first.
+minikube addons enable storage-provisioner-rancher --profile baton
 for image in services demo; do
   minikube image load --profile baton "batonmq/$image:$tag"
 done

@@ -26,6 +26,8 @@ SERVICE_PREFIX = "service:"
 IDENTITY_CHARACTERS_MAX = 255
 CLUSTER = "cluster"
 _DECISIONS_MAX = 65_536
+_NAME_CHARACTERS_MAX = 127
+"""Of topics and groups. Requests may name what is longer: it is neither remembered nor repeated."""
 _TOLD_MAX = 5
 
 
@@ -57,7 +59,7 @@ class Need(NamedTuple):
     @property
     def resource(self) -> str:
         """As a grant names it."""
-        return f"{self.kind}:{self.name}" if self.name else self.kind
+        return f"{self.kind}:{self.name[:_NAME_CHARACTERS_MAX]}" if self.name else self.kind
 
 
 ANYTHING = Need((), "")
@@ -194,9 +196,9 @@ class Access:
         key = identity, need
         allowed = self._decisions.get(key)
         if allowed is None:
-            if len(self._decisions) >= _DECISIONS_MAX:
-                self._decisions.clear()
-            allowed = self._decisions[key] = covering(self.grants_of(identity), need) is not None
+            allowed = covering(self.grants_of(identity), need) is not None
+            if len(need.name) <= _NAME_CHARACTERS_MAX:
+                self._remember(key, allowed)
         return allowed
 
     def missing(self, identity: str, needs: Iterable[Need]) -> list[Need]:
@@ -211,6 +213,11 @@ class Access:
         """
         if lacking := self.missing(identity, needs):
             raise denied(identity, lacking)
+
+    def _remember(self, key: tuple[str, Need], allowed: bool) -> None:
+        if len(self._decisions) >= _DECISIONS_MAX:
+            self._decisions.clear()
+        self._decisions[key] = allowed
 
 
 def covering(grants: Iterable[Grant], need: Need) -> Grant | None:

@@ -21,6 +21,9 @@ from services.runtime.access import ANYTHING, Need, denied
 from services.runtime.guard import Caller, Guard
 from services.runtime.rules import Each
 
+_BY_CHARACTERS_MAX = 200
+"""The least that a request's `by` may have."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -46,6 +49,7 @@ class Admission:
         async def admitted(request: Any, context: Context) -> Any:
             with self._counted(path):
                 caller, needs = self._admit(path, request, context)
+            _sign(request, caller)
             if each is not None:
                 return await self._by_item(path, caller, each, call, request, context)
             if not held:
@@ -163,6 +167,12 @@ class Admission:
         except BatonError as error:
             self._guard.count(_service(path), error)
             raise
+
+
+def _sign(request: Any, caller: Caller) -> None:
+    """What is recorded of who did something is who called, whatever the request says."""
+    if getattr(request, "by", ""):
+        request.by = caller.identity[:_BY_CHARACTERS_MAX]
 
 
 def _service(path: str) -> str:

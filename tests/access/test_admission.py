@@ -111,6 +111,21 @@ async def test_a_short_call_under_way_is_finished(made: Scene) -> None:
         call.cancel()
 
 
+# ---- what is recorded
+
+
+@pytest.mark.parametrize(("told", "recorded"), [("carol@desk", "mallory"), ("", "")])
+async def test_who_did_it_is_who_called_whatever_the_request_says(
+    made: Scene, told: str, recorded: str
+) -> None:
+    path = "/baton.offsets.v1.OffsetsService/Reset"
+    await made.know("mallory", ("admin", "group:readers"))
+    request = request_of(METHODS[path])
+    request.by = told  # type: ignore[attr-defined]
+    await made.call(path, request, "mallory")
+    assert [served.by for _, served in made.served] == [recorded]
+
+
 # ---- batches
 
 

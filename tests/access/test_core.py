@@ -7,6 +7,8 @@ Method: properties against a naive reading of the documentation; examples for th
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,3 +192,24 @@ def test_a_refusal_of_very_much_stays_short() -> None:
         Access().check("x", [produce(f"topic-{number}") for number in range(10_000)])
     assert refused.value.message.endswith("topic:topic-4, ...")
     assert refused.value.remedy.count("baton access grant") == 5
+
+
+def test_a_name_that_nothing_can_have_is_neither_remembered_nor_repeated() -> None:
+    access, name = Access(), "x" * 1_000_000
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            with pytest.raises(PermissionDenied) as refused:
+                access.check("stranger", [consume(f"{number}{name}"), join(f"{number}{name}")])
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 10 * len(name)
+    error = refused.value
+    assert len(f"{error.message}{error.remedy}{error.facts}") < 1_000
+
+
+def test_whoever_may_do_everything_is_not_refused_a_name_that_is_too_long() -> None:
+    access = Access(["root"])
+    assert access.allows("root", consume("x" * 128))
+    assert not access.allows("stranger", consume("x" * 128))

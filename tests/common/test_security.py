@@ -139,10 +139,11 @@ def test_certificate_and_key_go_together_and_there_is_one_token() -> None:
         Security(token=SecretStr(SECRET), token_file="token")
 
 
-def test_token_is_not_shown_and_travels(carol: Security) -> None:
+def test_neither_token_nor_key_is_shown_and_the_token_travels(carol: Security) -> None:
     security = replace(carol, token=SecretStr(SECRET))
     shown = f"{security!r} {security} {Papers(security).__dict__.get('pems')!r}"
     assert SECRET not in shown
+    assert "PRIVATE KEY" not in shown
     assert from_json(to_json(security)) == security
     assert pickle.loads(pickle.dumps(security)) == security
 

@@ -92,6 +92,14 @@ def test_probes_ask_what_each_is_for_at_the_port_without_tls(workload: dict[str,
 
 
 @pytest.mark.parametrize("workload", PROBED)
+def test_a_long_recovery_is_not_killed(workload: dict[str, Any]) -> None:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    keeps = workload["spec"].get("volumeClaimTemplates")
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= (86_400 if keeps else 300)
+
+
+@pytest.mark.parametrize("workload", PROBED)
 def test_grace_is_longer_than_the_drain(workload: dict[str, Any]) -> None:
     spec = workload["spec"]["template"]["spec"]
     waits_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
