@@ -76,7 +76,7 @@ e2e: $(SETUP)   ## real processes only
 	pytest -q -m e2e
 
 spark: $(SETUP) ## sources, sinks and jobs of Spark; needs a JVM, or takes that of a wheel
-	pytest -q tests/spark
+	pytest -q -n 2 --dist loadscope tests/spark
 
 spark-demo: $(SETUP) ## the demo with the jobs of Spark beside it, and whether what they say is true
 	python spark-jobs/demo.py
