@@ -42,7 +42,7 @@ async def streams(setup: Setup) -> list[Figure]:
         setup.say("produce")
         for here in sites.values():
             await _produce(here, requests)
-        rounds = setup.sized(7, 1)
+        rounds = setup.sized(17, 1)
         produced = await _by_turns(sites, lambda here: _produce(here, requests), rounds)
         setup.say("consume")
         consumed = await _by_turns(sites, lambda here: _consume(here, requests, ""), rounds)
