@@ -5,10 +5,8 @@ same work by turns.
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from baton.common.v1 import queue_pb2
@@ -23,12 +21,12 @@ from batonmq.local.layout import SERVICES, ClusterOptions
 from batonmq.producer import Producer
 from batonmq.producing.settings import Durability, ProducerSettings
 from bench.figures import Figure, Goal, figure, interleaved, seconds
-from bench.setup import TOPIC, Setup, batch
+from bench.setup import TOPIC, Setup
+from bench.sides import append_rates, send_times
 from bench.site import TIMEOUT_S
-from bench.wire import IN_FLIGHT, QUEUES, rate
+from bench.wire import QUEUES
 
 _ON = {"off": False, "on": True}
-_BODY = os.urandom(1_024)
 _GROUPS_GRANTED = 100
 """What else the program has: it must not matter."""
 
@@ -39,10 +37,6 @@ class _Side:
 
     storage: storage_grpc.StorageServiceAsyncStub
     producer: Producer
-
-    async def send_time(self) -> float:
-        """Seconds until the receipt of a message."""
-        return await seconds(self.producer.send(TOPIC, _BODY))
 
     async def call_time(self) -> float:
         """Seconds until the answer to a small call."""
@@ -60,20 +54,8 @@ async def access(setup: Setup) -> list[Figure]:
             name: await _side(stack, setup.folder / f"access-{name}", on=on)
             for name, on in _ON.items()
         }
-        setup.say("appends")
-        batches = [batch(1_024, queue_id=queue_id) for queue_id in range(QUEUES)]
-        requests = [pb.AppendRequest(batches=[b], durability=pb.DURABILITY_MEMORY) for b in batches]
-        for side in sides.values():
-            await rate(side.storage, requests, IN_FLIGHT)
-        count = setup.sized(200, 64)
-        rates = await interleaved(
-            {name: partial(rate, side.storage, requests, count) for name, side in sides.items()},
-            rounds=setup.sized(15, 1),
-        )
-        setup.say("single awaited sends")
-        sends = await interleaved(
-            {name: side.send_time for name, side in sides.items()}, setup.sized(2_000, 50)
-        )
+        rates = await append_rates({name: side.storage for name, side in sides.items()}, setup)
+        sends = await send_times({name: side.producer for name, side in sides.items()}, setup)
         setup.say("small calls")
         calls = await interleaved(
             {name: side.call_time for name, side in sides.items()}, setup.sized(4_000, 50)
@@ -88,10 +70,10 @@ async def access(setup: Setup) -> list[Figure]:
         ),
         figure(
             "access on: single awaited send into memory, p50",
-            sends["on"] * 1e6,
+            sends["on"],
             "µs",
             Goal(ratio_max=1.1),
-            reference=sends["off"] * 1e6,
+            reference=sends["off"],
         ),
         figure(
             "access on: call that looks up one offset, p50",

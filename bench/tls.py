@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.admin import Admin
@@ -19,11 +16,11 @@ from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
 from batonmq.producing.settings import Durability, ProducerSettings
 from bench.figures import Figure, Goal, figure, interleaved, seconds
-from bench.setup import TOPIC, Setup, batch
-from bench.wire import IN_FLIGHT, QUEUES, rate
+from bench.setup import TOPIC, Setup
+from bench.sides import append_rates, send_times
+from bench.wire import QUEUES
 
 _SECURE = {"plain": False, "tls": True}
-_BODY = os.urandom(1_024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +31,6 @@ class _Side:
     producer: Producer
     connect: Connect
     address: str
-
-    async def send_time(self) -> float:
-        """Seconds until the receipt of a message."""
-        return await seconds(self.producer.send(TOPIC, _BODY))
 
     async def connection_time(self) -> float:
         """Seconds until a new connection has answered something small."""
@@ -57,20 +50,8 @@ async def tls(setup: Setup) -> list[Figure]:
             name: await _side(stack, setup.folder / name, secure=secure)
             for name, secure in _SECURE.items()
         }
-        setup.say("appends")
-        batches = [batch(1_024, queue_id=queue_id) for queue_id in range(QUEUES)]
-        requests = [pb.AppendRequest(batches=[b], durability=pb.DURABILITY_MEMORY) for b in batches]
-        for side in sides.values():
-            await rate(side.storage, requests, IN_FLIGHT)
-        count = setup.sized(100, 64)
-        rates = await interleaved(
-            {name: partial(rate, side.storage, requests, count) for name, side in sides.items()},
-            rounds=setup.sized(9, 1),
-        )
-        setup.say("single awaited sends")
-        sends = await interleaved(
-            {name: side.send_time for name, side in sides.items()}, setup.sized(2_000, 50)
-        )
+        rates = await append_rates({name: side.storage for name, side in sides.items()}, setup)
+        sends = await send_times({name: side.producer for name, side in sides.items()}, setup)
         setup.say("new connections")
         connections = await interleaved(
             {name: side.connection_time for name, side in sides.items()}, setup.sized(300, 20)
@@ -85,10 +66,10 @@ async def tls(setup: Setup) -> list[Figure]:
         ),
         figure(
             "over TLS: single awaited send into memory, p50",
-            sends["tls"] * 1e6,
+            sends["tls"],
             "µs",
             Goal(ratio_max=1.25),
-            reference=sends["plain"] * 1e6,
+            reference=sends["plain"],
         ),
         figure(
             "over TLS: new connection and first call, p50",

@@ -233,7 +233,10 @@ async def reported(stage: Stage, name: str) -> None:
 
 
 async def counted(stage: Stage) -> tuple[int, int]:
-    """Events in the topic as far as bronze has read it, and rows in bronze."""
+    """Events in the topic as far as bronze has read it, and rows in bronze.
+
+    A queue of which bronze has nothing counts whole: it has missed it.
+    """
     columns = ["sys_broker", "sys_queue_id", "sys_offset"]
     rows = await asyncio.to_thread(read, stage.table("bronze"), columns)
     last = rows.group_by(columns[:2]).aggregate([("sys_offset", "max")]).to_pylist()
@@ -241,6 +244,10 @@ async def counted(stage: Stage) -> tuple[int, int]:
         QueueId(METRICS_TOPIC, one["sys_broker"], one["sys_queue_id"]): one["sys_offset_max"]
         for one in last
     }
+    async with Admin(stage.nameserver) as admin:
+        for held in (await admin.describe_topic(METRICS_TOPIC)).queues:
+            if held.next_offset and held.queue not in ends:
+                ends[held.queue] = held.next_offset - 1
     events = 0
     seen: set[tuple[str, int, int]] = set()
     async with Puller(stage.nameserver) as puller:
