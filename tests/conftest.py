@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support.cluster import nursery
+
 pytest_plugins = ["tests.support.etcd"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nursery_ends() -> Iterator[None]:
+    """Whoever has asked for it, nobody does any more."""
+    yield
+    if nursery.cache_info().currsize:
+        nursery().close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

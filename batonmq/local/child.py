@@ -13,6 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 _POLL_S = 0.05
 _TETHER = Path(__file__).with_name("tether.py")
@@ -43,6 +44,43 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
 
+    def environment(self) -> dict[str, str]:
+        """All variables it is given."""
+        inherited = os.environ  # noqa: TID251  a child inherits what is not ours to decide
+        kept = {name: value for name, value in inherited.items() if not name.startswith(self.drop)}
+        return kept | dict(self.env)
+
+
+class Process(Protocol):
+    """A process that was started; see `subprocess.Popen` for what each of these does."""
+
+    @property
+    def pid(self) -> int:  # noqa: D102
+        ...
+
+    def poll(self) -> int | None: ...  # noqa: D102
+    def wait(self) -> int: ...  # noqa: D102
+    def send_signal(self, sig: int, /) -> None: ...  # noqa: D102
+    def kill(self) -> None: ...  # noqa: D102
+
+
+Start = Callable[[Program, BinaryIO], Process]
+"""Starts a program that leads a session of its own, writes where it is told, and dies with the
+process that asks for it."""
+
+
+def execute(program: Program, log: BinaryIO) -> Process:
+    """Start a program as everybody does."""
+    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
+    return subprocess.Popen(
+        [*tether, *program.command],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=program.environment(),
+        start_new_session=True,
+    )
+
 
 class Child:
     """A program that runs, has ended, or was not started yet.
@@ -52,11 +90,12 @@ class Child:
     to live, since it dies with that thread.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, start: Start = execute) -> None:
         self.program = program
+        self._start = start
         self.wanted = False
         """True between `spawn` and the beginning of `stop`: an end in between is unasked for."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._log_position = 0
 
     @property
@@ -81,17 +120,9 @@ class Child:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         if log_path.exists() and log_path.stat().st_size > _LOG_BYTES_MAX:
             log_path.replace(log_path.with_suffix(".log.1"))
-        tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
         with log_path.open("ab") as log:
             self._log_position = log.tell()
-            self._process = subprocess.Popen(
-                [*tether, *self.program.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(self.program.drop) | dict(self.program.env),
-                start_new_session=True,
-            )
+            self._process = self._start(self.program, log)
         self.wanted = True
 
     async def ready(self, timeout_s: float) -> None:
@@ -178,8 +209,3 @@ def describe_exit(returncode: int | None) -> str:
         return signal.Signals(-returncode).name
     except ValueError:
         return f"signal {-returncode}"
-
-
-def _environment(drop: tuple[str, ...]) -> dict[str, str]:
-    inherited = os.environ  # noqa: TID251  a child inherits what is not ours to decide
-    return {name: value for name, value in inherited.items() if not name.startswith(drop)}

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from batonmq.channels import connector
 from batonmq.local.child import Child, NotReady, until
 from batonmq.local.etcd import etcd_members, is_healthy
 from batonmq.local.layout import ClusterOptions, Layout
+from batonmq.local.nursery import Nursery
 from batonmq.local.ports import lock_data_dir
 from batonmq.local.supervisor import GivenUp, Supervisor
 from batonmq.security import Security
@@ -59,6 +60,7 @@ class LocalCluster:
     Args:
         data_dir: Made if it does not exist. Only one cluster may run on it.
         report: Takes what a person should know at once, one message a call.
+        nursery: Where the processes of services come from, if not from one of the cluster's own.
     """
 
     def __init__(
@@ -66,9 +68,15 @@ class LocalCluster:
         data_dir: Path,
         options: ClusterOptions | None = None,
         report: Callable[[str], None] = to_stderr,
+        nursery: Nursery | None = None,
     ) -> None:
         self.data_dir = data_dir.absolute()
         self.options = options or ClusterOptions()
+        modules = {f"{self.options.programs}.{member.service}" for member in self.options.members}
+        self._nursery = nursery or Nursery(sorted(modules))
+        self._own_nursery: AbstractContextManager[object] = (
+            nullcontext() if nursery else self._nursery
+        )
         self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
         self._exits = AsyncExitStack()
         self._failure: ClusterFailed | None = None
@@ -157,6 +165,7 @@ class LocalCluster:
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
+            exits.enter_context(self._own_nursery)
             offsets = self.options.names_of("offsets")
             writers = [name for name in self.options.names if name not in offsets]
             etcds = [_etcd(number) for number in range(self.options.etcds)]
@@ -190,7 +199,9 @@ class LocalCluster:
             else:
                 await self._start_etcd()
             for member in self.options.members:
-                self._processes.add(Child(self._layout.program(member, self._etcd)))
+                self._processes.add(
+                    Child(self._layout.program(member, self._etcd), self._nursery.start)
+                )
             for name in self.options.names:
                 await self._processes.ready(name)
             await _wait(self._all_registered, _REGISTERED_S, "not every service has registered")

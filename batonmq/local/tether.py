@@ -17,13 +17,17 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Tie this process to its parent, then become the program."""
-    parent = int(sys.argv[1])
+def tie(parent: int) -> None:
+    """Tie this process to its parent, of that process id."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(1)
+
+
+def main() -> None:
+    """Tie this process to its parent, then become the program."""
+    tie(int(sys.argv[1]))
     os.execv(sys.argv[2], sys.argv[2:])
 
 

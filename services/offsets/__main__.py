@@ -6,4 +6,5 @@ from services.offsets.app import build
 from services.offsets.config import OffsetsSettings
 from services.runtime.process import run
 
-run("offsets", OffsetsSettings, build)
+if __name__ == "__main__":
+    run("offsets", OffsetsSettings, build)

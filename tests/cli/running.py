@@ -72,6 +72,11 @@ class Up:
         """Process ids of the children at the start."""
         return {e["name"]: int(e["pid"]) for e in self.announced["endpoints"]}
 
+    def running(self, name: str) -> int:
+        """Process id of the only child of this name; it may have been restarted."""
+        (pid,) = (pid for pid in _descendants(self.process.pid) if _name(pid) == name)
+        return pid
+
     def told(self) -> str:
         """What it has said on standard error."""
         return self.stderr.read_text()
@@ -123,3 +128,13 @@ def up(data_dir: Path, *options: str) -> Iterator[Up]:
             yield Up(process, json.loads(line), stderr)
         finally:
             process.kill()
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        yield child
+        yield from _descendants(child)
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()

@@ -345,7 +345,7 @@ def test_status_lists_every_service(cluster: Up) -> None:
 
 
 def test_status_is_1_while_a_service_does_not_answer(cluster: Up) -> None:
-    (pid,) = _running(cluster, "lockmgr")
+    pid = cluster.running("lockmgr")
     os.kill(pid, signal.SIGSTOP)
     try:
         status = cluster("cluster", "status")
@@ -354,10 +354,3 @@ def test_status_is_1_while_a_service_does_not_answer(cluster: Up) -> None:
     assert status.code == 1
     assert "lockmgr lockmgr-0 is UNREACHABLE" in status.err
     assert [row["HEALTH"] for row in status.rows if row["SERVICE"] == "lockmgr"] == ["UNREACHABLE"]
-
-
-def _running(cluster: Up, service: str) -> list[int]:
-    """Process ids of a service; it may have been restarted."""
-    children = Path(f"/proc/{cluster.process.pid}/task/{cluster.process.pid}/children")
-    pids = [int(pid) for pid in children.read_text().split()]
-    return [p for p in pids if f"services.{service}\0" in Path(f"/proc/{p}/cmdline").read_text()]

@@ -258,12 +258,7 @@ def test_queue_taken_by_force_has_an_owner_again(cluster: Up, lines: Path, read:
 
 
 def test_group_is_explained_while_a_service_is_away(cluster: Up, read: str) -> None:
-    children = Path(f"/proc/{cluster.process.pid}/task/{cluster.process.pid}/children")
-    (pid,) = (
-        int(p)
-        for p in children.read_text().split()
-        if "services.offsets\0" in Path(f"/proc/{p}/cmdline").read_text()
-    )
+    pid = cluster.running("offsets")
     os.kill(pid, signal.SIGSTOP)
     try:
         stuck = cluster("group", "why-stuck", read, "--check", *JSON)

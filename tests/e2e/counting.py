@@ -16,6 +16,8 @@ from batonmq.security import Security
 
 TOPIC = "numbers"
 QUEUES = 8
+PAUSE_S = 0.03
+"""Between bunches: what the numbers go through is the subject, and the machine has other tests."""
 
 
 class Run:
@@ -53,6 +55,7 @@ class Run:
                 for n, receipt in enumerate(pending, start=number):
                     self.receipts[n] = await receipt
                 number += 50
+                await asyncio.sleep(PAUSE_S)
 
     async def consume(self, name: str, stop: asyncio.Event) -> None:
         """Handle until told to stop, then leave gracefully."""

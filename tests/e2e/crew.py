@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -14,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from batonmq.core.records import Message
+from batonmq.local.child import Child, Program
 from batonmq.producer import Producer
 from batonmq.producing.receipts import Receipt
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.support.cluster import nursery
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Worker:
 
     client_id: str
     journal: Path
-    process: Process
+    process: Child
     _read_bytes: int = 0
     _lines: list[list[str]] = field(default_factory=list)
     _done: set[int] = field(default_factory=set)
@@ -125,20 +123,20 @@ class Worker:
 
     def kill(self) -> None:
         """As `kill -9`."""
-        self.process.kill()
+        self.process.send(signal.SIGKILL)
 
     def freeze(self) -> None:
         """As `kill -STOP`."""
-        self.process.send_signal(signal.SIGSTOP)
+        self.process.send(signal.SIGSTOP)
 
     def thaw(self) -> None:
         """As `kill -CONT`."""
-        self.process.send_signal(signal.SIGCONT)
+        self.process.send(signal.SIGCONT)
 
     async def leave(self) -> int:
         """Leave gracefully; the exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        return await self.process.wait()
+        self.process.send(signal.SIGTERM)
+        return await self.process.ended() or 0
 
 
 @dataclass(slots=True)
@@ -169,17 +167,17 @@ class Crew:
             "client-id": client_id,
             "journal": str(journal),
         } | {name.replace("_", "-"): str(value) for name, value in options.items()}
-        with (self.folder / f"{client_id}{life}.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tests.e2e.member",
-                *(text for name, value in named.items() for text in (f"--{name}", value)),
-                cwd=REPO,
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        arguments = [text for name, value in named.items() for text in (f"--{name}", value)]
+        process = Child(
+            Program(
+                name=client_id,
+                command=[sys.executable, "-m", "tests.e2e.member", *arguments],
+                log_path=self.folder / f"{client_id}{life}.log",
+                is_ready=_at_once,
+            ),
+            nursery().start,
+        )
+        process.spawn()
         worker = Worker(client_id, journal, process)
         self.workers.append(worker)
         return worker
@@ -203,7 +201,7 @@ async def crew_of(nameserver: str, topic: str, folder: Path) -> AsyncIterator[Cr
         for worker in crew.workers:
             if worker.process.returncode is None:
                 worker.kill()
-                await worker.process.wait()
+                await worker.process.ended()
 
 
 async def send(
@@ -220,6 +218,10 @@ async def send(
             for number in numbers
         }
         return {number: await receipt for number, receipt in pending.items()}
+
+
+async def _at_once() -> bool:
+    return True
 
 
 def started_again(handlings: Iterable[Handling]) -> list[tuple[Handling, Handling]]:

@@ -31,7 +31,7 @@ from batonmq.local.layout import SERVICES, ClusterOptions
 from batonmq.producer import Producer
 from batonmq.producing.settings import ProducerSettings
 from batonmq.security import Security
-from tests.support.cluster import SEGMENT_BYTES
+from tests.support.cluster import SEGMENT_BYTES, nursery
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -45,7 +45,8 @@ def guarded(folder: Path, **options: Any) -> LocalCluster:
     settings = {service: dict(common) for service in SERVICES}
     settings["storage"]["segment_bytes"] = SEGMENT_BYTES
     settings["nameserver"]["heartbeat_interval_ms"] = 1_000
-    return LocalCluster(folder, ClusterOptions(secure=True, settings=settings, **options))
+    cluster = ClusterOptions(secure=True, settings=settings, **options)
+    return LocalCluster(folder, cluster, nursery=nursery())
 
 
 def security_of(cluster: LocalCluster) -> Security:

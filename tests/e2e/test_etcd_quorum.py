@@ -21,7 +21,7 @@ from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
 from batonmq.producing.settings import ProducerSettings
 from tests.e2e.crew import Crew, crew_of, send
-from tests.support.cluster import SEGMENT_BYTES
+from tests.support.cluster import SEGMENT_BYTES, nursery
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -40,7 +40,7 @@ async def cluster_at(folder: Path, offsets: int, replicas: int) -> AsyncIterator
         auto_restart=False,
         settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
     )
-    async with LocalCluster(folder / "cluster", options) as cluster:
+    async with LocalCluster(folder / "cluster", options, nursery=nursery()) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
         yield cluster

@@ -89,7 +89,7 @@ async def test_kill_9_of_an_owner_brings_back_at_most_what_it_had_in_hand_and_fl
         await send(cluster.nameserver, TOPIC, range(6_000))
         await until(lambda: len(crew.done()) > 1_500)
         victim.kill()
-        await victim.process.wait()
+        await victim.process.ended()
         heir = await crew.join("heir", parallel=8)
         await owning(heir, 2)
         await until(lambda: crew.done() == set(range(6_000)), timeout_s=60)
@@ -136,7 +136,7 @@ async def test_a_second_process_of_a_client_id_is_refused_and_the_first_is_not_t
         first = await crew.join("twin")
         await owning(first, 4)
         second = await crew.join("twin", life="-2")
-        assert await second.process.wait() == 3
+        assert await second.process.ended() == 3
         assert second.failure == "CLIENT_ID_IN_USE"
         await send(cluster.nameserver, TOPIC, range(500))
         await until(lambda: crew.done() == set(range(500)))
@@ -148,7 +148,7 @@ async def test_a_member_with_other_tags_is_refused_and_no_message_is_lost(tmp_pa
         first = await crew.join("first", expression="even || odd")
         await owning(first, 4)
         second = await crew.join("second", expression="even")
-        assert await second.process.wait() == 3
+        assert await second.process.ended() == 3
         assert second.failure == "SUBSCRIPTION_CONFLICT"
         await send(cluster.nameserver, TOPIC, range(1_000), "even", "odd")
         await until(lambda: crew.done() == set(range(1_000)))

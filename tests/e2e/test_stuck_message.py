@@ -63,7 +63,7 @@ async def test_acks_that_were_not_sent_before_a_crash_come_again_flagged_and_no_
         everything = set(range(1, 2_201))
         await until(lambda: crew.done() == everything - {2_101}, timeout_s=60)
         victim.kill()
-        await victim.process.wait()
+        await victim.process.ended()
         (progress,) = await admin.progress(crew.group)
         durable = set(range(progress.committed_offset))
         durable.update(

@@ -13,9 +13,9 @@ from pathlib import Path
 from random import Random
 
 from batonmq.local.place import Place
-from tests.e2e.crew import REPO
 from tests.e2e.member import now_us
 from tests.faults.history import Crash, Handling, Owning, Queue
+from tests.support.cluster import REPO
 
 MEMBERS = 3
 _LEAVE_S = 90.0

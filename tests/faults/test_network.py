@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from tests.e2e.crew import REPO
 from tests.faults.network import both_ways, bridge, found_launcher, halves, ring
+from tests.support.cluster import REPO
 
 NAMES = ["a", "b", "c", "d", "e"]
 

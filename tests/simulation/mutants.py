@@ -112,7 +112,13 @@ TO_AND_FRO = Options(
 
 MUTANTS = (
     Mutant("skip the fence", broken_lockmgr.skip_fence, CALM, ("V1", "V2")),
-    Mutant("fence unconditionally", broken_offsets.unconditional_fence, DEAF, ("section 4", "V6")),
+    Mutant(
+        "fence unconditionally",
+        broken_offsets.unconditional_fence,
+        DEAF,
+        ("section 4", "V6"),
+        first=2,
+    ),
     Mutant("grant before it is persisted", broken_lockmgr.grant_before_persist, CALM, ("V11",)),
     Mutant("answer before it is durable", broken_offsets.answer_before_durable, CALM, ("V8", "V9")),
     Mutant(
@@ -123,9 +129,9 @@ MUTANTS = (
     ),
     Mutant("commit without token", broken_offsets.commit_without_token, ZOMBIES, ("V3",)),
     Mutant("pull without token", broken_offsets.pull_without_token, NAPS, ("V3",), first=50),
-    Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7")),
+    Mutant("no deadline", broken_clients.no_deadline, ZOMBIES, ("V3", "V6", "V7"), first=3),
     Mutant("close without draining", broken_clients.close_without_draining, SLOW, ("V6", "V7")),
-    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7")),
+    Mutant("close not frozen", broken_clients.close_not_frozen, LOSSY, ("V6", "V7"), first=4),
     Mutant("count per contender", broken_lockmgr.count_per_contender, CROWDED, ("section 7",)),
     Mutant(
         "forget the table", broken_lockmgr.forget_the_table, FAILOVER, ("section 7", "section 12")
@@ -135,8 +141,10 @@ MUTANTS = (
     Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
     Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",)),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
-    Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",)),
-    Mutant("acked ranges forgotten", broken_offsets.acked_ranges_forgotten, ZOMBIES, ("V9",)),
+    Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
+    Mutant(
+        "acked ranges forgotten", broken_offsets.acked_ranges_forgotten, ZOMBIES, ("V9",), first=2
+    ),
     Mutant("commit what is received", broken_clients.commit_all_received, CALM, ("V4",)),
     Mutant(
         "ack without sending back", broken_clients.ack_without_sending_back, FAILING, ("V4", "L2")
@@ -146,13 +154,20 @@ MUTANTS = (
     Mutant(
         "reset without resume check", broken_offsets.reset_no_resume_check, RESETS, ("V4", "V5")
     ),
-    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",)),
-    Mutant("riding acks without token", broken_offsets.riding_acks_without_token, RIDING, ("V3",)),
+    Mutant("force without flags", broken_offsets.force_without_flags, FORCES, ("V7",), first=3),
+    Mutant(
+        "riding acks without token",
+        broken_offsets.riding_acks_without_token,
+        RIDING,
+        ("V3",),
+        first=2,
+    ),
     Mutant(
         "delivery of any generation",
         broken_offsets.delivery_of_any_generation,
         UNINFORMED,
         ("section 14",),
+        first=3,
     ),
     Mutant("grant without gate", broken_lockmgr.grant_without_gate, ROLLING, ("section 14",)),
     Mutant("flip with owners", broken_serving.flip_with_owners, ROLLING, ("section 14",)),
@@ -165,7 +180,11 @@ MUTANTS = (
         "answer without lease", broken_replicas.answer_without_lease, DEPOSED, ("section 8", "L2")
     ),
     Mutant(
-        "histories without epochs", broken_replicas.histories_without_epochs, BUSY, ("section 12",)
+        "histories without epochs",
+        broken_replicas.histories_without_epochs,
+        BUSY,
+        ("section 12",),
+        first=6,
     ),
     Mutant("adopt a lower version", broken_replicas.adopt_a_lower_version, SPLIT, ("section 12",)),
     Mutant(
@@ -192,8 +211,15 @@ MUTANTS = (
         broken_stores.compare_positions_only,
         STORES_SPLIT,
         ("section 12",),
+        first=4,
     ),
-    Mutant("keep the longer log", broken_stores.keep_the_longer_log, STORES_SPLIT, ("section 12",)),
+    Mutant(
+        "keep the longer log",
+        broken_stores.keep_the_longer_log,
+        STORES_SPLIT,
+        ("section 12",),
+        first=5,
+    ),
     Mutant(
         "show what is not confirmed",
         broken_stores.show_what_is_not_confirmed,
@@ -242,6 +268,7 @@ MUTANTS = (
         broken_moves.seal_by_a_lower_move,
         TO_AND_FRO,
         ("V1", "V3", "V5", "V7", "V9", "section 5", "L2"),
+        first=18,
     ),
     Mutant(
         "adopt a lower move",

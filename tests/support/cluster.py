@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 from batonmq.local.cluster import LocalCluster, to_stderr
 from batonmq.local.layout import ClusterOptions, highly_available
+from batonmq.local.nursery import Nursery
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
+REPO = Path(__file__).resolve().parents[2]
+PROGRAMS = (
+    "services.lockmgr", "services.nameserver", "services.offsets", "services.storage",
+    "tests.e2e.member",
+)  # fmt: skip
+
+
+@cache
+def nursery() -> Nursery:
+    """Where all processes of a run of pytest come from."""
+    return Nursery(PROGRAMS, REPO)
 
 
 @asynccontextmanager
@@ -55,5 +68,5 @@ async def local_cluster(
     )
     if available:
         options = highly_available(options)
-    async with LocalCluster(data_dir, options, report) as running:
+    async with LocalCluster(data_dir, options, report, nursery()) as running:
         yield running

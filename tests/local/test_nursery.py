@@ -1,0 +1,193 @@
+"""Goal: a forked process is like an executed one, to itself and to whoever started it.
+
+Method: a real nursery, and a program of a few lines that it has imported before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batonmq.local.child import Child, Program
+from batonmq.local.nursery import Nursery
+from tests.support.waiting import lives, until
+
+PROGRAM = """
+import json, os, signal, sys, time
+
+IMPORTED_BY = os.getpid()
+
+def main():
+    about = {
+        "pid": os.getpid(), "session": os.getsid(0), "arguments": sys.argv[1:],
+        "environment": dict(os.environ), "folder": os.getcwd(), "input": sys.stdin.read(),
+        "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "name": __name__, "imported here": IMPORTED_BY == os.getpid(), "path": sys.path[0],
+    }
+    print(json.dumps(about), flush=True)
+    if "fail" in sys.argv:
+        raise ValueError("as it was told")
+    if "sleep" in sys.argv:
+        time.sleep(600)
+    sys.exit(3)
+
+if __name__ == "__main__":
+    main()
+"""
+PARENT = """
+import sys, time
+from pathlib import Path
+from batonmq.local.child import Child, Program
+from batonmq.local.nursery import Nursery
+
+folder = Path(sys.argv[1])
+command = [sys.executable, "-m", "forked_program", "sleep"]
+program = Program(name="it", command=command, log_path=folder / "log", is_ready=None)
+child = Child(program, Nursery(["forked_program"], folder).start)
+child.spawn()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "forked_program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+@pytest.fixture
+def nursery(folder: Path) -> Iterator[Nursery]:
+    with Nursery(["forked_program"], folder) as nursery:
+        yield nursery
+
+
+def child_of(nursery: Nursery, folder: Path, *command: str) -> Child:
+    log_path = folder / "log"
+
+    async def is_up() -> bool:
+        return log_path.exists() and "}\n" in log_path.read_text()
+
+    program = Program(
+        name="child",
+        command=command,
+        log_path=log_path,
+        is_ready=is_up,
+        env={"GIVEN": "yes"},
+        drop=("PRIVATE_",),
+    )
+    return Child(program, nursery.start)
+
+
+def forked(nursery: Nursery, folder: Path, *arguments: str) -> Child:
+    return child_of(nursery, folder, sys.executable, "-m", "forked_program", *arguments)
+
+
+def parent_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (parent,) = (line.split()[1] for line in status.splitlines() if line.startswith("PPid"))
+    return int(parent)
+
+
+async def test_it_has_a_session_an_output_and_an_environment_of_its_own(
+    nursery: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PRIVATE_THING", "no")
+    monkeypatch.setenv("INHERITED", "yes")
+    child = forked(nursery, folder, "one", "two words")
+    child.spawn()
+    pid = child.pid
+    assert await child.ended() == 3
+    told = json.loads((folder / "log").read_text())
+    assert told["pid"] == told["session"] == pid
+    assert pid != os.getpid()
+    assert told["arguments"] == ["one", "two words"]
+    assert told["environment"].items() >= {"GIVEN": "yes", "INHERITED": "yes"}.items()
+    assert "PRIVATE_THING" not in told["environment"]
+    assert told["folder"] == told["path"] == str(folder)
+    assert (told["input"], told["name"], told["interrupt"]) == ("", "__main__", True)
+
+
+async def test_an_error_is_in_its_log_and_in_its_exit_status(
+    nursery: Nursery, folder: Path
+) -> None:
+    child = forked(nursery, folder, "fail")
+    child.spawn()
+    assert await child.ended() == 1
+    assert child.last_lines(1) == ["ValueError: as it was told"]
+
+
+async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
+    nursery: Nursery, folder: Path
+) -> None:
+    children = []
+    for number in range(6):
+        own = folder / str(number)
+        children.append(forked(nursery, own, "sleep"))
+        children[-1].spawn()
+    for child in children:
+        await child.ready(20)
+    assert len({child.pid for child in children}) == 6
+    stopped, paused, killed, lost, *rest = children
+    assert await stopped.stop(20)
+    assert stopped.returncode == -signal.SIGTERM
+    paused.send(signal.SIGSTOP)
+    assert await paused.stop(20)
+    killed.kill_now()
+    assert killed.returncode == -signal.SIGKILL
+    assert lost.pid is not None
+    os.kill(lost.pid, signal.SIGKILL)
+    assert await lost.ended() == -signal.SIGKILL
+    assert all(child.pid is not None and child.returncode is None for child in rest)
+    for child in rest:
+        child.kill_now()
+
+
+async def test_a_program_that_is_no_module_is_executed(nursery: Nursery, folder: Path) -> None:
+    child = child_of(nursery, folder, sys.executable, "-c", "raise SystemExit(4)")
+    child.spawn()
+    assert await child.ended() == 4
+
+
+async def test_all_of_them_end_with_the_nursery_and_it_begins_anew(
+    nursery: Nursery, folder: Path
+) -> None:
+    child = forked(nursery, folder, "sleep")
+    child.spawn()
+    await child.ready(20)
+    assert child.pid is not None
+    os.kill(parent_of(child.pid), signal.SIGKILL)
+    assert await child.ended() == -signal.SIGKILL
+    again = forked(nursery, folder / "again", "sleep")
+    again.spawn()
+    await again.ready(20)
+    again.kill_now()
+
+
+async def test_all_of_them_end_with_the_block(folder: Path) -> None:
+    with Nursery(["forked_program"], folder) as nursery:
+        child = forked(nursery, folder, "sleep")
+        child.spawn()
+        await child.ready(20)
+    assert await child.ended() == -signal.SIGKILL
+
+
+async def test_nothing_outlives_a_parent_that_is_killed(folder: Path) -> None:
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(folder), stdout=PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    assert lives(pid)
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not lives(pid))
