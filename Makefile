@@ -106,24 +106,24 @@ observe: $(SETUP) ## rules and dashboards: promtool's verdict, every query asked
 	then promtool check config prometheus.yml && promtool test rules alerts_test.yaml; \
 	else echo "promtool skipped: it is not here (Debian: apt-get install prometheus)"; fi
 	pytest -q -rs tests/deploy/test_alerts.py tests/deploy/test_dashboards.py tests/deploy/test_live_metrics.py \
-	  tests/local/test_prometheus.py
+	  tests/local/test_prometheus.py tests/spark/test_app.py
 
 images: $(SETUP) ## container images, on BASE_IMAGE; WITH_SPARK=1 and WITH_ETCD=1 for those as well
 	deploy/images/build.sh
 
 k8s: $(SETUP)   ## every overlay and combination of components, rendered and validated; the scripts, too
-	python -m tests.deploy.manifests
+	python -m tests.deploy.manifests $(if $(CI),--required)
 	if command -v shellcheck >/dev/null; then shellcheck deploy/*/*.sh; \
-	else echo "shellcheck skipped: it is not here"; fi
+	else echo "shellcheck skipped: it is not here"; test -z "$(CI)"; fi
 
-kind-up:        ## a cluster of kind with BatonMQ in it; after `make images`
+kind-up:        ## a cluster of kind with BatonMQ in it; after `make images`; SECURE=1: TLS and access
 	deploy/kind/up.sh
 
 kind-down:      ## without a trace
 	deploy/kind/down.sh
 
 kind-test:      ## the demo in it; then every pod is deleted in turn while messages flow
-	deploy/kubernetes/test.sh kind-baton kind
+	deploy/kubernetes/test.sh kind-baton kind$(if $(SECURE),-secure)
 
 minikube-up:    ## the same with minikube
 	deploy/minikube/up.sh
@@ -132,9 +132,9 @@ minikube-down:
 	deploy/minikube/down.sh
 
 minikube-test:
-	deploy/kubernetes/test.sh baton minikube
+	deploy/kubernetes/test.sh baton minikube$(if $(SECURE),-secure)
 
-e2e-containers: $(SETUP) ## containers killed, paused and cut off under load; PAGE=1 writes docs/containers.md
+e2e-containers: $(SETUP) ## containers killed, paused and cut off under load, with TLS and access; PAGE=1 writes docs/containers.md
 	python -m tests.containers $(if $(PAGE),--page)
 
 clean:          ## forget everything that was made here

@@ -17,7 +17,7 @@ from batonmq.access import AccessControl, Grant, Role
 from batonmq.admin import Admin
 from batonmq.common.errors import BatonError
 from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import SERVICES, ClusterOptions
+from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
 from batonmq.producing.settings import Durability, ProducerSettings
 from bench.figures import Figure, Goal, figure, interleaved, seconds
@@ -86,13 +86,7 @@ async def access(setup: Setup) -> list[Figure]:
 
 
 async def _side(stack: AsyncExitStack, folder: Path, *, on: bool) -> _Side:
-    common = {"access": on, "access_admins": "admin"}
-    options = ClusterOptions(
-        secure=True,
-        auto_restart=False,
-        log_level="WARNING",
-        settings=dict.fromkeys(SERVICES, common),
-    )
+    options = ClusterOptions(secure=True, access=on, auto_restart=False, log_level="WARNING")
     cluster = await stack.enter_async_context(LocalCluster(folder, options))
     security = cluster.security
     assert security is not None

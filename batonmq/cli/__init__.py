@@ -49,6 +49,7 @@ from batonmq.cli.stuck import lag, why_stuck
 from batonmq.cli.top import top
 from batonmq.cli.topic_stats import stats
 from batonmq.cli.trace import trace
+from batonmq.cli.traffic import traffic
 from batonmq.cli.up import up
 from batonmq.common.errors import InvalidArgument
 from batonmq.security import Security
@@ -210,4 +211,5 @@ app.add_typer(debug.app, name="debug")
 app.add_typer(mqadmin.app, name="mqadmin")
 app.add_typer(contexts.app, name="context")
 app.command()(demo)
+app.command()(traffic)
 app.command()(fsck)

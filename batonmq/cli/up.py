@@ -55,7 +55,8 @@ def up(
         bool,
         typer.Option(
             "--secure",
-            help="Over TLS, with certificates that are made here; a context says so to commands.",
+            help="Over TLS, with certificates that are made here, and with access on; commands act "
+            "as the administrator, by a context.",
         ),
     ] = False,
     observe: Annotated[
@@ -83,6 +84,7 @@ def up(
         log_level=log_level,
         nameserver_port=NAMESERVER_PORT,
         secure=secure,
+        access=secure,
     )
     if profile is Profile.HA:
         options = highly_available(options)
@@ -120,7 +122,9 @@ async def _up(output: Output, cluster: LocalCluster, contexts: Path, *, observe:
             await exits.enter_async_context(prometheus)
             to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at /alerts")
         _announce(output, cluster, name)
-        if not name:
+        if name:
+            to_stderr("access is on: others may do what is granted to them (baton access grant)")
+        else:
             to_stderr("TLS IS OFF: whoever is on this machine can read and write everything")
         try:
             await asyncio.Event().wait()

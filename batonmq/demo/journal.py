@@ -3,8 +3,10 @@
 A journal is a text file with one line per fact, written before the fact is acknowledged, so
 that it survives whatever happens to its writer:
 
-    H <queue id> <offset> <token> <redelivered> <key>     a message was handled
-    E <kind> <queue id> <token> <monotonic ms>            a queue came or went
+    H <queue> <offset> <token> <redelivered> <key>     a message was handled
+    E <kind> <queue> <token> <monotonic ms>            a queue came or went
+
+A queue is `<broker>/<queue id>`; all are of one topic.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Self
 
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import OwnershipEvent
+from batonmq.core.route import QueueId
 
 
 class Journal:
@@ -43,22 +46,26 @@ class Journal:
     def handled(self, message: ReceivedMessage) -> None:
         """Note that a message is handled."""
         line = (
-            f"H {message.queue.queue_id} {message.offset} {message.token} "
+            f"H {_name(message.queue)} {message.offset} {message.token} "
             f"{int(message.redelivered)} {message.keys[0]}\n"
         )
         os.write(self._file, line.encode())
 
     def ownership(self, event: OwnershipEvent) -> None:
         """Note that a queue came or went."""
-        line = f"E {event.kind} {event.queue.queue_id} {event.token} {event.monotonic_ms}\n"
+        line = f"E {event.kind} {_name(event.queue)} {event.token} {event.monotonic_ms}\n"
         os.write(self._file, line.encode())
+
+
+def _name(queue: QueueId) -> str:
+    return f"{queue.broker}/{queue.queue_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Handled:
     """One handled message."""
 
-    queue_id: int
+    queue: str
     offset: int
     token: int
     redelivered: bool
@@ -71,7 +78,7 @@ class Event:
 
     member: str
     kind: str
-    queue_id: int
+    queue: str
     token: int
     monotonic_ms: int
 
@@ -85,11 +92,11 @@ def read(paths: Iterable[Path]) -> tuple[list[Handled], list[Event]]:
                 continue
             what, *fields = line.split()
             if what == "H":
-                queue_id, offset, token, redelivered = map(int, fields[:4])
-                handled.append(Handled(queue_id, offset, token, bool(redelivered), fields[4]))
+                offset, token, redelivered = map(int, fields[1:4])
+                handled.append(Handled(fields[0], offset, token, bool(redelivered), fields[4]))
             else:
-                queue_id, token, at_ms = map(int, fields[1:])
-                events.append(Event(path.stem, fields[0], queue_id, token, at_ms))
+                token, at_ms = map(int, fields[2:])
+                events.append(Event(path.stem, fields[0], fields[1], token, at_ms))
     return handled, events
 
 
@@ -138,9 +145,9 @@ def judge(handled: Sequence[Handled], sent: Mapping[str, int]) -> Verdict:
 
 def _misordered(handled: Sequence[Handled], sent: Mapping[str, int]) -> int:
     """Owners follow each other by token; within one token the journal has the order."""
-    by_queue: dict[int, list[Handled]] = defaultdict(list)
+    by_queue: dict[str, list[Handled]] = defaultdict(list)
     for h in handled:
-        by_queue[h.queue_id].append(h)
+        by_queue[h.queue].append(h)
     count = 0
     for messages in by_queue.values():
         messages.sort(key=lambda h: h.token)
@@ -162,12 +169,12 @@ def handovers_ms(events: Iterable[Event]) -> list[int]:
     From the moment the old owner started nothing more to the grant of the next one.
     """
     took = []
-    let_go: dict[int, Event] = {}
+    let_go: dict[str, Event] = {}
     for event in sorted(events, key=lambda e: (e.token, e.monotonic_ms)):
         if event.kind == "draining":
-            let_go[event.queue_id] = event
+            let_go[event.queue] = event
         elif event.kind == "granted":
-            before = let_go.pop(event.queue_id, None)
+            before = let_go.pop(event.queue, None)
             if before is not None and before.member != event.member:
                 took.append(max(event.monotonic_ms - before.monotonic_ms, 0))
     return sorted(took)

@@ -1,25 +1,21 @@
 """Messages that flow until somebody says stop, and what became of each.
 
-`python -m batonmq.demo.traffic`: one producer sends at a steady rate, and a few members, processes
-of their own, handle and journal. A line of JSON a second says how it goes. SIGTERM, or the end of
-`--seconds`, ends the sending; once everything is handled, or nothing moves any more, the members
-leave, and the last line is the verdict: exit status 1 if it is not good. Meanwhile somebody kills,
-pauses and cuts off whatever the cluster consists of.
+`baton traffic`: one producer sends at a steady rate, and a few members, processes of their own,
+handle and journal. SIGTERM, or the end of the time, ends the sending; once everything is handled,
+or nothing moves any more, the members leave, and what was sent is compared with what was handled.
+Meanwhile somebody kills, pauses and cuts off whatever the cluster consists of.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import signal
 import sys
-import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from batonmq.admin import Admin
-from batonmq.common import logs
 from batonmq.common.errors import BatonError, TopicExists
 from batonmq.core.records import Message
 from batonmq.demo.crew import Crew, Part
@@ -27,6 +23,7 @@ from batonmq.demo.journal import Verdict, judge, read
 from batonmq.producer import Producer
 from batonmq.producing.receipts import Pending
 from batonmq.producing.settings import ProducerSettings
+from batonmq.security import Security
 
 TOPIC, GROUP, QUEUE_COUNT = "traffic", "drivers", 8
 TICKS_PER_S = 10
@@ -35,6 +32,26 @@ WAITING_MAX = 100_000
 STALL_S = 120.0
 """Nothing was handled for so long after the last message was sent: what is missing is lost."""
 PATIENT = ProducerSettings(delivery_timeout_ms=600_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to flow.
+
+    Attributes:
+        rate: Messages sent in a second.
+        members: How many handle them.
+        seconds: How long is sent; 0: until SIGTERM.
+        folder: Where members write their journals; empty.
+        security: How to use TLS; None for none.
+    """
+
+    nameserver: str
+    rate: int
+    members: int
+    seconds: float
+    folder: Path
+    security: Security | None = None
 
 
 @dataclass(slots=True)
@@ -50,14 +67,15 @@ class Flow:
     unsure: set[str] = field(default_factory=set)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def produce(self, nameserver: str, rate: int) -> None:
-        """Send `rate` messages a second until told to stop, and wait for all outcomes."""
+    async def produce(self, plan: Plan) -> None:
+        """Send until told to stop, and wait for all outcomes."""
         waiting: asyncio.Queue[tuple[str, int, Pending] | None] = asyncio.Queue(WAITING_MAX)
         number = 0
-        async with Producer(nameserver, PATIENT) as producer, asyncio.TaskGroup() as tasks:
+        settings = replace(PATIENT, security=plan.security)
+        async with Producer(plan.nameserver, settings) as producer, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._settle(waiting))
             while not self.stop.is_set():
-                for _ in range(max(rate // TICKS_PER_S, 1)):
+                for _ in range(max(plan.rate // TICKS_PER_S, 1)):
                     key = f"m{number}"
                     message = Message(key.encode(), keys=(key,))
                     pending = await producer.submit(TOPIC, message, ordering_key=key)
@@ -108,9 +126,9 @@ def balance(flow: Flow, journals: list[Path]) -> Outcome:
     return Outcome(sent=len(flow.sent), unsure=len(flow.unsure), **asdict(verdict))
 
 
-async def run(options: argparse.Namespace, folder: Path) -> Outcome:
-    """Let messages flow on a cluster that is up, until told to stop."""
-    async with Admin(options.nameserver) as admin:
+async def run(plan: Plan) -> Outcome:
+    """Let messages flow on a cluster that is up, until told to stop; a line a second says how."""
+    async with Admin(plan.nameserver, security=plan.security) as admin:
         try:
             await admin.create_topic(TOPIC, QUEUE_COUNT)
         except TopicExists:
@@ -119,14 +137,19 @@ async def run(options: argparse.Namespace, folder: Path) -> Outcome:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, flow.stop.set)
     part = Part(
-        nameserver=options.nameserver, group=GROUP, topic=TOPIC, expression="*", folder=folder
+        nameserver=plan.nameserver,
+        group=GROUP,
+        topic=TOPIC,
+        expression="*",
+        folder=plan.folder,
+        security=plan.security,
     )
-    async with Crew(part, options.members) as crew, asyncio.TaskGroup() as tasks:
+    async with Crew(part, plan.members) as crew, asyncio.TaskGroup() as tasks:
         for member in crew.members:
             member.join()
         telling = tasks.create_task(_tell(flow, crew))
-        ending = tasks.create_task(_end(flow, options.seconds))
-        await flow.produce(options.nameserver, options.rate)
+        ending = tasks.create_task(_end(flow, plan.seconds))
+        await flow.produce(plan)
         ending.cancel()
         await _handled(flow, crew)
         for member in crew.members:
@@ -158,26 +181,3 @@ async def _end(flow: Flow, seconds: float) -> None:
     if seconds:
         await asyncio.sleep(seconds)
         flow.stop.set()
-
-
-def main() -> None:
-    """Read the command line and run."""
-    parser = argparse.ArgumentParser(prog="batonmq.demo.traffic", description=__doc__)
-    parser.add_argument("--nameserver", required=True)
-    parser.add_argument("--members", type=int, default=3)
-    parser.add_argument("--rate", type=int, default=200, help="messages sent in a second")
-    parser.add_argument("--seconds", type=float, default=0, help="0: until SIGTERM")
-    parser.add_argument(
-        "--repeats", action="store_true", help="messages marked as redelivered may come twice"
-    )
-    options = parser.parse_args()
-    logs.configure("WARNING", "text")
-    with tempfile.TemporaryDirectory(prefix="baton-traffic-") as folder:
-        outcome = asyncio.run(run(options, Path(folder)))
-    good = outcome.ok(options.repeats)
-    print(json.dumps({**asdict(outcome), "ok": good}), flush=True)
-    raise SystemExit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What a local cluster consists of: programs, ports, folders.
 
 lock          held while the cluster runs
-tls/          an authority and what it has certified, if the cluster is secure
+tls/          an authority and what it has certified, if the cluster is secure; etcd's in tls/etcd
 ports.json    the services' ports
 logs/         one file per process
 etcd/         unless another etcd is used; etcd-1/ and so on, if there are several
@@ -27,7 +27,8 @@ from batonmq.security import Security
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
 _WITH_DATA = ("storage", "offsets")
 ADMIN = "admin"
-"""Whom the certificate of clients is about."""
+"""Whom the certificate of clients is about, and who may do everything where access is on."""
+ETCD = "etcd"
 _WATERMARKS = {
     "disk_warn_percent": 95,
     "disk_clean_percent": 96,
@@ -74,6 +75,8 @@ class ClusterOptions:
         nameserver_port: Port the first nameserver gets if it is free and none was kept; 0 for any.
         secure: Everybody shows a certificate to everybody, by an authority that the cluster makes;
             an etcd that is not its own is talked to without TLS.
+        access: Nobody but the administrator, whom clients' certificate is about, may do what was
+            not granted; only if the cluster is secure.
         log_level: Lowest level the services log.
         settings: Further settings by service, for all its processes, such as
             `{"storage": {"segment_bytes": 65536}}`.
@@ -93,6 +96,7 @@ class ClusterOptions:
     nameservers: int = 1
     nameserver_port: int = 0
     secure: bool = False
+    access: bool = False
     log_level: str = "INFO"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     auto_restart: bool = True
@@ -174,6 +178,8 @@ class Layout:
         if begun and self._tls.exists() != options.secure:
             was = "without --secure" if options.secure else "with --secure"
             raise NotSecured(f"{data_dir} was begun {was}, which its etcds can't change")
+        if options.access and not options.secure:
+            raise NotSecured("access needs TLS: without it nothing proves who calls")
         if options.secure:
             places = {self._place(name).host for name in (*options.names, *options.places)}
             _certify(self._tls, sorted({"localhost", HOST, *places}))
@@ -182,10 +188,11 @@ class Layout:
         """What a client shows, or `etcd`, or a service; None if the cluster is not secure."""
         if not self._options.secure:
             return None
+        folder = self._tls / ETCD if name == ETCD else self._tls
         return Security(
-            ca_file=str(self._tls / "ca.pem"),
-            cert_file=str(self._tls / f"{name}.pem"),
-            key_file=str(self._tls / f"{name}.key"),
+            ca_file=str(folder / "ca.pem"),
+            cert_file=str(folder / f"{name}.pem"),
+            key_file=str(folder / f"{name}.key"),
         )
 
     def etcd_dir(self, number: int) -> Path:
@@ -244,12 +251,21 @@ class Layout:
         own = self.security(service)
         if own is None:
             return {"insecure_network": True} if self._options.places else {}
-        files = {"ca_file": own.ca_file, "cert_file": own.cert_file, "key_file": own.key_file}
-        users = ["tls"] if self._options.etcd else ["tls", "etcd"]
-        return {f"{user}_{name}": path for user in users for name, path in files.items()}
+        settings: dict[str, object] = {**_files("tls", own)}
+        if not self._options.etcd:
+            settings |= _files("etcd", self.security(ETCD))
+        if self._options.access:
+            settings |= {"access": True, "access_admins": ADMIN}
+        return settings
 
     def _place(self, name: str) -> Place:
         return self._options.places.get(name, LOOPBACK)
+
+
+def _files(user: str, security: Security | None) -> dict[str, str]:
+    assert security is not None
+    names = ("ca_file", "cert_file", "key_file")
+    return {f"{user}_{name}": getattr(security, name) for name in names}
 
 
 async def _serves(address: str, security: Security | None) -> bool:
@@ -266,6 +282,8 @@ def _certify(folder: Path, hosts: Sequence[str]) -> None:
             "nothing here makes certificates: install batonmq[local], or leave --secure out"
         ) from error
     authority = Authority(folder)
-    for service in (*SERVICES, "etcd"):
+    for service in SERVICES:
         authority.issue(Subject(name=service, uri=f"service:{service}", hosts=hosts))
     authority.issue(Subject(name=ADMIN))
+    # Whoever this one certifies reads and writes everything, whatever was granted.
+    Authority(folder / ETCD).issue(Subject(name=ETCD, hosts=hosts))

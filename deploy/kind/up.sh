@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# A cluster of kind with BatonMQ in it. Needs docker, kind, kubectl and the images (make images).
+# A cluster of kind with BatonMQ in it; SECURE=1: with TLS and access on. Needs docker, kind, kubectl and the images
+# (make images).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 
 kind get clusters | grep -qx baton || kind create cluster --config deploy/kind/cluster.yaml --wait 180s
 kind load docker-image --name baton "batonmq/services:$tag" "batonmq/demo:$tag"
-deploy/kubernetes/apply.sh kind-baton kind
+deploy/kubernetes/apply.sh kind-baton "kind${SECURE:+-secure}"

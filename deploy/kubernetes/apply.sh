@@ -1,12 +1,22 @@
 #!/usr/bin/env bash
-# apply.sh CONTEXT OVERLAY: apply an overlay of deploy/k8s, and wait until every pod is ready.
+# apply.sh CONTEXT OVERLAY: apply an overlay of deploy/k8s, and wait until every pod is ready. Of those with TLS the
+# certificates are made first, in build/tls: those of the services, and of the identities `operator` and `demo`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 kube() { kubectl --context "$context" --namespace baton "$@"; }
-context=$1 overlay=$2
+context=$1 overlay=$2 tls=build/tls
 
+if [[ $overlay == *-secure ]]; then
+  deploy/kubernetes/make-ca.sh "$tls" operator demo
+  deploy/kubernetes/apply-secrets.sh "$context" "$tls"
+fi
 kube apply -k "deploy/k8s/overlays/$overlay"
 for stateful in $(kube get statefulsets --output name); do
   kube rollout status "$stateful" --timeout 300s
 done
 kube get pods --output wide
+echo "$overlay: applied and ready in $SECONDS s"
+if [[ $overlay == *-secure ]]; then
+  echo "baton context set $overlay --nameserver 127.0.0.1:30950 --ca-file $tls/ca.crt" \
+    "--cert-file $tls/tls-operator/tls.crt --key-file $tls/tls-operator/tls.key"
+fi

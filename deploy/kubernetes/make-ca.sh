@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# make-ca.sh FOLDER [CLIENT...]: an authority of its own and the certificates that components/tls wants, for clusters
-# without cert-manager. Existing files are kept: run again, it adds clients. Needs openssl 3. Then, as it says:
-#   kubectl --namespace baton create secret generic tls-storage --from-file FOLDER/storage ...
+# make-ca.sh FOLDER [CLIENT...]: certificates for clusters without cert-manager, a folder for each Secret, such as
+# FOLDER/tls-storage: of the services, of clients by the identity they are to have, and, by an authority of its own,
+# of etcd. Whoever has a certificate of that one reads and writes everything. Needs openssl 3.
+# What is there is kept, so run again it adds clients; RENEW=1 issues everything anew, but for the authorities.
+# apply-secrets.sh makes the Secrets.
 set -euo pipefail
 folder=$1
 shift
@@ -10,33 +12,39 @@ days=${DAYS:-365}
 umask 077
 mkdir -p "$folder"
 
-if [ ! -e "$folder/ca.key" ]; then
-  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=baton" \
-    -addext "keyUsage=critical,keyCertSign,cRLSign" \
-    -keyout "$folder/ca.key" -out "$folder/ca.crt" 2>/dev/null
-fi
-
-issue() { # name names
-  [ -e "$folder/$1/tls.crt" ] && return
-  mkdir -p "$folder/$1"
-  openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$1" \
-    -keyout "$folder/$1/tls.key" 2>/dev/null |
-    openssl x509 -req -days "$days" -CA "$folder/ca.crt" -CAkey "$folder/ca.key" \
-      -extfile <(printf 'subjectAltName=%s\nextendedKeyUsage=serverAuth,clientAuth\n' "$2") \
-      -out "$folder/$1/tls.crt" 2>/dev/null
-  cp "$folder/ca.crt" "$folder/$1/ca.crt"
+authority() { # name
+  [ -e "$folder/$1.crt" ] && return
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=$1" \
+    -addext "keyUsage=critical,keyCertSign,cRLSign" -keyout "$folder/$1.key" -out "$folder/$1.crt.new" 2>/dev/null
+  mv "$folder/$1.crt.new" "$folder/$1.crt"
 }
 
+issue() { # authority secret name alternatives
+  local to=$folder/$2
+  [ -e "$to/tls.crt" ] && [ "${RENEW:-0}" != 1 ] && return
+  rm -rf "$to.new"
+  mkdir "$to.new"
+  openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$3" \
+    -keyout "$to.new/tls.key" -out "$to.new/request" 2>/dev/null
+  openssl x509 -req -days "$days" -CA "$folder/$1.crt" -CAkey "$folder/$1.key" -in "$to.new/request" \
+    -extfile <(printf 'subjectAltName=%s\nextendedKeyUsage=serverAuth,clientAuth\n' "$4") \
+    -out "$to.new/tls.crt" 2>/dev/null
+  rm "$to.new/request"
+  cp "$folder/$1.crt" "$to.new/ca.crt"
+  rm -rf "$to" # all or nothing: what is half done has another name
+  mv "$to.new" "$to"
+}
+
+authority ca
+authority etcd-ca
 local=DNS:localhost,IP:127.0.0.1
 for service in storage offsets lockmgr; do
-  issue "$service" "URI:service:$service,DNS:*.$service.$namespace.svc,$local"
+  issue ca "tls-$service" "$service" "URI:service:$service,DNS:*.$service.$namespace.svc,$local"
 done
-issue nameserver "URI:service:nameserver,DNS:*.nameserver-nodes.$namespace.svc,DNS:nameserver,\
+issue ca tls-nameserver nameserver "URI:service:nameserver,DNS:*.nameserver-nodes.$namespace.svc,DNS:nameserver,\
 DNS:nameserver.$namespace,DNS:nameserver.$namespace.svc,$local"
 for client in "$@"; do
-  issue "$client" "URI:$client"
+  issue ca "tls-$client" "$client" "URI:$client"
 done
-
-for service in storage offsets lockmgr nameserver; do
-  echo "kubectl --namespace $namespace create secret generic tls-$service --from-file $folder/$service"
-done
+issue etcd-ca etcd-server etcd "DNS:etcd-0.etcd,DNS:etcd-1.etcd,DNS:etcd-2.etcd,DNS:*.etcd.$namespace.svc,$local"
+issue etcd-ca etcd-client batonmq "DNS:batonmq"

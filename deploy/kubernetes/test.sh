@@ -5,9 +5,11 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 context=$1 overlay=$2
 kube() { kubectl --context "$context" --namespace baton "$@"; }
+jobs=deploy/k8s/jobs
+if [[ $overlay == *-secure ]]; then jobs=deploy/k8s/jobs-secure; fi
 
 start() { # One of the jobs, and what all of them need.
-  kubectl kustomize deploy/k8s/jobs | kube apply -f - --selector "batonmq/job in ($1,account)"
+  kubectl kustomize "$jobs" | kube apply -f - --selector "batonmq/job in ($1,account)"
 }
 
 finished() { # Wait for a job; its log, and whether it went well.
@@ -18,21 +20,45 @@ finished() { # Wait for a job; its log, and whether it went well.
   kube wait "job/$1" --for condition=complete --timeout 1s
 }
 
-kube delete job demo traffic --ignore-not-found
+handled() { # How many messages the traffic has handled: once a second it says so.
+  kube logs job/traffic --tail 1 | sed -n 's/.*"handled": \([0-9]*\).*/\1/p'
+}
+
+flows() { # Until so many more are handled.
+  local goal
+  goal=$(($(handled) + $1))
+  for _ in $(seq 180); do
+    sleep 1
+    if [ "$(($(handled)))" -ge "$goal" ]; then return; fi
+  done
+  echo "nothing is handled any more" >&2
+  return 1
+}
+
+stood() { # The longest time since then in which nothing was handled, in seconds.
+  kube logs job/traffic --since-time "$1" |
+    awk -F '[:,}]' '{ run = $4 == last ? run + 1 : 0; last = $4; if (run > worst) worst = run } END { print worst + 0 }'
+}
+
+kube delete job demo traffic grants --ignore-not-found
+if [[ $overlay == *-secure ]]; then
+  start grants
+  finished grants
+fi
 start demo
 finished demo
 
 start traffic
 kube wait pod --selector batonmq/job=traffic --for condition=Ready --timeout 120s
-until [ "$(kube logs job/traffic --tail 1 | sed -n 's/.*"handled": \([0-9]*\).*/\1/p')" -gt 0 ] 2>/dev/null; do
-  sleep 1
-done
+flows 1000
 for pod in $(kube get pods --selector 'app.kubernetes.io/part-of=batonmq,!batonmq/client' --output name); do
-  echo "deleting $pod"
+  since=$(date -u +%FT%TZ) began=$SECONDS
   kube delete "$pod" --wait
-  kube wait "$pod" --for create --timeout 120s
-  kube wait "$pod" --for condition=Ready --timeout 300s
-  sleep 5
+  kube wait "$pod" --for create --timeout 120s >/dev/null
+  kube wait "$pod" --for condition=Ready --timeout 300s >/dev/null
+  ready=$((SECONDS - began))
+  flows 1000
+  echo "$pod: ready again after $ready s, nothing handled for $(stood "$since") s"
 done
 kube exec job/traffic -- sh -c 'kill 1'
 finished traffic

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A cluster of minikube with BatonMQ in it. Needs minikube, kubectl and the images (make images).
+# A cluster of minikube with BatonMQ in it; SECURE=1: with TLS and access on. Needs minikube, kubectl and the images
+# (make images).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
@@ -10,4 +11,4 @@ minikube addons enable storage-provisioner-rancher --profile baton
 for image in services demo; do
   minikube image load --profile baton "batonmq/$image:$tag"
 done
-deploy/kubernetes/apply.sh baton minikube
+deploy/kubernetes/apply.sh baton "minikube${SECURE:+-secure}"

@@ -40,7 +40,9 @@ REPLICATION = "baton.offsets.v1.ReplicationService"
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The app of the process."""
     if len(settings.members) <= 1:
-        await check_alone(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
+        await runtime.patiently(
+            check_alone(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
+        )
     else:
         await asyncio.to_thread(set_aside_damage, settings.data_dir)
     with Disk(settings.data_dir, free_bytes_min=settings.disk_free_bytes_min) as disk:

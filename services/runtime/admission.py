@@ -18,7 +18,7 @@ import grpc.aio
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import abort
 from services.runtime.access import ANYTHING, Need, denied
-from services.runtime.guard import Caller, Guard
+from services.runtime.guard import Caller, Guard, Metadata
 from services.runtime.rules import Each
 
 _BY_CHARACTERS_MAX = 200
@@ -40,6 +40,13 @@ class Admission:
         self._open: dict[asyncio.Task[Any], Callable[[], BatonError | None]] = {}
         self._ended: dict[asyncio.Task[Any], BatonError] = {}
         guard.on_change.append(self._recheck)
+
+    def unread(self, path: str, metadata: Metadata) -> BatonError | None:
+        """Why a call is refused before its request is read; None if that has to be seen."""
+        error = self._guard.refusal(path, metadata)
+        if error is not None:
+            self._guard.count(_service(path), error)
+        return error
 
     def unary(self, path: str, call: Any) -> Any:
         """`call`, for those who may."""

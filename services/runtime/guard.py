@@ -29,6 +29,7 @@ _NAMES = (_URI, "peer_dns", "x509_common_name")
 they ask for, so it makes nobody a service."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Require(Protocol):
@@ -56,6 +57,7 @@ class Guard:
     Args:
         admins: Identities that are admin on the cluster whatever is granted.
         on: Without, nothing is followed and nobody is refused.
+        certificates: Whether clients are asked for one. If not, only a token tells who calls.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Guard:
         *,
         on: bool = False,
         admins: Iterable[str] = (),
+        certificates: bool = True,
     ) -> None:
+        self._certificates = certificates
         self.on, self._rules = on, dict(COMMON)
         self.admins = tuple(name.strip() for name in admins)
         self.access = Access(self.admins)
@@ -99,11 +103,8 @@ class Guard:
             Unauthenticated: nobody that is known.
             NotServing: what is granted was not read yet.
         """
-        if not self.mirror.revision:
-            raise NotServing("grants are not read yet", retry_after_ms=200)
-        for key, value in context.invocation_metadata() or ():
-            if key == _AUTHORIZATION:
-                return self._of_token(value)
+        if (caller := self._by_token(context.invocation_metadata() or ())) is not None:
+            return caller
         found = context.auth_context()
         for name in _NAMES:
             if values := found.get(name):
@@ -114,6 +115,18 @@ class Guard:
                     )
                 return Caller(identity)
         raise Unauthenticated("the call brings no bearer token and no client certificate")
+
+    def refusal(self, path: str, metadata: Metadata) -> BatonError | None:
+        """Why nobody who calls so may call this, whatever is asked: known before that is read."""
+        rule = self._rules.get(path)
+        if rule is not None and rule.open:
+            return None
+        try:
+            if self._by_token(metadata) is None and not self._certificates:
+                raise Unauthenticated("the call brings no bearer token")
+        except BatonError as error:
+            return error
+        return None
 
     def check(self, path: str, caller: Caller, needs: Sequence[Need]) -> None:
         """Refuse a caller who may not call a method, or lacks one of `needs`.
@@ -176,6 +189,19 @@ class Guard:
     def _is_one_of(self, rule: Rule, caller: Caller) -> bool:
         prefix, _, name = caller.identity.partition(":")
         return f"{prefix}:" == SERVICE_PREFIX and name in rule.services
+
+    def _by_token(self, metadata: Metadata) -> Caller | None:
+        """Who calls by the token; None if there is none.
+
+        Raises:
+            Unauthenticated, NotServing: as `caller`.
+        """
+        if not self.mirror.revision:
+            raise NotServing("grants are not read yet", retry_after_ms=200)
+        for key, value in metadata:
+            if key == _AUTHORIZATION:
+                return self._of_token(value)
+        return None
 
     def _of_token(self, value: str | bytes) -> Caller:
         text = value if isinstance(value, str) else value.decode(errors="replace")

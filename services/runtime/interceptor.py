@@ -29,7 +29,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every call of the `baton.` packages; of others it only asks who may call.
 
     - With a `guard` that is on, whoever may not call is refused, and what is held ends when access
-      is revoked.
+      is revoked. The request of somebody who is not known is not read.
     - A call without a deadline is refused; streams that watch are open-ended and need none.
     - A `BatonError` becomes its status with details; anything else a bare INTERNAL, logged here.
     - Counts, times and in-flight numbers go to Prometheus by service, method and reason.
@@ -76,18 +76,35 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wrap the handler chosen for this call."""
         name = handler_call_details.method
-        if name in self._wrapped:
-            return self._wrapped[name]
-        handler = await continuation(handler_call_details)
+        if name not in self._wrapped:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._wrapped[name] = self._handler(name, handler)
+        if self._admission is not None:
+            metadata = handler_call_details.invocation_metadata or ()
+            if (error := self._admission.unread(name, metadata)) is not None:
+                return self._refusing(name, error)
+        return self._wrapped[name]
+
+    def _handler(
+        self, name: str, handler: grpc.RpcMethodHandler[Any, Any]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         _, service, method = name.split("/")
-        if handler is None:
-            return None
         if service.startswith("baton."):
-            handler = self._wrap(handler, service, method)
-        elif self._admission is not None:
-            handler = self._admission.foreign(name, handler)
-        self._wrapped[name] = handler
-        return handler
+            return self._wrap(handler, service, method)
+        return handler if self._admission is None else self._admission.foreign(name, handler)
+
+    def _refusing(self, name: str, error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+        """Answers a call of any form without a look at what was sent."""
+        _, service, method = name.split("/")
+
+        async def refuse(_: Any, context: Context) -> None:
+            with self.counted(service.rpartition(".")[2], method) as outcome:
+                outcome.reason = error.reason
+                await abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _wrap(
         self, handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from batonmq.channels import OPTIONS, connect, connector
 from batonmq.common import logs
+from batonmq.common.aio import unless
 from batonmq.common.clock import Clock
 from batonmq.common.config import ConfigError, load
 from batonmq.common.errors import NoQuorum
@@ -38,12 +39,24 @@ from services.runtime.position import NOWHERE, Position
 from services.runtime.rules import Rules
 from services.runtime.settings import ServiceSettings
 from services.runtime.streaming import publisher_of
-from services.runtime.tls import check_files, listen
+from services.runtime.tls import check_files, listen, show_expiry
 
 log = logging.getLogger(__name__)
 
 Loop = Callable[[], Coroutine[Any, Any, None]]
 METRICS_SERVICE = "baton.metrics.v1.MetricsService"
+SERVER_OPTIONS = (
+    *OPTIONS,
+    # A port that somebody else serves on is an error, not something to share.
+    ("grpc.so_reuseport", 0),
+    # Who connects and says nothing is cut off.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+)
+T = TypeVar("T")
+
+
+class ToldToEnd(Exception):
+    """SIGTERM or SIGINT came before the process served."""
 
 
 async def _nothing() -> None:
@@ -93,6 +106,9 @@ class Runtime:
     Args:
         random: Everything by chance in the process; freshly seeded by default.
         connect: Makes a channel to another service.
+
+    Attributes:
+        told_to_end: Set once SIGTERM or SIGINT has come.
     """
 
     def __init__(
@@ -109,9 +125,14 @@ class Runtime:
         self.random = random or Random(secrets.randbits(64))
         self.connect = connect
         self.registry = CollectorRegistry()
+        self.told_to_end = asyncio.Event()
         self.nodes = Mirror(etcd, "nodes/")
         self.guard = Guard(
-            etcd, self.registry, on=settings.access, admins=settings.access_admins.split(",")
+            etcd,
+            self.registry,
+            on=settings.access,
+            admins=settings.access_admins.split(","),
+            certificates=settings.tls_require_client_cert,
         )
         self.hub = EventHub(
             f"{service}/{settings.node_id}", self.random.getrandbits(63) or 1, self.clock
@@ -127,6 +148,17 @@ class Runtime:
     def bound(self, address: str, metrics_address: str) -> None:
         """Note the addresses others reach the process at."""
         self._address, self._metrics_address = address, metrics_address
+
+    async def patiently(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What `work` returns, which may wait for etcd as long as it takes.
+
+        Raises:
+            ToldToEnd: it would have gone on waiting.
+        """
+        result = await unless(self.told_to_end, work)
+        if self.told_to_end.is_set():
+            raise ToldToEnd
+        return result
 
     async def register(
         self,
@@ -285,41 +317,41 @@ def _refuse(message: str) -> NoReturn:
 
 
 async def _main(service: str, settings: S, build: Build[S], clock: Clock) -> None:
-    stopping = asyncio.Event()
+    etcd = EtcdSession(settings.etcd, settings.cluster, clock, security=settings.etcd_security)
+    runtime = Runtime(service, settings, etcd, connect=connector(settings.security))
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    async with (
-        EtcdSession(
-            settings.etcd, settings.cluster, clock, security=settings.etcd_security
-        ) as etcd,
-        health_of(settings.host, settings.health_port) as answers,
-        _nodes_followed(
-            Runtime(service, settings, etcd, connect=connector(settings.security))
-        ) as runtime,
-        build(settings, runtime) as app,
-    ):
-        await _serve(runtime, app, answers, stopping)
+        asyncio.get_running_loop().add_signal_handler(signum, runtime.told_to_end.set)
+    try:
+        async with (
+            etcd,
+            health_of(settings.host, settings.health_port) as answers,
+            _nodes_followed(runtime),
+            build(settings, runtime) as app,
+        ):
+            await _serve(runtime, app, answers)
+    except* ToldToEnd:
+        log.info("told to end while waiting for etcd; nothing was served")
     log.info("stopped")
 
 
 @asynccontextmanager
-async def _nodes_followed(runtime: Runtime) -> AsyncIterator[Runtime]:
+async def _nodes_followed(runtime: Runtime) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         loops = [runtime.etcd.run, runtime.nodes.run]
         if runtime.guard.on:
             loops.append(runtime.guard.mirror.run)
         running = [tasks.create_task(loop()) for loop in loops]
-        yield runtime
+        yield
         for task in running:
             task.cancel()
 
 
-async def _serve(runtime: Runtime, app: App, answers: Health, stopping: asyncio.Event) -> None:
+async def _serve(runtime: Runtime, app: App, answers: Health) -> None:
     settings = runtime.settings
     runtime.guard.govern(app.rules)
+    show_expiry(settings, runtime.registry)
     edge = EdgeInterceptor(runtime.clock, runtime.registry, app.held, runtime.guard)
-    # A port that somebody else serves on is an error, not something to share.
-    server = grpc.aio.server(interceptors=[edge], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(interceptors=[edge], options=SERVER_OPTIONS)
     answers.add(server)
     for add in app.servicers.values():
         add(server)
@@ -339,25 +371,31 @@ async def _serve(runtime: Runtime, app: App, answers: Health, stopping: asyncio.
             running = [tasks.create_task(loop()) for loop in app.loops]
             if settings.metrics_stream:
                 running.append(tasks.create_task(publisher_of(runtime).run()))
-            await _register(runtime, app)
-            running.append(tasks.create_task(runtime.keep_registered()))
-            await answers.serves(names)
-            running.append(tasks.create_task(answers.follow(lambda: runtime.listed, app.caught_up)))
-            log.info("serving address=%s metrics_port=%d", address, http.server_port)
-            await stopping.wait()
+            await unless(runtime.told_to_end, _register(runtime, app))
+            if not runtime.told_to_end.is_set():
+                running.append(tasks.create_task(runtime.keep_registered()))
+                await answers.serves(names)
+                follow = answers.follow(lambda: runtime.listed, app.caught_up)
+                running.append(tasks.create_task(follow))
+                log.info("serving address=%s metrics_port=%d", address, http.server_port)
+                await runtime.told_to_end.wait()
             log.info("draining grace_ms=%d", settings.shutdown_grace_ms)
             app.leave()
             edge.drain()
             await answers.drains()
-            await runtime.unregister()
-            await server.stop(settings.shutdown_grace_ms / 1000)
-            await app.drain()
+            await _close(runtime, app, server)
             for task in running:
                 task.cancel()
     finally:
         await server.stop(None)
         http.shutdown()
         http.server_close()
+
+
+async def _close(runtime: Runtime, app: App, server: grpc.aio.Server) -> None:
+    await runtime.unregister()
+    await server.stop(runtime.settings.shutdown_grace_ms / 1000)
+    await app.drain()
 
 
 async def _register(runtime: Runtime, app: App) -> None:

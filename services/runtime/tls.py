@@ -1,16 +1,20 @@
-"""The server's side of TLS: its certificate, and whether clients have to show one."""
+"""The server's side of TLS: its certificate, whether clients have to show one, when it ends."""
 
 from __future__ import annotations
 
 import logging
+import math
+from functools import partial
 
 import grpc
 import grpc.aio
+from prometheus_client import CollectorRegistry, Gauge
 
 from batonmq.common.config import ConfigError, Problem
 from batonmq.common.errors import InvalidArgument
 from batonmq.security import Papers, Pems, Security
 from services.runtime.settings import ServiceSettings
+from services.runtime.validity import expiry_unix_s
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,35 @@ def check_files(settings: ServiceSettings) -> None:
             except InvalidArgument as error:
                 text = f"{error.message}. {error.remedy}"
                 raise ConfigError(Problem(name, text)) from error
+
+
+def show_expiry(settings: ServiceSettings, registry: CollectorRegistry) -> None:
+    """Let Prometheus know when certificates end: those of connections that are made now."""
+    gauge = Gauge(
+        "baton_tls_certificate_expiry_timestamp_seconds",
+        "When what proves who is who ends, as Unix time: of service, the certificate that the "
+        "process shows; of authority, those it trusts; of etcd_client and etcd_authority, the same "
+        "towards etcd. Of several in a file the first that ends. NaN: it can't be told.",
+        ("certificate",),
+        registry=registry,
+    )
+    for security, own, authority in (
+        (settings.security, "service", "authority"),
+        (settings.etcd_security, "etcd_client", "etcd_authority"),
+    ):
+        if security is None:
+            continue
+        papers = Papers(security)
+        if security.cert_file:
+            gauge.labels(own).set_function(partial(_expiry, papers, "cert"))
+        if security.ca_file:
+            gauge.labels(authority).set_function(partial(_expiry, papers, "ca"))
+
+
+def _expiry(papers: Papers, name: str) -> float:
+    papers.renew()
+    found = expiry_unix_s(getattr(papers.pems, name))
+    return math.nan if found is None else found
 
 
 def listen(server: grpc.aio.Server, settings: ServiceSettings) -> int:

@@ -61,7 +61,9 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
             async with replicated(settings, runtime, RealDisk(settings.data_dir)) as app:
                 yield app
             return
-        await check_alone(runtime.etcd, "storage", settings.broker_name, settings.node_id)
+        await runtime.patiently(
+            check_alone(runtime.etcd, "storage", settings.broker_name, settings.node_id)
+        )
         directory = opened(
             settings.data_dir,
             segment_bytes=settings.segment_bytes,

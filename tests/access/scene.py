@@ -71,6 +71,7 @@ class Scene:
     """The server, and who there is.
 
     Attributes:
+        read: Full paths of the calls whose request was parsed.
         served: Full paths of the calls that came through to a servicer, with their requests.
         holds: Calls of these paths end only when they are cancelled.
     """
@@ -79,6 +80,7 @@ class Scene:
     store: AccessStore
     registry: CollectorRegistry
     channel: grpc.aio.Channel = field(init=False)
+    read: list[str] = field(default_factory=list)
     served: list[tuple[str, Any]] = field(default_factory=list)
     holds: set[str] = field(default_factory=set)
     tokens: dict[str, str] = field(default_factory=dict)
@@ -138,14 +140,17 @@ METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
 
 
 @asynccontextmanager
-async def scene(etcd: EtcdSession, *held: str, rules: Rules = ALL) -> AsyncIterator[Scene]:
+async def scene(
+    etcd: EtcdSession, *held: str, rules: Rules = ALL, certificates: bool = True
+) -> AsyncIterator[Scene]:
     """A server with servicers of all contracts, health and reflection.
 
     Args:
         held: Names of methods whose calls may be held.
+        certificates: Whether clients would be asked for one.
     """
     registry = CollectorRegistry()
-    guard = Guard(etcd, registry, on=True, admins=["root"])
+    guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates)
     guard.govern(rules)
     made = Scene(guard, AccessStore(etcd, Turns(etcd.random)), registry)
     edge = EdgeInterceptor(Clock(), registry, frozenset(held), guard)
@@ -197,7 +202,11 @@ def _handler(
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         yield await answer(request)
 
-    codec = (GetMessageClass(method.input_type).FromString, kind.SerializeToString)
+    def parse(sent: bytes) -> Any:
+        made.read.append(path)
+        return GetMessageClass(method.input_type).FromString(sent)
+
+    codec = (parse, kind.SerializeToString)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(stream, *codec)
     return grpc.unary_unary_rpc_method_handler(unary, *codec)

@@ -203,7 +203,7 @@ async def test_what_a_group_sends_back_needs_only_the_group(made: Scene) -> None
 async def test_nobody_is_let_in_before_the_grants_are_read(etcd: EtcdSession) -> None:
     guard = Guard(etcd, CollectorRegistry(), on=True, admins=["root"])
     with pytest.raises(NotServing):
-        guard.caller(None)  # type: ignore[arg-type]
+        guard.caller(Certified({}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

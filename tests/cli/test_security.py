@@ -158,6 +158,37 @@ def test_after_up_secure_commands_just_work(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
+def test_messages_flow_over_tls_and_the_verdict_is_the_last_line(
+    secure: tuple[Up, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CONFIG", str(secure[1]))
+    done = baton("traffic", "--seconds", "3", "--rate", "100", "--members", "2")
+    assert done.code == 0
+    verdict = done.json_lines[-1]
+    assert verdict["ok"]
+    assert verdict["consumed"] == verdict["sent"] > 50
+    assert verdict["lost"] == verdict["duplicated"] == verdict["misordered"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_after_up_secure_others_may_do_what_is_granted_to_them(
+    secure: tuple[Up, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, contexts = secure
+    monkeypatch.setenv("BATON_CONFIG", str(contexts))
+    assert "access is on" in running.told()
+    token = tmp_path / "billing.token"
+    assert baton("access", "token", "create", "billing", "--file", str(token)).code == 0
+    asked = ("--token-file", str(token), "--format", "json", "topic", "create", "bills")
+    refused = baton(*asked)
+    assert json.loads(refused.err.splitlines()[-1])["error"]["reason"] == "PERMISSION_DENIED"
+    assert baton("access", "grant", "billing", "admin", "topic:bills").code == 0
+    assert baton(*asked).code == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
 def test_who_is_not_let_in_is_told_what_is_missing(secure: tuple[Up, Path], tmp_path: Path) -> None:
     running, _ = secure
     authority = Authority(running.stderr.parent / "data" / "tls")

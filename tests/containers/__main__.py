@@ -1,51 +1,48 @@
-"""`python -m tests.containers`: the pods of overlays/kind as containers, under fire.
+"""`python -m tests.containers`: the pods of overlays/kind-secure as containers, under fire.
 
-Needs a Docker daemon, kubectl for the manifests, and the images (`make images WITH_ETCD=1`); says
-so and ends with status 0 where one is missing. On a private network the demo plays first. Then,
-while messages flow, every service is killed, paused for 40 s and cut off for 40 s, in turn.
-Everything confirmed has to be handled, in order, and nothing twice that does not say so. The result
-goes to build/containers.json, and with `--page` to docs/containers.md.
+Needs a Docker daemon, kubectl for the manifests, openssl, and the images (`make images
+WITH_ETCD=1`); says so and ends with status 0 where one is missing. On a private network, with TLS
+everywhere and access on, the demo plays first. Then, while messages flow, every service is killed,
+paused for 40 s and cut off for 40 s, in turn; in the midst of it all certificates are replaced, and
+strangers try. Everything confirmed has to be handled, in order, and nothing twice that does not say
+so. At last the demo plays in overlays/kind, without TLS. The result goes to build/containers.json,
+and with `--page` to docs/containers.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import shutil
+import ssl
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from batonmq.common.health import SERVING
 from tests.containers.docker import DockerFailed, Network, docker, missing, network
 from tests.containers.flow import Flow
 from tests.containers.page import page
-from tests.containers.pods import K8S, REPO, Pod, pods, render
+from tests.containers.pods import K8S, REPO, Pod, jobs, pods, render
+from tests.containers.scene import START_S, Scene
+from tests.containers.secrets import STRANGER, Secrets
+from tests.containers.strangers import PAPERS, refuse
 from tests.support.waiting import until
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver", "etcd")
-PAUSE_S = 40.0
-RESTART_S = 1.0
-START_S, RECOVER_S, END_S = 90.0, 180.0, 300.0
+RECOVER_S, END_S = 180.0, 300.0
 RATE = 200
-CLIENT = ("nameserver:9876",)
-CLIENT_IMAGE = "batonmq/demo"
-_PROBE = """
-import asyncio, sys
-from batonmq.channels import connect
-from batonmq.common.health import ask_health
-async def main():
-    async with connect(sys.argv[1]) as channel:
-        print(await ask_health(channel, service=sys.argv[2]))
-asyncio.run(main())
-"""
 
 
 async def _lacking(tag: str) -> str:
     """What is missing for a run; empty if nothing is."""
-    if shutil.which("kubectl") is None:
-        return "there is no kubectl to render the manifests"
+    for program, purpose in (("kubectl", "render the manifests"), ("openssl", "make certificates")):
+        if shutil.which(program) is None:
+            return f"there is no {program} to {purpose}"
     if why := await missing():
         return why
     for name in ("services", "demo", "etcd"):
@@ -54,83 +51,6 @@ async def _lacking(tag: str) -> str:
         except DockerFailed:
             return f"there is no image batonmq/{name}:{tag}; make images WITH_ETCD=1"
     return ""
-
-
-class Scene:
-    """A cluster of containers."""
-
-    def __init__(self, net: Network, members: list[Pod]) -> None:
-        self.net, self.members = net, members
-
-    async def start(self) -> float:
-        """Start all at once; how long it takes until all are ready."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        async with asyncio.TaskGroup() as tasks:
-            for pod in self.members:
-                tasks.create_task(self.net.run(pod))
-        await self.probing()
-        for pod in self.members:
-            await self.answers(pod, "readiness", START_S)
-        return round(loop.time() - began_s, 1)
-
-    async def probing(self) -> None:
-        """Start the container that asks for health."""
-        await self.net.client("prober", CLIENT_IMAGE, "sleep", "infinity")
-        name = self.net.container("prober")
-        await until(lambda: docker("ps", "--quiet", "--filter", f"name=^{name}$"), START_S)
-
-    async def health(self, pod: Pod, kind: str) -> str:
-        """What a probe of the manifest says now."""
-        port, service = pod.probes[kind]
-        address = f"{pod.names[0]}:{port}"
-        prober = self.net.container("prober")
-        return await docker("exec", prober, "python", "-c", _PROBE, address, service)
-
-    async def answers(self, pod: Pod, kind: str, timeout_s: float) -> None:
-        """Until a probe succeeds; at once for a pod without one.
-
-        Raises:
-            TimeoutError: it does not.
-        """
-        if kind not in pod.probes:
-            return
-
-        async def serves() -> bool:
-            return await self.health(pod, kind) == SERVING
-
-        await until(serves, timeout_s)
-
-    async def baton(self, *words: str) -> str:
-        """What the command prints, in a container."""
-        prober = self.net.container("prober")
-        return await docker("exec", prober, "baton", "--nameserver", *CLIENT, *words)
-
-    async def demo(self) -> dict[str, Any]:
-        """Play the demo from a container; its numbers."""
-        process = await self.net.client(
-            "demo", CLIENT_IMAGE, "baton", "--format", "json", "demo", "--nameserver", *CLIENT
-        )
-        out, _ = await process.communicate()
-        return {**json.loads(out), "ok": process.returncode == 0}
-
-    async def kill(self, pod: Pod) -> None:
-        """As `kill -9`; and somebody starts it again."""
-        await docker("kill", self.net.container(pod.name))
-        await asyncio.sleep(RESTART_S)
-        await docker("start", self.net.container(pod.name))
-
-    async def pause(self, pod: Pod) -> None:
-        """Let it stand still."""
-        await docker("pause", self.net.container(pod.name))
-        await asyncio.sleep(PAUSE_S)
-        await docker("unpause", self.net.container(pod.name))
-
-    async def cut(self, pod: Pod) -> None:
-        """Let it run, alone."""
-        await self.net.cut(pod.name)
-        await asyncio.sleep(PAUSE_S)
-        await self.net.mend(pod.name)
 
 
 async def _strike(
@@ -157,37 +77,98 @@ async def _strike(
     return result
 
 
-async def _play(options: argparse.Namespace) -> dict[str, Any]:
-    members = pods(render(K8S / "overlays" / "kind"))
-    async with network(options.network, options.tag) as net:
-        scene = Scene(net, members)
-        report: dict[str, Any] = {"containers": len(members), "start_s": await scene.start()}
+def _scene(net: Network, overlay: str, jobs_folder: str) -> Scene:
+    members, clients = pods(render(K8S / "overlays" / overlay)), jobs(render(K8S / jobs_folder))
+    asks = clients.get("grants", clients["demo"])
+    papers = ("tls-demo", "tls-nobody", STRANGER, "etcd-client") if asks.secrets else ()
+    shown = {f"{PAPERS}/{name}": name for name in papers}
+    return Scene(net, members, clients, replace(asks, secrets={**asks.secrets, **shown}))
+
+
+async def _play(options: argparse.Namespace, secrets: Secrets) -> dict[str, Any]:
+    async with network(options.network, options.tag, secrets.mounted) as net:
+        scene = _scene(net, "kind-secure", "jobs-secure")
+        report: dict[str, Any] = {
+            "containers": len(scene.members),
+            "start_s": await scene.start(),
+        }
         print(json.dumps(report), flush=True)
         report["status"] = await scene.baton("cluster", "status")
-        report["demo"] = await scene.demo()
+        await scene.finish("grants")
+        report["grants"] = await scene.baton("access", "list")
+        report["demo"] = await scene.play("demo")
         print(json.dumps(report["demo"]), flush=True)
-        report["strikes"] = []
-        words = ("--nameserver", *CLIENT, "--rate", str(RATE), "--repeats")
-        process = await net.client(
-            "traffic", CLIENT_IMAGE, "python", "-m", "batonmq.demo.traffic", *words
-        )
-        flow = Flow(process)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.follow())
-            await flow.flows(RATE * 3, START_S)
-            for service in options.services:
-                pod = next(pod for pod in members if pod.service == service)
-                for name, strike in (
-                    ("kill", scene.kill),
-                    ("pause", scene.pause),
-                    ("disconnect", scene.cut),
-                ):
-                    report["strikes"].append(await _strike(scene, flow, pod, name, strike))
-            await docker("kill", "--signal", "TERM", net.container("traffic"))
-            async with asyncio.timeout(END_S):
-                await process.wait()
-        report["traffic"] = flow.verdict
-        return report
+        report |= await _under_fire(scene, options.services, secrets)
+    async with network(options.network, options.tag, secrets.mounted) as net:
+        scene = _scene(net, "kind", "jobs")
+        report["insecure"] = {"start_s": await scene.start(), "demo": await scene.play("demo")}
+        print(json.dumps(report["insecure"]), flush=True)
+    return report
+
+
+async def _under_fire(scene: Scene, services: list[str], secrets: Secrets) -> dict[str, Any]:
+    """Let messages flow, and strike; what came of it."""
+    report: dict[str, Any] = {"strikes": []}
+    pod = scene.jobs["traffic"]
+    words = ("--rate", str(RATE), "--repeats")
+    process = await scene.net.attached(replace(pod, command=(*pod.command, *words)))
+    flow = Flow(process)
+    strikes = {"kill": scene.kill, "pause": scene.pause, "disconnect": scene.cut}
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(flow.follow())
+        await flow.flows(RATE * 3, START_S)
+        for number, service in enumerate(services):
+            if number == len(services) // 2:
+                report["strangers"] = await refuse(scene)
+                report["renewal"] = await _renew(scene, flow, secrets)
+                print(json.dumps([report["strangers"], report["renewal"]]), flush=True)
+            pod = next(pod for pod in scene.members if pod.service == service)
+            for name, strike in strikes.items():
+                report["strikes"].append(await _strike(scene, flow, pod, name, strike))
+        await docker("kill", "--signal", "TERM", scene.net.container("traffic"))
+        async with asyncio.timeout(END_S):
+            await process.wait()
+    report["traffic"] = flow.verdict
+    return report
+
+
+async def _renew(scene: Scene, flow: Flow, secrets: Secrets) -> dict[str, Any]:
+    """Replace every certificate and key; how long until all pods show theirs.
+
+    Raises:
+        TimeoutError: one does not.
+    """
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(secrets.make)
+    began_s = loop.time()
+    for pod in scene.members:
+        (secret,) = (name for name in pod.secrets.values() if name != "etcd-client")
+        address, papers = _address(pod)
+        wanted = _digest(secrets.file(secret, "tls.crt"))
+
+        async def shown(address: str = address, papers: str = papers, wanted: str = wanted) -> bool:
+            return (await scene.shake_hands(address, papers)).out == wanted
+
+        await until(shown, RECOVER_S)
+    shown_s = loop.time()
+    await flow.flows(RATE * 3, RECOVER_S)
+    return {
+        "pods": len(scene.members),
+        "shown_after_s": round(shown_s - began_s, 1),
+        "sent_stood_s": flow.stood_s("sent", began_s),
+        "handled_stood_s": flow.stood_s("handled", began_s),
+    }
+
+
+def _address(pod: Pod) -> tuple[str, str]:
+    """Where others call a pod, and as whom one may."""
+    if pod.service == "etcd":
+        return f"{pod.names[0]}:2379", f"{PAPERS}/etcd-client"
+    return pod.env[f"BATON_{pod.service.upper()}_ADVERTISE_ADDRESS"], f"{PAPERS}/tls"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(path.read_text())).hexdigest()
 
 
 def main() -> int:
@@ -201,13 +182,21 @@ def main() -> int:
     if why := asyncio.run(_lacking(options.tag)):
         print(f"e2e-containers skipped: {why}")
         return 0
-    report = asyncio.run(_play(options))
+    with tempfile.TemporaryDirectory(prefix="baton-secrets-") as folder:
+        secrets = Secrets(Path(folder))
+        secrets.make()
+        report = asyncio.run(_play(options, secrets))
     path = REPO / "build" / "containers.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
     if options.page:
         (REPO / "docs" / "containers.md").write_text(page(report))
-    good = bool(report["demo"]["ok"] and report["traffic"].get("ok"))
+    good = bool(
+        report["demo"]["ok"]
+        and report["traffic"].get("ok")
+        and report["insecure"]["demo"]["ok"]
+        and all(one["refused"] for one in report["strangers"])
+    )
     print(json.dumps(report["traffic"]))
     print("OK: nothing lost, nothing twice unannounced." if good else "FAILED: see above.")
     return 0 if good else 1

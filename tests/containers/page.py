@@ -7,10 +7,12 @@ from typing import Any
 
 _HEAD = """# Containers under fire
 
-Written by `make e2e-containers PAGE=1`. The pods of `deploy/k8s/overlays/kind` run as containers on
-a private Docker network: the commands, settings, names, users, read-only root file systems, memory
-limits and volumes are those of the manifests, and so are the probes that say when a pod is ready.
-What Kubernetes itself does (scheduling, network policies, rolling updates) is not part of this.
+Written by `make e2e-containers PAGE=1`. The pods of `deploy/k8s/overlays/kind-secure` and the Jobs
+of `deploy/k8s/jobs-secure` run as containers on a private Docker network: the commands, settings,
+names, users, read-only root file systems, memory limits, volumes and Secrets are those of the
+manifests, and so are the probes that say when a pod is ready. Everybody shows a certificate to
+everybody, etcd included, as `deploy/kubernetes/make-ca.sh` makes them, and access is on. What
+Kubernetes itself does (scheduling, network policies, rolling updates) is not part of this.
 
 """
 _STRIKES = """
@@ -26,18 +28,45 @@ told once a second.
 """
 
 
+_RENEWAL = """
+## New certificates
+
+In the midst of it every certificate and every key is replaced, of the services, of etcd, of the
+demo and of the operator, as Kubernetes replaces the files of a Secret. Nothing is restarted.
+
+"""
+_STRANGERS = """
+## Who is not let in
+
+While messages flow:
+
+"""
+_INSECURE = """
+## Without TLS
+
+The demo in the pods of `deploy/k8s/overlays/kind`, where whoever reaches them may do everything.
+
+"""
+_DEMO = ("published", "consumed", "lost", "duplicated", "misordered", "handovers")
+
+
 def page(report: Mapping[str, Any]) -> str:
     """The page."""
-    demo, traffic = report["demo"], report["traffic"]
+    demo, traffic, insecure = report["demo"], report["traffic"], report["insecure"]
     text = _HEAD
     text += f"{report['containers']} containers; all ready after {report['start_s']} s.\n"
-    text += f"\n```\n$ baton cluster status\n{report['status']}\n```\n\n## The demo\n\n"
-    keys = ("published", "consumed", "lost", "duplicated", "misordered", "handovers")
-    text += _table(keys, [[f"{demo[key]:,}" for key in keys]])
-    text += f"\nVerdict: **{_verdict(demo['ok'])}**.\n" + _STRIKES
+    text += f"\n```\n$ baton cluster status\n{_shown(report['status'])}\n"
+    text += f"$ baton access list\n{_shown(report['grants'])}\n```\n\n## The demo\n\n"
+    text += _demo(demo) + _STRIKES
     head = ("pod", "strike", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
     keys = ("pod", "strike", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
     text += _table(head, [[str(one[key]) for key in keys] for one in report["strikes"]])
+    text += _RENEWAL + _renewal(report["renewal"]) + _STRANGERS
+    told = [
+        [one["who"], f"`{one['command']}`", one["told"] if one["refused"] else "**LET IN**"]
+        for one in report["strangers"]
+    ]
+    text += _table(("who", "tries", "is told"), [[_cell(text) for text in row] for row in told])
     text += "\n## What became of the messages\n\n"
     counts = (
         "sent",
@@ -55,7 +84,28 @@ def page(report: Mapping[str, Any]) -> str:
         "handlings beyond the first, `unflagged` those of them not marked as redelivered.\n"
         f"Verdict: **{_verdict(traffic['ok'])}**.\n"
     )
-    return text
+    return text + _INSECURE + _demo(insecure["demo"])
+
+
+def _demo(demo: Mapping[str, Any]) -> str:
+    table = _table(_DEMO, [[f"{demo[key]:,}" for key in _DEMO]])
+    return f"{table}\nVerdict: **{_verdict(demo['ok'])}**.\n"
+
+
+def _renewal(found: Mapping[str, Any]) -> str:
+    return (
+        f"After {found['shown_after_s']} s all {found['pods']} pods showed their new one to those\n"
+        f"who connected. Sending stood for at most {found['sent_stood_s']} s, handling for "
+        f"{found['handled_stood_s']} s.\n"
+    )
+
+
+def _shown(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _verdict(good: bool) -> str:

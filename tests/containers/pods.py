@@ -1,7 +1,7 @@
 """What the manifests of deploy/k8s say a pod is, so that containers can be made without Kubernetes.
 
-Rendered with `kubectl kustomize`; every pod of every StatefulSet, with its environment resolved as
-the kubelet would, its names, its volumes, and the restrictions it runs under.
+Rendered with `kubectl kustomize`; every pod of every StatefulSet and Job, with its environment
+resolved as the kubelet would, its names, its volumes, and the restrictions it runs under.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Pod:
         names: Under which others reach it, beside its own.
         probes: startup, readiness, liveness: port and service name of the gRPC probe.
         volumes: Paths that outlive the container.
-        scratch: Paths that don't.
+        secrets: Paths with the Secrets that are there.
+        scratch: Paths of the others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Pod:
     names: tuple[str, ...]
     probes: Mapping[str, tuple[int, str]]
     volumes: tuple[str, ...]
+    secrets: Mapping[str, str]
     scratch: tuple[str, ...]
     user: str
     memory: str
@@ -62,33 +64,50 @@ def render(folder: Path) -> list[Resource]:
 def pods(resources: Iterable[Resource]) -> list[Pod]:
     """All pods of the StatefulSets."""
     found = list(resources)
-    configs = {r["metadata"]["name"]: r["data"] for r in found if r["kind"] == "ConfigMap"}
     services = [r for r in found if r["kind"] == "Service"]
     return [
-        _pod(stateful, index, configs, services)
-        for stateful in found
-        if stateful["kind"] == "StatefulSet"
-        for index in range(stateful["spec"]["replicas"])
+        _pod(one, index, _configs(found), tuple(_names(one, index, services)))
+        for one in found
+        if one["kind"] == "StatefulSet"
+        for index in range(one["spec"]["replicas"])
     ]
 
 
+def jobs(resources: Iterable[Resource]) -> dict[str, Pod]:
+    """The pod of each Job, by the Job's name; nobody calls it."""
+    found = list(resources)
+    return {
+        one["metadata"]["name"]: _pod(one, None, _configs(found), ())
+        for one in found
+        if one["kind"] == "Job"
+    }
+
+
+def _configs(resources: Iterable[Resource]) -> dict[str, Mapping[str, str]]:
+    return {r["metadata"]["name"]: r["data"] for r in resources if r["kind"] == "ConfigMap"}
+
+
 def _pod(
-    stateful: Resource,
-    index: int,
+    owner: Resource,
+    index: int | None,
     configs: Mapping[str, Mapping[str, str]],
-    services: Iterable[Resource],
+    names: tuple[str, ...],
 ) -> Pod:
-    template = stateful["spec"]["template"]
+    template = owner["spec"]["template"]
     (container,) = template["spec"]["containers"]
-    name = f"{stateful['metadata']['name']}-{index}"
-    namespace = stateful["metadata"]["namespace"]
+    name = owner["metadata"]["name"] + ("" if index is None else f"-{index}")
     fields = {
         "metadata.name": name,
-        "metadata.namespace": namespace,
+        "metadata.namespace": owner["metadata"]["namespace"],
         "metadata.labels['apps.kubernetes.io/pod-index']": str(index),
     }
     env = _environment(container, configs, fields)
-    kept = {v["metadata"]["name"] for v in stateful["spec"].get("volumeClaimTemplates", ())}
+    kept = {v["metadata"]["name"] for v in owner["spec"].get("volumeClaimTemplates", ())}
+    secrets = {
+        volume["name"]: volume["secret"]["secretName"]
+        for volume in template["spec"].get("volumes", ())
+        if "secret" in volume
+    }
     mounts = [(m["name"], m["mountPath"]) for m in container["volumeMounts"]]
     security = template["spec"]["securityContext"]
     words = (*container.get("command", ()), *container.get("args", ()))
@@ -98,10 +117,11 @@ def _pod(
         image=container["image"],
         command=tuple(_expanded(word, env) for word in words),
         env=env,
-        names=tuple(_names(stateful, template["metadata"]["labels"], name, services)),
+        names=names,
         probes=dict(_probes(container)),
         volumes=tuple(path for volume, path in mounts if volume in kept),
-        scratch=tuple(path for volume, path in mounts if volume not in kept),
+        secrets={path: secrets[volume] for volume, path in mounts if volume in secrets},
+        scratch=tuple(path for volume, path in mounts if volume not in {*kept, *secrets}),
         user=f"{security['runAsUser']}:{security['runAsGroup']}",
         memory=container["resources"]["limits"]["memory"],
         grace_s=template["spec"]["terminationGracePeriodSeconds"],
@@ -129,15 +149,14 @@ def _expanded(text: str, env: Mapping[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda match: env.get(match[1], match[0]), text)
 
 
-def _names(
-    stateful: Resource, labels: Mapping[str, str], name: str, services: Iterable[Resource]
-) -> Iterator[str]:
+def _names(stateful: Resource, index: int, services: Iterable[Resource]) -> Iterator[str]:
     """Of the governing service the pod's own, of the others that select it the service's."""
+    labels = stateful["spec"]["template"]["metadata"]["labels"]
     namespace = stateful["metadata"]["namespace"]
     for service in services:
         called = service["metadata"]["name"]
         if called == stateful["spec"]["serviceName"]:
-            called = f"{name}.{called}"
+            called = f"{stateful['metadata']['name']}-{index}.{called}"
         elif not service["spec"]["selector"].items() <= labels.items():
             continue
         yield from (called, f"{called}.{namespace}", f"{called}.{namespace}.svc")

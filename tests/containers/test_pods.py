@@ -6,11 +6,16 @@ Method: a manifest written here, and a report; no Docker is needed.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import pytest
 import yaml
 
 from tests.containers.flow import Flow, Second
 from tests.containers.page import page
-from tests.containers.pods import pods
+from tests.containers.pods import jobs, pods
+from tests.containers.secrets import Secrets
 
 MANIFEST = """
 kind: ConfigMap
@@ -50,13 +55,33 @@ spec:
           readinessProbe: {grpc: {port: 9465, service: ready}}
           livenessProbe: {httpGet: {path: /, port: 1}}
           resources: {limits: {memory: 512Mi}}
-          volumeMounts: [{name: data, mountPath: /kept}, {name: tmp, mountPath: /tmp}]
+          volumeMounts:
+            - {name: data, mountPath: /kept}
+            - {name: tmp, mountPath: /tmp}
+            - {name: tls, mountPath: /tls}
+      volumes: [{name: tmp, emptyDir: {}}, {name: tls, secret: {secretName: tls-offsets}}]
   volumeClaimTemplates: [{metadata: {name: data}}]
+---
+kind: Job
+metadata: {name: once, namespace: baton}
+spec:
+  template:
+    metadata: {labels: {app.kubernetes.io/name: offsets}}
+    spec:
+      terminationGracePeriodSeconds: 60
+      securityContext: {runAsUser: 10001, runAsGroup: 10001}
+      containers:
+        - image: batonmq/demo:1
+          command: [baton, demo]
+          resources: {limits: {memory: 1Gi}}
+          volumeMounts: [{name: tls, mountPath: /tls}]
+      volumes: [{name: tls, secret: {secretName: tls-demo}}]
 """
 REPORT = {
     "containers": 7,
     "start_s": 5.1,
-    "status": "SERVICE  NODE",
+    "status": "SERVICE  NODE  ",
+    "grants": "IDENTITY  ROLE",
     "demo": {
         "published": 336776, "consumed": 336776, "lost": 0, "duplicated": 0, "misordered": 0,
         "handovers": 31, "ok": True,
@@ -70,6 +95,18 @@ REPORT = {
     "traffic": {
         "sent": 1000, "unsure": 0, "consumed": 999, "lost": 1, "duplicated": 0, "unflagged": 0,
         "misordered": 0, "foreign": 0, "ok": False,
+    },
+    "renewal": {"pods": 7, "shown_after_s": 1.3, "sent_stood_s": 1.1, "handled_stood_s": 1.2},
+    "strangers": [
+        {"who": "has none", "command": "a | b", "told": "REASON: why", "refused": True},
+        {"who": "is bold", "command": "c", "told": "", "refused": False},
+    ],
+    "insecure": {
+        "start_s": 5.0,
+        "demo": {
+            "published": 5, "consumed": 5, "lost": 0, "duplicated": 0, "misordered": 0,
+            "handovers": 3, "ok": True,
+        },
     },
 }  # fmt: skip
 
@@ -90,6 +127,32 @@ def test_a_pod_is_what_its_manifest_says() -> None:
     )  # fmt: skip
     assert second.probes == {"readiness": (9465, "ready")}
     assert (second.volumes, second.scratch, second.user) == (("/kept",), ("/tmp",), "10001:10001")
+    assert second.secrets == {"/tls": "tls-offsets"}
+
+
+def test_a_job_has_one_pod_that_nobody_calls() -> None:
+    found = jobs(yaml.safe_load_all(MANIFEST))
+    assert found.keys() == {"once"}
+    once = found["once"]
+    assert (once.name, once.command, once.names) == ("once", ("baton", "demo"), ())
+    assert once.secrets == {"/tls": "tls-demo"}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="NO OPENSSL")
+def test_files_of_a_secret_are_replaced_all_at_once(tmp_path: Path) -> None:
+    secrets = Secrets(tmp_path)
+    secrets.make()
+    cert = secrets.file("tls-storage", "tls.crt")
+    assert cert.is_symlink()
+    assert cert.parent.joinpath("..data").is_symlink()
+    before, place = cert.read_text(), cert.resolve()
+    secrets.make()
+    assert cert.read_text() != before
+    assert not place.exists()
+    assert (
+        secrets.file("tls-storage", "ca.crt").read_text()
+        == secrets.file("tls-demo", "ca.crt").read_text()
+    )
 
 
 def test_the_page_says_what_was_lost() -> None:
@@ -97,6 +160,14 @@ def test_the_page_says_what_was_lost() -> None:
     assert "| storage-a-0 | kill | 2.5 | 4.0 | 3.1 | 3.2 |" in text
     assert "| 1,000 | 0 | 999 | 1 | 0 | 0 | 0 | 0 |" in text
     assert "Verdict: **failed**" in text
+
+
+def test_the_page_says_who_was_let_in_and_how_long_new_certificates_took() -> None:
+    text = page(REPORT)
+    assert "| has none | `a \\| b` | REASON: why |" in text
+    assert "| is bold | `c` | **LET IN** |" in text
+    assert "After 1.3 s all 7 pods showed their new one" in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
 
 
 def test_the_longest_stand_still_is_told_from_the_begin_of_the_strike() -> None:

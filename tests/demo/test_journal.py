@@ -17,7 +17,7 @@ from batonmq.core.route import QueueId
 from batonmq.demo.journal import Event, Handled, Journal, Verdict, handovers_ms, judge, read
 
 SENT = {f"k{place}": place for place in range(6)}
-CLEAN = [Handled(place % 2, place // 2, 1, False, f"k{place}") for place in range(6)]
+CLEAN = [Handled(f"a/{place % 2}", place // 2, 1, False, f"k{place}") for place in range(6)]
 
 
 def test_a_clean_run_has_nothing_to_report() -> None:
@@ -45,6 +45,14 @@ def test_a_message_behind_a_later_one_of_its_queue_is_misordered() -> None:
     assert judge(swapped, SENT).misordered == 1
 
 
+def test_queues_of_two_brokers_with_the_same_number_are_two() -> None:
+    places = {handled.key: place for place, handled in enumerate(CLEAN)}
+    spread = [replace(h, queue=f"{'ab'[places[h.key] % 2]}/0") for h in CLEAN]
+    assert judge([*spread[1::2], *spread[::2]], SENT).misordered == 0
+    one = [replace(h, queue="a/0") for h in CLEAN]
+    assert judge([*one[1::2], *one[::2]], SENT).misordered == 3
+
+
 def test_owners_are_put_in_the_order_of_their_tokens() -> None:
     second_owner = [replace(h, token=2) for h in CLEAN[4:]]
     assert judge([*second_owner, *CLEAN[:4]], SENT).misordered == 0
@@ -57,19 +65,19 @@ def test_a_redelivery_is_no_disorder() -> None:
 
 
 def test_a_message_that_was_not_meant_for_the_group_is_foreign() -> None:
-    verdict = judge([*CLEAN, Handled(0, 9, 1, False, "other")], SENT)
+    verdict = judge([*CLEAN, Handled("a/0", 9, 1, False, "other")], SENT)
     assert (verdict.foreign, verdict.consumed, verdict.duplicated) == (1, 6, 0)
 
 
 def test_a_handover_lasts_from_the_last_start_to_the_next_grant() -> None:
     events = [
-        Event("a", "granted", 0, 1, 0),
-        Event("a", "draining", 0, 1, 100),
-        Event("a", "released", 0, 1, 120),
-        Event("b", "granted", 0, 2, 150),
-        Event("b", "draining", 0, 2, 300),
-        Event("b", "granted", 0, 3, 310),
-        Event("c", "granted", 1, 1, 5),
+        Event("a", "granted", "a/0", 1, 0),
+        Event("a", "draining", "a/0", 1, 100),
+        Event("a", "released", "a/0", 1, 120),
+        Event("b", "granted", "a/0", 2, 150),
+        Event("b", "draining", "a/0", 2, 300),
+        Event("b", "granted", "a/0", 3, 310),
+        Event("c", "granted", "a/1", 1, 5),
     ]
     assert handovers_ms(events) == [50]
 
@@ -87,13 +95,13 @@ def test_what_is_written_is_read_back_and_a_torn_line_is_left_out(tmp_path: Path
         journal.handled(ReceivedMessage(queue, 7, header, record, redelivered=True))
         journal.ownership(OwnershipEvent("granted", queue, 7, 1234))
     with path.open("a") as file:
-        file.write("H 3 1 7 0 k")
+        file.write("H broker-0/3 1 7 0 k")
     handled, events = read([path])
-    assert handled == [Handled(3, 0, 7, True, "k0")]
-    assert events == [Event("member", "granted", 3, 7, 1234)]
+    assert handled == [Handled("broker-0/3", 0, 7, True, "k0")]
+    assert events == [Event("member", "granted", "broker-0/3", 7, 1234)]
 
 
-@pytest.mark.parametrize("line", ["H 1 2 3\n", "E granted x\n"])
+@pytest.mark.parametrize("line", ["H a/1 2 3\n", "E granted a/1\n"])
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path, line: str) -> None:
     path = tmp_path / "member.journal"
     path.write_text(line)

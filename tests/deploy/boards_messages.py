@@ -134,7 +134,7 @@ CLUSTER = Dashboard(
                 "CLOSED_OR_DRAINED, a hand-over in good order, stays at 0.",
             ),
         ),
-        "Room": (
+        "What runs out": (
             Panel(
                 "Disk in use",
                 BROKERS,
@@ -147,6 +147,16 @@ CLUSTER = Dashboard(
                 {"used": f"max(baton_offsets_ack_window_used_ratio{{{IN_CLUSTER}}})"},
                 "percentunit",
                 "At 100 % the queue that has most gets no more deliveries.",
+            ),
+            Panel(
+                "Until certificates end",
+                "baton debug bundle",
+                {
+                    "{{certificate}}": "min by (certificate) "
+                    f"(baton_tls_certificate_expiry_timestamp_seconds{{{IN_CLUSTER}}}) - time()"
+                },
+                "s",
+                "Of each kind the one that ends first. Nothing where there is no TLS.",
             ),
         ),
     },

@@ -2,7 +2,8 @@
 
 `python -m tests.deploy.manifests` (the verb `make k8s`) renders every overlay, and the base with
 every combination of components that can stand together, validates each against the schemas of
-Kubernetes, strictly, and custom resources structurally.
+Kubernetes, strictly, and custom resources against those of their operators. Without kubectl it says
+so, and with `--required` that is a failure.
 """
 
 from __future__ import annotations
@@ -16,35 +17,39 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import yaml
 
 from tests.containers.pods import K8S, Resource
+from tests.deploy.custom_resources import DEFINED, custom_problems
 
-OVERLAYS = ("overlays/kind", "overlays/minikube", "overlays/prod", "jobs")
-SECURITY = (("insecure",), ("tls",), ("tls", "tls-cert-manager"))
+OVERLAYS = (
+    "overlays/kind",
+    "overlays/kind-secure",
+    "overlays/minikube",
+    "overlays/minikube-secure",
+    "overlays/prod",
+    "jobs",
+    "jobs-secure",
+)
+SECURITY = (("insecure",), ("tls",), ("tls", "tls-cert-manager", "access"))
 ETCD = (("etcd",), ("etcd-tls",))
+OWN_ETCD = ("etcd", "etcd-own-tls", "etcd-tls")
+"""It has its pods to itself: none of the options, or all, is enough."""
 OPTIONS = ("ha", "outside", "small", "demo", "monitoring", "spark")
-_CUSTOM = {
-    "monitoring.coreos.com/v1": {
-        "ServiceMonitor": ("selector", "endpoints"),
-        "PodMonitor": ("selector", "podMetricsEndpoints"),
-        "PrometheusRule": ("groups",),
-    },
-    "cert-manager.io/v1": {"Certificate": ("secretName", "issuerRef"), "Issuer": ()},
-}
-"""Kinds no package here brings a schema of, and what their `spec` has to have."""
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
     """Components that go together: one way of security, one etcd, and any of the others."""
-    for security, etcd in itertools.product(SECURITY, ETCD):
+    for security in SECURITY:
         for count in range(len(OPTIONS) + 1):
             for options in itertools.combinations(OPTIONS, count):
+                grants = ("demo-access",) if {"demo", "access"} <= {*options, *security} else ()
+                own = (OWN_ETCD,) if options in ((), OPTIONS) else ()
                 # What is small, or comes from outside, is so whether brokers have replicas or not.
-                yield (*options, *etcd, *security)
+                for etcd in (*ETCD, *own):
+                    yield (*options, *grants, *etcd, *security)
 
 
 def render(folder: Path) -> list[Resource]:
@@ -97,9 +102,9 @@ class Judge:
 
 
 def _problems(one: Resource) -> list[str]:
-    name, custom = f"{one['kind']}/{one['metadata']['name']}", _CUSTOM.get(one["apiVersion"])
-    if custom is not None:
-        return [f"{name}: {why}" for why in _custom_problems(one, custom)]
+    name = f"{one['kind']}/{one['metadata']['name']}"
+    if one["apiVersion"] in DEFINED:
+        return [f"{name}: {why}" for why in custom_problems(one)]
     try:
         kubernetes_validate.validate(dict(one), "1.37", strict=True)
     except (
@@ -110,24 +115,11 @@ def _problems(one: Resource) -> list[str]:
     return []
 
 
-def _custom_problems(one: Resource, custom: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    needed = custom.get(one["kind"])
-    if needed is None:
-        yield "a kind that is not known"
-        return
-    spec: dict[str, Any] = one.get("spec", {})
-    yield from (f"spec.{name} is missing" for name in needed if not spec.get(name))
-    if one["kind"] == "PrometheusRule":
-        for rule in (rule for group in spec.get("groups", ()) for rule in group["rules"]):
-            if ("alert" in rule) == ("record" in rule) or not rule.get("expr"):
-                yield f"rule without a name or expr: {rule}"
-
-
 def main() -> int:
     """Render and validate everything; the exit status."""
     if shutil.which("kubectl") is None:
-        print("k8s skipped: there is no kubectl to render the manifests")
-        return 0
+        print("k8s skipped: there is no kubectl to render the manifests", file=sys.stderr)
+        return 1 if "--required" in sys.argv else 0
     judge, wrong = Judge(), []
     for overlay in OVERLAYS:
         resources = render(K8S / overlay)

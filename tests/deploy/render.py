@@ -2,8 +2,8 @@
 
 python -m tests.deploy.render     docs/images/dashboard-*.png, in three minutes
 
-A cluster is put under load (tests/deploy/scene.py), a real Prometheus scrapes it, and what it
-answers is drawn.
+A real Prometheus scrapes a cluster while the demo runs (tests/deploy/scene.py), and what it answers
+is drawn.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from batonmq.common.clock import Clock
+from batonmq.demo.flights import load_flights
 from batonmq.local.prometheus import Prometheus
 from tests.deploy.boards_inside import LOCKS, STORAGE
 from tests.deploy.boards_messages import CLUSTER
 from tests.deploy.panels import Dashboard, Panel
 from tests.deploy.promql import filled_in
-from tests.deploy.scene import loaded
+from tests.deploy.scene import scene
 from tests.docs.pages import ROOT
 
 FOLDER = ROOT / "docs" / "images"
 SPAN_S, STEP_S = 120, 5
+FLIGHTS, PACE = 60_000, 330
+"""The demo then takes some two minutes."""
 _COLUMNS = 3
 _UNITS = {"short": "", "cps": "/s", "Bps": "bytes/s", "percentunit": "of 1"}
 Series = tuple[str, list[float], list[float]]
 
 
 def main() -> None:
-    """Run the load, and draw what it looked like."""
+    """Play the demo, and draw what it looked like."""
     mpl.use("Agg")
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_render(Path(folder)))
@@ -48,10 +51,10 @@ def main() -> None:
 
 async def _render(folder: Path) -> None:
     async with (
-        loaded(folder / "data") as at,
+        scene(folder / "data") as at,
         Prometheus(folder / "prometheus", at.targets, port=0) as prometheus,
     ):
-        await asyncio.sleep(SPAN_S + 30)
+        print(await at.demo(load_flights()[:FLIGHTS], folder / "journals", PACE))
         for board in (CLUSTER, LOCKS, STORAGE):
             await asyncio.to_thread(_draw, board, prometheus.address)
 

@@ -204,38 +204,45 @@ def test_a_misspelt_field_is_found() -> None:
 def test_combinations_have_one_etcd_and_say_how_safe_they_are() -> None:
     found = list(combinations())
     assert len(found) == len(set(found)) > 100
-    assert all(("etcd" in one) != ("etcd-tls" in one) for one in found)
+    both = {"etcd", "etcd-tls"}
+    assert all((both <= set(one)) == ("etcd-own-tls" in one) for one in found)
+    assert all(both & set(one) for one in found)
+    assert all("tls" in one for one in found if "access" in one)
     assert all(("insecure" in one) != ("tls" in one) for one in found)
 
 
-def test_clusters_to_try_it_on_reach_the_pods_at_what_they_advertise() -> None:
+def test_nodes_of_kind_publish_the_ports_that_pods_have_outside() -> None:
     (cluster,) = documents(REPO / "deploy" / "kind" / "cluster.yaml")
     assert [node["role"] for node in cluster["nodes"]].count("worker") == 3
-    mapped = {m["hostPort"] for node in cluster["nodes"] for m in node.get("extraPortMappings", ())}
-    found = [
-        (one["spec"]["selector"]["statefulset.kubernetes.io/pod-name"], port)
+    mapped = [
+        (mapping["containerPort"], mapping["hostPort"], mapping["listenAddress"])
+        for node in cluster["nodes"]
+        for mapping in node.get("extraPortMappings", ())
+    ]
+    ports = [
+        port["nodePort"]
         for one in documents(K8S / "components" / "outside" / "outside.yaml")
         if one["kind"] == "Service"
         for port in one["spec"]["ports"]
     ]
-    assert {port["nodePort"] for _, port in found} == mapped
-    forwarded = (REPO / "deploy" / "minikube" / "forward.sh").read_text()
-    for pod, port in found:
-        assert f"forward {pod} {port['nodePort']}:{port['port']}\n" in forwarded
+    assert mapped == [(port, port, "127.0.0.1") for port in ports]
 
 
 @kubectl
-def test_who_is_outside_is_told_ports_that_are_there() -> None:
-    resources = render(K8S / "overlays" / "kind")
+@pytest.mark.parametrize("components", [("outside",), ("ha", "outside")], ids="+".join)
+def test_who_is_outside_is_told_ports_that_are_there(components: tuple[str, ...]) -> None:
+    resources = render_combination((*components, "etcd", "insecure"))
     ports = {
         one["spec"]["selector"]["statefulset.kubernetes.io/pod-name"]: one["spec"]["ports"][0]
         for one in resources
         if one["kind"] == "Service" and one["spec"].get("type") == "NodePort"
     }
     ours = [pod for pod in pods(resources) if pod.service in SETTINGS]
+    assert len(ours) == (11 if "ha" in components else 4)
     for pod in ours:
-        told = pod.env[f"BATON_{pod.service.upper()}_OUTSIDE_ADDRESS"]
-        assert told == f"127.0.0.1:{ports[pod.name]['nodePort']}"
+        settings = load(SETTINGS[pod.service], f"BATON_{pod.service.upper()}", pod.env)
+        assert settings.outside_address == f"127.0.0.1:{ports[pod.name]['nodePort']}"
+        assert settings.port == ports[pod.name]["port"]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="NO SHELLCHECK")

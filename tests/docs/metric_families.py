@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from batonmq.common.clock import Clock
+from batonmq.common.config import load
 from batonmq.events import EventHub
 from batonmq.metrics import ClientMetrics
 from batonspark.alert_writer import AlertGauges
@@ -28,6 +29,8 @@ from services.runtime.etcd import EtcdSession
 from services.runtime.guard import Guard
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.mirror import Mirror
+from services.runtime.settings import ServiceSettings
+from services.runtime.tls import show_expiry
 from services.storage.metrics import StorageMetrics
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
@@ -90,6 +93,8 @@ def _hub() -> EventHub:
 
 def _common(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
+    settings = load(ServiceSettings, "BATON_DOCS", {"BATON_DOCS_NODE_ID": "docs"})
+    show_expiry(settings, registry)
     return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
 
 

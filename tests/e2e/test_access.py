@@ -27,7 +27,7 @@ from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import SERVICES, ClusterOptions
+from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
 from batonmq.producing.settings import ProducerSettings
 from batonmq.security import Security
@@ -41,12 +41,12 @@ TOPIC, GROUP = "orders", "billing"
 
 def guarded(folder: Path, **options: Any) -> LocalCluster:
     """A cluster whose administrator is the one whom the certificate of clients names."""
-    common: dict[str, object] = {"access": True, "access_admins": "admin"}
-    settings = {service: dict(common) for service in SERVICES}
-    settings["storage"]["segment_bytes"] = SEGMENT_BYTES
-    settings["nameserver"]["heartbeat_interval_ms"] = 1_000
-    cluster = ClusterOptions(secure=True, settings=settings, **options)
-    return LocalCluster(folder, cluster, nursery=nursery())
+    settings = {
+        "storage": {"segment_bytes": SEGMENT_BYTES},
+        "nameserver": {"heartbeat_interval_ms": 1_000},
+    }
+    known = ClusterOptions(secure=True, access=True, settings=settings, **options)
+    return LocalCluster(folder, known, nursery=nursery())
 
 
 def security_of(cluster: LocalCluster) -> Security:

@@ -16,7 +16,7 @@ import pytest
 from batonmq.admin import Admin
 from batonmq.local.certificates import Authority, Subject
 from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ADMIN, SERVICES
+from batonmq.local.layout import ADMIN, ETCD, SERVICES
 from batonmq.security import Security
 from tests.e2e.counting import QUEUES, TOPIC, Run
 from tests.support.cluster import local_cluster
@@ -64,17 +64,19 @@ async def test_new_certificates_for_everybody_lose_and_double_nothing(tmp_path: 
 
 def _issue_all(folder: Path) -> None:
     authority = Authority(folder)
-    for name in (*SERVICES, "etcd"):
+    for name in SERVICES:
         authority.issue(Subject(name=name, uri=f"service:{name}", hosts=HOSTS))
     authority.issue(Subject(name=ADMIN))
+    Authority(folder / ETCD).issue(Subject(name=ETCD, hosts=HOSTS))
 
 
 async def _all_show_what_the_files_hold(
     cluster: LocalCluster, security: Security, folder: Path
 ) -> None:
     for name, address in cluster.addresses.items():
-        pem = (folder / f"{name}.pem").read_text()
-        shown = await asyncio.to_thread(_shown, address, security)
+        own = Authority(folder / ETCD).security(ETCD) if name == ETCD else security
+        pem = Path(own.cert_file).with_name(f"{name}.pem").read_text()
+        shown = await asyncio.to_thread(_shown, address, own)
         assert shown == ssl.PEM_cert_to_DER_cert(pem), name
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 
 from batonmq.local.etcd import etcd_members
 from batonmq.local.layout import ClusterOptions, Layout, NotSecured
@@ -52,11 +54,12 @@ def test_a_secure_cluster_shows_certificates_everywhere(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True))
     (storage,) = [one for one in options.members if one.service == "storage"]
     env, tls = layout.program(storage, "127.0.0.1:1").env, tmp_path / "tls"
-    for user in ("TLS", "ETCD"):
-        assert env[f"BATON_STORAGE_{user}_CA_FILE"] == str(tls / "ca.pem")
-        assert env[f"BATON_STORAGE_{user}_CERT_FILE"] == str(tls / "storage.pem")
-        assert env[f"BATON_STORAGE_{user}_KEY_FILE"] == str(tls / "storage.key")
+    for user, folder, name in (("TLS", tls, "storage"), ("ETCD", tls / "etcd", "etcd")):
+        assert env[f"BATON_STORAGE_{user}_CA_FILE"] == str(folder / "ca.pem")
+        assert env[f"BATON_STORAGE_{user}_CERT_FILE"] == str(folder / f"{name}.pem")
+        assert env[f"BATON_STORAGE_{user}_KEY_FILE"] == str(folder / f"{name}.key")
     assert "BATON_STORAGE_INSECURE_NETWORK" not in env
+    assert "BATON_STORAGE_ACCESS" not in env
     shown = layout.security()
     assert shown is not None
     assert shown.cert_file == str(tls / "admin.pem")
@@ -66,6 +69,28 @@ def test_a_secure_cluster_shows_certificates_everywhere(tmp_path: Path) -> None:
     assert "--listen-peer-urls=https://" in command
     assert "--client-cert-auth" in command
     assert "--peer-client-cert-auth" in command
+
+
+def test_with_access_on_the_administrator_may_do_everything_and_etcd_trusts_nobody_else(
+    tmp_path: Path,
+) -> None:
+    layout = Layout(tmp_path, options := ClusterOptions(secure=True, access=True))
+    for member in options.members:
+        env, upper = layout.program(member, "127.0.0.1:1").env, member.service.upper()
+        assert env[f"BATON_{upper}_ACCESS"] == "True"
+        assert env[f"BATON_{upper}_ACCESS_ADMINS"] == "admin"
+    trusted = x509.load_pem_x509_certificate((tmp_path / "tls" / "etcd" / "ca.pem").read_bytes())
+    own = x509.load_pem_x509_certificate((tmp_path / "tls" / "etcd" / "etcd.pem").read_bytes())
+    own.verify_directly_issued_by(trusted)
+    for name in ("admin", "storage"):
+        other = x509.load_pem_x509_certificate((tmp_path / "tls" / f"{name}.pem").read_bytes())
+        with pytest.raises(InvalidSignature):
+            other.verify_directly_issued_by(trusted)
+
+
+def test_access_without_tls_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotSecured, match="nothing proves who calls"):
+        Layout(tmp_path, ClusterOptions(access=True))
 
 
 def test_the_authority_outlasts_the_cluster_and_certificates_are_made_anew(tmp_path: Path) -> None:

@@ -209,6 +209,53 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
         child.kill_now()
 
 
+@pytest.mark.parametrize(
+    ("service", "replicas"),
+    [
+        ("storage", ""), ("storage", "a-0,a-1"), ("offsets", ""), ("offsets", "a-0,a-1"),
+        ("lockmgr", ""), ("nameserver", ""),
+    ],
+)  # fmt: skip
+async def test_process_that_waits_for_etcd_ends_at_once_when_told(
+    service: str, replicas: str, tmp_path: Path
+) -> None:
+    """Nobody answers at its etcd: it would wait for ever."""
+    ports = keep_ports(tmp_path / "ports.json", ["etcd", "health"])
+    settings = {
+        "ETCD": f"127.0.0.1:{ports['etcd']}",
+        "NODE_ID": "a-0",
+        "HEALTH_PORT": str(ports["health"]),
+    }
+    if service in ("storage", "offsets"):
+        settings["DATA_DIR"] = str(tmp_path / "data")
+    if replicas:
+        settings |= {"REPLICAS": replicas, "BROKER" if service == "storage" else "REPLICA_SET": "a"}
+    log = tmp_path / "log"
+    child = Child(
+        Program(
+            name=service,
+            command=[sys.executable, "-m", f"services.{service}"],
+            log_path=log,
+            is_ready=_never,
+            env={f"BATON_{service.upper()}_{name}": value for name, value in settings.items()},
+            drop=("BATON_",),
+        )
+    )
+    child.spawn()
+    try:
+        await until(lambda: log.exists() and "etcd: UNAVAILABLE" in log.read_text(), 30)
+        async with asyncio.timeout(5):
+            child.send(signal.SIGTERM)
+            assert await child.ended() == 0
+        assert "stopped" in child.last_lines(1)[0]
+    finally:
+        child.kill_now()
+
+
+async def _never() -> bool:
+    return False
+
+
 async def _serves(channel: grpc.aio.Channel, service: str) -> bool:
     return await ask_health(channel, service=service) == SERVING
 

@@ -1,42 +1,115 @@
 """Goal: a job's process runs its queries, tells of them, and ends cleanly; its page tells of it.
 
-Method: the real program against a real cluster, its Prometheus endpoint, and SIGTERM; progress as
-Spark reports it; the page is compared with the code.
+Method: the real program beside the demo, on a real cluster; its Prometheus endpoint, and what a
+real Prometheus that scrapes it answers to the queries of its dashboard; SIGTERM; progress as Spark
+reports it; the page is compared with the code.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
 from batonmq.common.config import ConfigError, load
+from batonmq.demo.flights import load_flights
+from batonmq.demo.play import Result, play
+from batonmq.local.prometheus import Prometheus, targets
 from batonspark.alerts import ALERTS
 from batonspark.latency import LATENCY
 from batonspark.progress import measured
 from batonspark.rollup import ROLLUP
 from batonspark.rules import RuleBook
 from batonspark.settings import PREFIX, JobSettings
+from tests.deploy.boards_inside import SPARK
+from tests.deploy.live import (
+    differing,
+    documented,
+    exported,
+    needs_prometheus,
+    read,
+    unanswered,
+    values,
+)
 from tests.spark.running import TEST_CONFIG, RunningCluster
 from tests.support.waiting import until_now
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "spark.md").read_text()
+QUERIES = ("bronze", "rollup", "alerts")
+FLIGHTS, PACE = 2_000, 150
+process = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-@pytest.fixture
-def process(cluster: RunningCluster, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What Prometheus knew while the demo ran.
+
+    Attributes:
+        unanswered: Dashboard, panel and query.
+        rows: Rows of the largest micro-batch of bronze.
+    """
+
+    result: Result
+    unanswered: Sequence[tuple[str, str, str]]
+    rows: float
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A job's process from its start to its end; `shown` are names of metrics."""
+
+    status: int
+    log: str
+    page: str
+    shown: set[str]
+    seen: Seen | None
+
+
+@pytest.fixture(scope="module")
+def life(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """One run for all who look at it: it takes a JVM of its own."""
+    folder = tmp_path_factory.mktemp("job")
+    log = folder / "log"
+    with started(cluster.nameserver, folder) as running:
+        until_now(lambda: "metrics served" in log.read_text(), 60)
+        found = re.search(r"metrics served port=(\d+)", log.read_text())
+        assert found
+        address = f"127.0.0.1:{found[1]}"
+
+        def all_have_done_some() -> bool:
+            assert running.poll() is None, log.read_text()
+            text = read(f"http://{address}/metrics")
+            return all(
+                re.search(rf'baton_spark_batch_id{{query="{query}"}} [1-9]', text)
+                for query in QUERIES
+            )
+
+        until_now(all_have_done_some, 200)
+        there = shutil.which("prometheus") is not None
+        seen = cluster.call(_watched_in_the_demo(cluster, address, folder)) if there else None
+        page = read(f"http://{address}/metrics")
+        shown = cluster.call(exported([address]))
+        running.send_signal(signal.SIGTERM)
+        return Life(running.wait(60), log.read_text(), page, shown, seen)
+
+
+@contextmanager
+def started(nameserver: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     env = {
-        "BATON_SPARK_NAMESERVER": cluster.nameserver,
-        "BATON_SPARK_DATA_DIR": str(tmp_path),
+        "BATON_SPARK_NAMESERVER": nameserver,
+        "BATON_SPARK_DATA_DIR": str(folder),
         "BATON_SPARK_MASTER": "local[2]",
         "BATON_SPARK_SPARK": json.dumps(TEST_CONFIG),
         "BATON_SPARK_TRIGGER_MS": "500",
@@ -44,46 +117,54 @@ def process(cluster: RunningCluster, tmp_path: Path) -> Iterator[subprocess.Pope
     }
     given = [f"{name}={value}" for name, value in env.items()]
     program = ["env", *given, sys.executable, str(ROOT / "spark-jobs" / "jobs" / "stream.py")]
-    log = (tmp_path / "log").open("w")
-    running = subprocess.Popen(program, stdout=log, stderr=log, text=True)
-    try:
-        yield running
-    finally:
-        running.kill()
-        running.wait()
-        log.close()
+    with (folder / "log").open("w") as log:
+        running = subprocess.Popen(program, stdout=log, stderr=log, text=True)
+        try:
+            yield running
+        finally:
+            running.kill()
+            running.wait()
 
 
-@pytest.mark.spark
-@pytest.mark.e2e
-@pytest.mark.timeout(300)
-def test_process_runs_its_queries_tells_of_them_and_ends_on_sigterm(
-    process: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    until_now(lambda: "metrics served" in log.read_text(), 60)
-    found = re.search(r"metrics served port=(\d+)", log.read_text())
-    assert found
+async def _watched_in_the_demo(cluster: RunningCluster, address: str, folder: Path) -> Seen:
+    page = {"targets": [address], "labels": {"cluster": "baton", "node_type": "spark"}}
+    told = [*targets(cluster.processes), page]
+    flights = load_flights()[:FLIGHTS]
+    async with (
+        Prometheus(folder / "prometheus", told, port=0) as prometheus,
+        asyncio.TaskGroup() as tasks,
+    ):
+        demo = tasks.create_task(
+            play(cluster.nameserver, flights, folder / "journals", lambda *_: None, pace=PACE)
+        )
+        left = await unanswered(prometheus, [SPARK], 120)
+        result = await demo
+        rows = 'max_over_time(baton_spark_input_rows{query="bronze"}[5m])'
+        return Seen(result, left, (await values(prometheus, rows))[0])
 
-    def told() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics") as answer:
-            return str(answer.read().decode())
 
-    def all_have_done_some() -> bool:
-        assert process.poll() is None, log.read_text()
-        text = told()
-        return all(
-            re.search(rf'baton_spark_batch_id{{query="{query}"}} [1-9]', text)
-            for query in ("bronze", "rollup", "alerts")
+class TestProcess:
+    """Of a job that runs beside the demo."""
+
+    pytestmark = process
+
+    def test_it_runs_its_queries_tells_of_them_and_ends_on_sigterm(self, life: Life) -> None:
+        assert 'baton_spark_running{query="bronze"} 1.0' in life.page
+        assert life.status == 0, life.log
+        assert len(re.findall("query ended query=", life.log)) == 3
+        assert re.search(
+            r"query progress query=bronze batch=\d+ rows=[1-9]\d* rows_per_s=", life.log
         )
 
-    until_now(all_have_done_some, 200)
-    assert 'baton_spark_running{query="bronze"} 1.0' in told()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, log.read_text()
-    text = log.read_text()
-    assert len(re.findall("query ended query=", text)) == 3
-    assert re.search(r"query progress query=bronze batch=\d+ rows=[1-9]\d* rows_per_s=", text)
+    def test_its_metrics_are_those_that_are_documented(self, life: Life) -> None:
+        assert differing({"spark": life.shown}, documented()) == []
+
+    @needs_prometheus
+    def test_every_query_of_its_dashboard_has_an_answer_in_the_demo(self, life: Life) -> None:
+        assert life.seen is not None
+        assert life.seen.unanswered == []
+        assert life.seen.rows > 0
+        assert life.seen.result.ok
 
 
 def test_backlog_is_what_is_there_and_not_read_yet() -> None:

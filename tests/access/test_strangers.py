@@ -1,0 +1,64 @@
+"""Goal: somebody who is not known costs little: what he sends is not read.
+
+Method: every call of every contract behind the real edge, as in the table of access; the requests
+that were parsed are noted. Then a large one, which gRPC would hold in memory if it were read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from batonmq.common.errors import BatonError, Unauthenticated
+from batonmq.common.rpc import from_rpc_error
+from services.runtime.etcd import EtcdSession
+from tests.access.scene import METHODS, TIMEOUT_S, Scene, request_of, scene
+
+APPEND = "/baton.storage.v1.StorageService/Append"
+LARGE_BYTES = 32 * 1024 * 1024
+
+
+async def refusal(made: Scene, path: str, identity: str) -> BatonError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await made.call(path, request_of(METHODS[path]), identity)
+    return from_rpc_error(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("certificates", "identity"), [(False, ""), (False, "somebody"), (True, "somebody")]
+)
+async def test_no_request_of_somebody_unknown_is_read(
+    etcd: EtcdSession, certificates: bool, identity: str
+) -> None:
+    async with scene(etcd, certificates=certificates) as made:
+        for path in METHODS:
+            assert isinstance(await refusal(made, path, identity), Unauthenticated)
+        assert not made.read
+        assert not made.served
+        counted = sum(
+            made.refused_count(service, "UNAUTHENTICATED")
+            for service in {path.split("/")[1].rpartition(".")[2] for path in METHODS}
+        )
+        assert counted == len(METHODS)
+        name, reason = APPEND.split("/")[2], "UNAUTHENTICATED"
+        labels = {"service": "StorageService", "method": name, "reason": reason}
+        assert made.registry.get_sample_value("baton_rpc_calls_total", labels) == 1
+
+
+async def test_a_large_request_of_a_stranger_ends_before_it_is_there(etcd: EtcdSession) -> None:
+    async with scene(etcd, certificates=False) as made:
+        call: Any = made.channel.unary_unary(APPEND)
+        async with asyncio.timeout(TIMEOUT_S):
+            under_way = call(bytes(LARGE_BYTES), timeout=TIMEOUT_S)
+            assert (await under_way.code()).name == "UNAUTHENTICATED"
+        assert made.read == []
+
+
+async def test_who_is_known_by_a_token_is_read_without_a_certificate(etcd: EtcdSession) -> None:
+    async with scene(etcd, certificates=False) as made:
+        await made.know("shop", ("produce", "topic:orders"))
+        await made.call(APPEND, request_of(METHODS[APPEND]), "shop")
+        assert made.read == [APPEND]

@@ -1,0 +1,81 @@
+"""Custom resources are held against their schemas.
+
+Goal: a misspelt field, a value that is none, and a kind that there is not are found in what the
+operators of Prometheus and of certificates are told. Method: the committed resources are right;
+each planted error is found.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.containers.pods import K8S
+from tests.deploy.custom_resources import DEFINED, custom_problems
+
+
+def committed() -> Iterator[Any]:
+    for path in sorted((K8S / "components").rglob("*.yaml")):
+        for one in yaml.safe_load_all(path.read_text()):
+            if isinstance(one, dict) and one.get("apiVersion") in DEFINED:
+                yield one
+
+
+RESOURCES = {f"{one['kind']}-{one['metadata']['name']}": one for one in committed()}
+
+
+def test_every_kind_that_is_used_is_there() -> None:
+    kinds = {one["kind"] for one in RESOURCES.values()}
+    assert kinds == {"Certificate", "Issuer", "PodMonitor", "PrometheusRule", "ServiceMonitor"}
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+def test_a_resource_is_what_its_schema_asks_for(name: str) -> None:
+    assert list(custom_problems(RESOURCES[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "problem"),
+    [
+        ("Certificate-storage", ("dnsNmaes",), ["x"], "spec.dnsNmaes: ['x'] is not known there"),
+        ("Certificate-storage", ("privateKey", "algorithm"), "ROT13", "spec.privateKey.algorithm"),
+        (
+            "Certificate-storage",
+            ("privateKey", "size"),
+            "256",
+            "spec.privateKey.size: '256' is not",
+        ),
+        ("Certificate-storage", ("issuerRef",), {}, "spec.issuerRef.name: Field required"),
+        (
+            "PodMonitor-batonmq",
+            ("podMetricsEndpoints", 0, "interval"),
+            "15 s",
+            "String should match",
+        ),
+        (
+            "PrometheusRule-batonmq",
+            ("groups", 0, "rules", 0, "lables"),
+            {"severity": "warning"},
+            "spec.groups.0.rules.0.lables",
+        ),
+    ],
+)
+def test_a_planted_error_is_found(
+    name: str, place: tuple[str | int, ...], value: object, problem: str
+) -> None:
+    one = copy.deepcopy(RESOURCES[name])
+    where = one["spec"]
+    for step in place[:-1]:
+        where = where[step]
+    where[place[-1]] = value
+    (found,) = custom_problems(one)
+    assert problem in found
+
+
+def test_a_kind_that_there_is_not_is_found() -> None:
+    one = {"apiVersion": "cert-manager.io/v1", "kind": "Certficate", "metadata": {"name": "x"}}
+    assert list(custom_problems(one)) == ["a kind that is not known"]
