@@ -37,7 +37,7 @@ from batonmq.metrics import ClientMetrics
 from batonmq.producer import Producer
 from batonmq.producing.settings import ProducerSettings
 from batonmq.security import Security
-from tests.support.cluster import SEGMENT_BYTES
+from tests.support.cluster import SEGMENT_BYTES, nursery
 
 TOPIC, GROUP, CLUSTER = "orders", "billing", "baton"
 _OPTIONS = ClusterOptions(
@@ -83,7 +83,10 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
     registry = CollectorRegistry()
     page, _ = start_http_server(0, "127.0.0.1", registry)
     try:
-        async with LocalCluster(folder, _OPTIONS) as cluster, asyncio.TaskGroup() as tasks:
+        async with (
+            LocalCluster(folder, _OPTIONS, nursery=nursery()) as cluster,
+            asyncio.TaskGroup() as tasks,
+        ):
             shown = f"127.0.0.1:{page.server_port}"
             told = [
                 *targets(cluster),
