@@ -16,6 +16,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq.access import AccessControl, Grant, Role
 from batonmq.admin import Admin
 from batonmq.common.errors import BatonError
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
@@ -87,7 +88,7 @@ async def access(setup: Setup) -> list[Figure]:
 
 async def _side(stack: AsyncExitStack, folder: Path, *, on: bool) -> _Side:
     options = ClusterOptions(secure=True, access=on, auto_restart=False, log_level="WARNING")
-    cluster = await stack.enter_async_context(LocalCluster(folder, options))
+    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=execute))
     security = cluster.security
     assert security is not None
     admin = await stack.enter_async_context(Admin(cluster.nameserver, security=security))

@@ -16,6 +16,7 @@ from batonmq.channels import connect
 from batonmq.consumer import Consumer
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.session import ConsumerSettings
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved
@@ -36,7 +37,9 @@ async def consumers(setup: Setup) -> list[Figure]:
     total = QUEUES * BATCH_RECORDS * setup.sized(50, 5)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        cluster = await stack.enter_async_context(
+            LocalCluster(setup.folder / "cluster", options, start=execute)
+        )
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
         channel = await stack.enter_async_context(connect(cluster.addresses["storage"]))

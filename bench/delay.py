@@ -12,6 +12,7 @@ from batonmq.common.clock import Clock
 from batonmq.consumer import Consumer
 from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.records import Message
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
@@ -29,7 +30,7 @@ DAY_MS = 86_400_000
 async def delays(setup: Setup) -> list[Figure]:
     """2,000 messages a second become due, while as many are scheduled; then many at once."""
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
-    async with LocalCluster(setup.folder / "cluster", options) as cluster:
+    async with LocalCluster(setup.folder / "cluster", options, start=execute) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
         settings = ConsumerSettings(consume_from="first")

@@ -11,6 +11,7 @@ from time import perf_counter
 from batonmq.admin import Admin
 from batonmq.common.errors import BatonError
 from batonmq.core.route import QueueId
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions, highly_available
 from batonmq.local.standing import lacks, leading
@@ -36,7 +37,9 @@ async def failovers(setup: Setup) -> list[Figure]:
     options = highly_available(ClusterOptions(auto_restart=False, log_level="WARNING"))
     rounds = setup.sized(20, 1)
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        cluster = await stack.enter_async_context(
+            LocalCluster(setup.folder / "cluster", options, start=execute)
+        )
         admin = await stack.enter_async_context(Admin(cluster.nameserver))
         await admin.create_topic(TOPIC, 1)
         (queue,) = await _queues(cluster.nameserver)

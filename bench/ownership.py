@@ -28,6 +28,7 @@ from batonmq.consuming.session import ConsumerSettings
 from batonmq.core.records import Message
 from batonmq.demo.crew import Crew, Member, Part
 from batonmq.demo.journal import handovers_ms, read
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
@@ -51,7 +52,9 @@ async def handovers(setup: Setup) -> list[Figure]:
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     rounds = setup.sized(4, 1)
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        cluster = await stack.enter_async_context(
+            LocalCluster(setup.folder / "cluster", options, start=execute)
+        )
         admin = await stack.enter_async_context(Admin(cluster.nameserver))
         await admin.create_topic(TOPIC, QUEUES)
         part = Part(
@@ -173,7 +176,7 @@ async def consumption(setup: Setup) -> list[Figure]:
     total = setup.sized(400_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with (
-        LocalCluster(setup.folder / "cluster", options) as cluster,
+        LocalCluster(setup.folder / "cluster", options, start=execute) as cluster,
         Admin(cluster.nameserver) as admin,
     ):
         await admin.create_topic(TOPIC, CHECKED_QUEUES)
@@ -246,7 +249,9 @@ async def keep_alives(setup: Setup) -> list[Figure]:
     locks = setup.sized(LOCKS, 1_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(LocalCluster(setup.folder / "cluster", options))
+        cluster = await stack.enter_async_context(
+            LocalCluster(setup.folder / "cluster", options, start=execute)
+        )
         nameserver = nameserver_grpc.NameserverServiceStub(
             await stack.enter_async_context(connect(cluster.nameserver))
         )

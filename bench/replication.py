@@ -15,6 +15,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.admin import Admin
 from batonmq.channels import connect
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from batonmq.replication import Replica, replicas_of
@@ -106,7 +107,7 @@ async def replication(setup: Setup) -> list[Figure]:
 
 async def _set(stack: AsyncExitStack, folder: Path, copies: int) -> _Set:
     options = ClusterOptions(storage_replicas=copies, auto_restart=False, log_level="WARNING")
-    cluster = await stack.enter_async_context(LocalCluster(folder, options))
+    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=execute))
     admin = await stack.enter_async_context(Admin(cluster.nameserver))
     await admin.create_topic(TOPIC, QUEUES)
     (master,) = [

@@ -15,7 +15,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.admin import Admin
 from batonmq.channels import connect
-from batonmq.local.child import Child, Program
+from batonmq.local.child import Child, Program, execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from bench.setup import TOPIC
@@ -80,7 +80,9 @@ async def site(
     settings = {"storage": {"flush": "async"} | dict(settings.pop("storage", {}))} | settings
     options = ClusterOptions(settings=settings, auto_restart=False, log_level="WARNING")
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(LocalCluster(folder / "cluster", options))
+        cluster = await stack.enter_async_context(
+            LocalCluster(folder / "cluster", options, start=execute)
+        )
         await cluster.stop("lockmgr")
         echo = await _start_echo(folder)
         stack.callback(echo.kill_now)

@@ -16,6 +16,7 @@ from pyspark.sql import DataFrameReader, SparkSession
 
 from batonmq.admin import Admin
 from batonmq.core.records import Message
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from batonmq.metric_arrow import encode_events
@@ -45,7 +46,7 @@ async def spark(setup: Setup) -> list[Figure]:
     count = setup.sized(1_000_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     figures: list[Figure] = []
-    async with LocalCluster(setup.folder / "cluster", options) as cluster:
+    async with LocalCluster(setup.folder / "cluster", options, start=execute) as cluster:
         setup.say("events for Spark")
         for form in _GOALS:
             await _fill(cluster.nameserver, form, count)

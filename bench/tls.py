@@ -11,6 +11,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq.admin import Admin
 from batonmq.channels import Connect
 from batonmq.common.health import SERVING, ask_health
+from batonmq.local.child import execute
 from batonmq.local.cluster import LocalCluster
 from batonmq.local.layout import ClusterOptions
 from batonmq.producer import Producer
@@ -83,7 +84,7 @@ async def tls(setup: Setup) -> list[Figure]:
 
 async def _side(stack: AsyncExitStack, folder: Path, *, secure: bool) -> _Side:
     options = ClusterOptions(secure=secure, auto_restart=False, log_level="WARNING")
-    cluster = await stack.enter_async_context(LocalCluster(folder, options))
+    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=execute))
     security = cluster.security
     admin = await stack.enter_async_context(Admin(cluster.nameserver, security=security))
     await admin.create_topic(TOPIC, QUEUES)

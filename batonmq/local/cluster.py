@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 
 from batonmq.channels import connector
-from batonmq.local.child import Child, NotReady, until
+from batonmq.local.child import Child, NotReady, Start, until
 from batonmq.local.etcd import etcd_members, is_healthy
 from batonmq.local.layout import ClusterOptions, Layout
 from batonmq.local.nursery import Nursery
@@ -60,7 +60,7 @@ class LocalCluster:
     Args:
         data_dir: Made if it does not exist. Only one cluster may run on it.
         report: Takes what a person should know at once, one message a call.
-        nursery: Where the processes of services come from, if not from one of the cluster's own.
+        start: Starts a service; a nursery of the cluster's own does if it is not given.
     """
 
     def __init__(
@@ -68,15 +68,14 @@ class LocalCluster:
         data_dir: Path,
         options: ClusterOptions | None = None,
         report: Callable[[str], None] = to_stderr,
-        nursery: Nursery | None = None,
+        start: Start | None = None,
     ) -> None:
         self.data_dir = data_dir.absolute()
         self.options = options or ClusterOptions()
         modules = {f"{self.options.programs}.{member.service}" for member in self.options.members}
-        self._nursery = nursery or Nursery(sorted(modules))
-        self._own_nursery: AbstractContextManager[object] = (
-            nullcontext() if nursery else self._nursery
-        )
+        self._nursery = Nursery(sorted(modules))
+        self._start_process = start or self._nursery.start
+        self._forks = start is None
         self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
         self._exits = AsyncExitStack()
         self._failure: ClusterFailed | None = None
@@ -165,7 +164,8 @@ class LocalCluster:
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
-            exits.enter_context(self._own_nursery)
+            if self._forks:
+                exits.enter_context(self._nursery)
             offsets = self.options.names_of("offsets")
             writers = [name for name in self.options.names if name not in offsets]
             etcds = [_etcd(number) for number in range(self.options.etcds)]
@@ -198,9 +198,10 @@ class LocalCluster:
                 await _wait(lambda: self.is_etcd_healthy(self._etcd), _ETCD_WAIT_S, silent)
             else:
                 await self._start_etcd()
+            await until(self._nursery.is_ready)
             for member in self.options.members:
                 self._processes.add(
-                    Child(self._layout.program(member, self._etcd), self._nursery.start)
+                    Child(self._layout.program(member, self._etcd), self._start_process)
                 )
             for name in self.options.names:
                 await self._processes.ready(name)

@@ -1,8 +1,8 @@
 """The process that imports and forks: `python -m batonmq.local.forking FD MODULE…`.
 
-FD is a socket of packets. Each is a request in JSON and two file descriptors: where the new process
-writes, and a socket that is told its id and, when it has ended, its wait status. It has one thread,
-as who forks must.
+FD is a socket of packets. One goes out when all is imported. Each that comes in has three file
+descriptors: a file with a request in JSON, where the new process is to write, and a socket that is
+told its id and, when it has ended, its wait status. It has one thread, as who forks must.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from batonmq.core import sql_parser
 from batonmq.local.nursery import NUMBER_BYTES
 from batonmq.local.tether import tie
 
-REQUEST_BYTES_MAX = 1 << 18
 PR_SET_NAME = 15
+OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals for whoever asks, who decides what ends and when; not for this process."""
 
 Request = dict[str, Any]
 
@@ -59,56 +60,75 @@ class Forks:
                         return request
 
     def _fork(self) -> tuple[Request | None, bool]:
-        message, fds, _, _ = socket.recv_fds(self._requests, REQUEST_BYTES_MAX, 2)
+        message, fds = b"", list[int]()
+        with suppress(ConnectionResetError):
+            message, fds, _, _ = socket.recv_fds(self._requests, 1, 3)
         if not message:
             return None, True
-        log, news = fds
-        pid = os.fork()
-        if not pid:
-            self._leave(log, news)
-            request: Request = json.loads(message)
-            return request, True
-        os.close(log)
-        self._news[pid] = socket.socket(fileno=news)
+        pid, told = -1, None
+        try:
+            text, *_, news = fds  # fewer if there were too many files
+            told = socket.socket(fileno=os.dup(news))
+            pid = os.fork()
+        except (OSError, ValueError):  # whoever asks gets no answer
+            pass
+        if pid:
+            for fd in fds:
+                os.close(fd)
+            self._note(pid, told)
+            return None, False
+        self._leave(told, *fds)
+        with os.fdopen(text, "rb") as file:
+            file.seek(0)
+            request: Request = json.load(file)
+        return request, True
+
+    def _note(self, pid: int, told: socket.socket | None) -> None:
+        if told is None:
+            return
+        if pid < 0:
+            told.close()
+            return
+        self._news[pid] = told
         self._tell(pid, pid)
-        return None, False
 
     def _bury(self) -> tuple[None, bool]:
         self._woken.recv(4096)
         while self._news:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
                 break
-            self._tell(pid, status)
-            self._news.pop(pid).close()
+            _, status = os.waitpid(ended.si_pid, os.WNOHANG)
+            self._tell(ended.si_pid, status)
+            self._news.pop(ended.si_pid).close()
         return None, False
 
     def _tell(self, pid: int, number: int) -> None:
         with suppress(BrokenPipeError):  # nobody wants to know
             self._news[pid].send(number.to_bytes(NUMBER_BYTES, "big"))
 
-    def _leave(self, log: int, news: int) -> None:
+    def _leave(self, told: socket.socket | None, _: int, log: int, news: int) -> None:
         """Be on one's own: nothing of this process but what it has imported."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for end in (self._requests, self._woken, self._waker, *self._news.values()):
-            end.close()
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        for fd in (null, log, news):
-            os.close(fd)
+        for end in (self._requests, self._woken, self._waker, told, *self._news.values()):
+            if end is not None:
+                end.close()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.close(news)
 
 
 def learn(modules: list[str]) -> None:
     """Import what each program imports; what it is itself is run by whoever becomes it."""
     for module in modules:
-        own = (
-            f"{module}.__main__" if hasattr(importlib.import_module(module), "__path__") else module
-        )
-        importlib.import_module(own)
-        del sys.modules[own]
+        with suppress(Exception):  # whoever becomes it fails by itself, and tells it in its log
+            package = hasattr(importlib.import_module(module), "__path__")
+            own = f"{module}.__main__" if package else module
+            importlib.import_module(own)
+            del sys.modules[own]
     sql_parser.prepare()
     gc.collect()
     gc.freeze()  # pages that are not written to are shared
@@ -128,15 +148,14 @@ def become(request: Request) -> None:
 
 def main() -> None:
     """Fork whatever is asked for; in a forked process, be it."""
-    parent = os.getppid()
-    tie(parent)
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to end
+    signal.pthread_sigmask(signal.SIG_BLOCK, OTHERS)
     learn(sys.argv[2:])
-    this = os.getpid()
-    request = Forks(socket.socket(fileno=int(sys.argv[1]))).run()
+    requests, this = socket.socket(fileno=int(sys.argv[1])), os.getpid()
+    requests.send(b"!")
+    request = Forks(requests).run()
     if request is not None:
         tie(this)
-        signal.signal(signal.SIGINT, interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OTHERS)
         become(request)
 
 

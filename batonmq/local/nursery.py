@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,7 +24,8 @@ from batonmq.local.child import Process, Program, execute
 
 NUMBER_BYTES = 4
 """Of a process id, and of a wait status."""
-_FORKS = sys.platform.startswith("linux")
+_END_S = 1.0
+_FORKS = sys.platform == "linux"
 
 
 class Nursery(AbstractContextManager["Nursery"]):
@@ -57,33 +59,63 @@ class Nursery(AbstractContextManager["Nursery"]):
     def close(self) -> None:
         """End all that still run."""
         if self._requests is not None and self._process is not None:
-            self._requests.close()  # it ends when nobody can ask any more, and they with it
+            self._requests.close()
+            self._process.kill()
             self._process.wait()
             self._requests = None
 
+    def is_ready(self) -> bool:
+        """Whether all is imported, so that a start does not wait for it."""
+        return self._requests is None or bool(select.select([self._requests], [], [], 0)[0])
+
     def start(self, program: Program, log: BinaryIO) -> Process:
-        """Start a program: forked if it is a module for this interpreter, else executed."""
-        path, *words = program.command
-        if path != sys.executable or "-m" not in words or not _FORKS:
-            return execute(program, log)
-        where = words.index("-m") + 1
+        """Start a program: forked if it is a module for this interpreter, else executed.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        match program.command if _FORKS else ():
+            case [sys.executable, "-m", module, *arguments]:
+                from_folder = True
+            case [sys.executable, "-P", "-m", module, *arguments]:
+                from_folder = False
+            case _:
+                return execute(program, log)
         request = {
             "name": program.name,
-            "module": words[where],
-            "arguments": words[where + 1 :],
+            "module": module,
+            "arguments": arguments,
             "folder": str(Path.cwd()),
-            "from_folder": "-P" not in words[:where],
+            "from_folder": from_folder,
             "env": program.environment(),
         }
+        forked = self._ask(request, log)
+        if forked is None and self._has_ended():
+            self.close()
+            forked = self._ask(request, log)
+        if forked is None:
+            raise OSError(f"{program.name} could not be forked")
+        return forked
+
+    def _has_ended(self) -> bool:
+        """Whether who forks was killed, and all that it had forked."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process is not None and self._process.wait(_END_S) is not None
+        return False
+
+    def _ask(self, request: object, log: BinaryIO) -> _Forked | None:
         news, theirs = socket.socketpair()
-        with theirs:
-            message, fds = json.dumps(request).encode(), [log.fileno(), theirs.fileno()]
-            try:
-                socket.send_fds(self._open(), [message], fds)
-            except (BrokenPipeError, ConnectionResetError):  # it was killed, and all it had forked
-                self.close()
-                socket.send_fds(self._open(), [message], fds)
-        return _Forked(news)
+        with theirs, os.fdopen(os.memfd_create("request"), "wb") as text:
+            text.write(json.dumps(request).encode())
+            text.flush()
+            fds = [text.fileno(), log.fileno(), theirs.fileno()]
+            with suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._open(), [b"?"], fds)
+        pid = int.from_bytes(news.recv(NUMBER_BYTES), "big")
+        if pid:
+            return _Forked(pid, news)
+        news.close()
+        return None
 
     def _open(self) -> socket.socket:
         if self._requests is None:
@@ -94,8 +126,11 @@ class Nursery(AbstractContextManager["Nursery"]):
                 self._process = subprocess.Popen(
                     [sys.executable, *options, "batonmq.local.forking", str(fd), *self._modules],
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=None if sys.stderr else subprocess.DEVNULL,
                     cwd=self._folder,
                     pass_fds=[fd],
+                    start_new_session=True,  # what a terminal sends to a group is not for it
                 )
         return self._requests
 
@@ -104,15 +139,12 @@ class _Forked:
     """A process that was forked.
 
     Args:
-        news: Brings its id, and when it has ended its wait status.
+        news: Brings its wait status when it has ended.
     """
 
-    def __init__(self, news: socket.socket) -> None:
-        self._news = news
+    def __init__(self, pid: int, news: socket.socket) -> None:
+        self.pid, self._news = pid, news
         self._returncode: int | None = None
-        self.pid = int.from_bytes(news.recv(NUMBER_BYTES), "big")
-        if not self.pid:
-            self._ended(b"")
 
     def poll(self) -> int | None:
         """Exit status, negative for a signal; None while it runs."""
@@ -130,8 +162,8 @@ class _Forked:
 
     def send_signal(self, sig: int, /) -> None:
         """Send a signal, if it runs."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):  # it ended in this moment
+        if self.poll() is None:  # its id is nobody else's before its end is told
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
 
     def kill(self) -> None:
@@ -139,7 +171,20 @@ class _Forked:
         self.send_signal(signal.SIGKILL)
 
     def _ended(self, status: bytes) -> None:
-        """Note how it ended: with whoever forked it, if that is not said."""
+        """Note how it ended; if nobody is left to say so, see that it does."""
+        if not status:
+            _kill(self.pid)
         number = int.from_bytes(status, "big") if status else int(signal.SIGKILL)
         self._returncode = os.waitstatus_to_exitcode(number)
         self._news.close()
+
+
+def _kill(pid: int) -> None:
+    """Kill the orphan of a nursery, which is about to end anyway, and wait until it has."""
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            select.select([fd], [], [])
+        finally:
+            os.close(fd)

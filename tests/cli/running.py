@@ -74,7 +74,9 @@ class Up:
 
     def running(self, name: str) -> int:
         """Process id of the only child of this name; it may have been restarted."""
-        (pid,) = (pid for pid in _descendants(self.process.pid) if _name(pid) == name)
+        (pid,) = (
+            pid for pid in _descendants(self.process.pid) if _about(pid, "comm").strip() == name
+        )
         return pid
 
     def told(self) -> str:
@@ -131,10 +133,13 @@ def up(data_dir: Path, *options: str) -> Iterator[Up]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+    for child in map(int, _about(pid, f"task/{pid}/children").split()):
         yield child
         yield from _descendants(child)
 
 
-def _name(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+def _about(pid: int, what: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return ""

@@ -84,7 +84,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
     page, _ = start_http_server(0, "127.0.0.1", registry)
     try:
         async with (
-            LocalCluster(folder, _OPTIONS, nursery=nursery()) as cluster,
+            LocalCluster(folder, _OPTIONS, start=nursery().start) as cluster,
             asyncio.TaskGroup() as tasks,
         ):
             shown = f"127.0.0.1:{page.server_port}"

@@ -46,7 +46,7 @@ def guarded(folder: Path, **options: Any) -> LocalCluster:
         "nameserver": {"heartbeat_interval_ms": 1_000},
     }
     known = ClusterOptions(secure=True, access=True, settings=settings, **options)
-    return LocalCluster(folder, known, nursery=nursery())
+    return LocalCluster(folder, known, start=nursery().start)
 
 
 def security_of(cluster: LocalCluster) -> Security:

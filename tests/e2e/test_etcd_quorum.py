@@ -40,7 +40,7 @@ async def cluster_at(folder: Path, offsets: int, replicas: int) -> AsyncIterator
         auto_restart=False,
         settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
     )
-    async with LocalCluster(folder / "cluster", options, nursery=nursery()) as cluster:
+    async with LocalCluster(folder / "cluster", options, start=nursery().start) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
         yield cluster

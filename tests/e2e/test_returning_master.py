@@ -127,7 +127,7 @@ async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[Story]:
         options, auto_restart=False, settings={"storage": {"segment_bytes": SEGMENT_BYTES}}
     )
     async with (
-        LocalCluster(folder / "cluster", options, nursery=nursery()) as cluster,
+        LocalCluster(folder / "cluster", options, start=nursery().start) as cluster,
         Admin(cluster.nameserver) as admin,
         crew_of(cluster.nameserver, TOPIC, folder) as alone,
         crew_of(cluster.nameserver, TOPIC, folder) as riding,
@@ -160,7 +160,7 @@ async def test_a_master_of_storage_returns_with_an_old_log(tmp_path: Path) -> No
 async def test_a_commit_that_is_repeated_reaches_the_next_master(tmp_path: Path) -> None:
     options = ClusterOptions(offsets=3, auto_restart=False)
     async with (
-        LocalCluster(tmp_path / "cluster", options, nursery=nursery()) as cluster,
+        LocalCluster(tmp_path / "cluster", options, start=nursery().start) as cluster,
         Admin(cluster.nameserver) as admin,
         Puller(cluster.nameserver, "readers") as puller,
         Producer(cluster.nameserver) as producer,

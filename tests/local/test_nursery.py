@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,14 +25,12 @@ from tests.support.waiting import lives, until
 PROGRAM = """
 import json, os, signal, sys, time
 
-IMPORTED_BY = os.getpid()
-
 def main():
     about = {
         "pid": os.getpid(), "session": os.getsid(0), "arguments": sys.argv[1:],
         "environment": dict(os.environ), "folder": os.getcwd(), "input": sys.stdin.read(),
         "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-        "name": __name__, "imported here": IMPORTED_BY == os.getpid(), "path": sys.path[0],
+        "name": __name__, "parent": os.getppid(), "path": sys.path[0],
     }
     print(json.dumps(about), flush=True)
     if "fail" in sys.argv:
@@ -156,6 +156,79 @@ async def test_a_program_that_is_no_module_is_executed(nursery: Nursery, folder:
     child = child_of(nursery, folder, sys.executable, "-c", "raise SystemExit(4)")
     child.spawn()
     assert await child.ended() == 4
+
+
+async def test_options_of_the_interpreter_are_not_overlooked(
+    nursery: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    child = child_of(nursery, folder, sys.executable, "-O", "-m", "forked_program")
+    child.spawn()
+    assert await child.ended() == 3
+    assert json.loads((folder / "log").read_text())["parent"] == os.getpid()
+
+
+async def test_a_large_environment_arrives_whole(nursery: Nursery, folder: Path) -> None:
+    child = forked(nursery, folder)
+    child.program = replace(child.program, env={"LARGE": "\u00e9" * 500_000})
+    child.spawn()
+    assert await child.ended() == 3
+    told = json.loads((folder / "log").read_text())
+    assert len(told["environment"]["LARGE"]) == 500_000
+    assert told["parent"] != os.getpid()
+
+
+async def test_a_program_that_can_not_be_imported_fails_by_itself(folder: Path) -> None:
+    (folder / "broken_program.py").write_text("import nothing_of_this_name\n")
+    with Nursery(["broken_program", "forked_program"], folder) as nursery:
+        broken = child_of(nursery, folder / "broken", sys.executable, "-m", "broken_program")
+        broken.spawn()
+        assert await broken.ended() == 1
+        assert "No module named 'nothing_of_this_name'" in broken.last_lines(1)[0]
+        sound = forked(nursery, folder / "sound")
+        sound.spawn()
+        assert await sound.ended() == 3
+
+
+async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
+    nursery: Nursery, folder: Path
+) -> None:
+    child = forked(nursery, folder / "first", "sleep")
+    child.spawn()
+    await child.ready(20)
+    assert child.pid is not None
+    parent = parent_of(child.pid)
+    limits = resource.prlimit(parent, resource.RLIMIT_NOFILE)
+    resource.prlimit(parent, resource.RLIMIT_NOFILE, (4, limits[1]))
+    with pytest.raises(OSError, match="could not be forked"):
+        forked(nursery, folder / "second", "sleep").spawn()
+    resource.prlimit(parent, resource.RLIMIT_NOFILE, limits)
+    assert child.returncode is None
+    third = forked(nursery, folder / "third")
+    third.spawn()
+    assert await third.ended() == 3
+    child.kill_now()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
+    nursery: Nursery, folder: Path, number: signal.Signals
+) -> None:
+    child = forked(nursery, folder, "sleep")
+    child.spawn()
+    await child.ready(20)
+    assert child.pid is not None
+    parent = parent_of(child.pid)
+    assert os.getpgid(parent) == parent
+    os.kill(parent, number)
+    child.send(number)
+    assert await child.ended() == -number
+    again = forked(nursery, folder / "again", "sleep")
+    again.spawn()
+    await again.ready(20)
+    assert again.pid is not None
+    assert parent_of(again.pid) == parent
+    again.kill_now()
 
 
 async def test_all_of_them_end_with_the_nursery_and_it_begins_anew(

@@ -68,5 +68,5 @@ async def local_cluster(
     )
     if available:
         options = highly_available(options)
-    async with LocalCluster(data_dir, options, report, nursery()) as running:
+    async with LocalCluster(data_dir, options, report, nursery().start) as running:
         yield running
