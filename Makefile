@@ -64,7 +64,7 @@ breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 
 # Half of the tests wait for something most of their time: three workers keep two cores busy.
 test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	pytest -q -m "not sim and not e2e and not spark"

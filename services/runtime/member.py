@@ -55,7 +55,7 @@ class Member:
             self._node_id,
             members,
             position,
-            self._registered,
+            self._beginners,
         )
         self.election = Election(
             runtime.etcd,
@@ -124,12 +124,22 @@ class Member:
             return self._members  # not known yet
         return frozenset(self._registered())
 
-    def _registered(self) -> dict[str, Position]:
-        """The members that are up, and how far they were when they registered."""
+    def _beginners(self) -> dict[str, Position]:
+        """The members that are up, and how far they were when they registered; without leaders.
+
+        Where no set stands in etcd, who leads still runs alone: with messages, and no position.
+        """
+        return {
+            name: Position(node.replica_epoch, node.replica_version)
+            for name, node in self._registered().items()
+            if not node.leader
+        }
+
+    def _registered(self) -> dict[str, nameserver_pb.Node]:
+        """The members that are up."""
         found = {}
         for key, stored in self._runtime.nodes.values.items():
             service, _, name = key.partition("/")
             if service == self._runtime.service and name in self._members:
-                node = nameserver_pb.Node.FromString(stored.value)
-                found[name] = Position(node.replica_epoch, node.replica_version)
+                found[name] = nameserver_pb.Node.FromString(stored.value)
         return found

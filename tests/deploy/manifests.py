@@ -112,7 +112,19 @@ def _problems(one: Resource) -> list[str]:
         kubernetes_validate.SchemaNotFoundError,
     ) as error:
         return [f"{name}: {error}"]
-    return []
+    return [f"{name}: {why}" for why in _pod_problems(one)]
+
+
+def _pod_problems(one: Resource) -> Iterator[str]:
+    """What a schema does not ask of pods: the base's transformers do not reach a component's."""
+    template = one.get("spec", {}).get("template")
+    if not template:
+        return
+    if template["metadata"].get("labels", {}).get("app.kubernetes.io/part-of") != "batonmq":
+        yield "pods without the label that network policies and scrapes look for"
+    for container in template["spec"]["containers"]:
+        if ":" not in container["image"].rpartition("/")[2]:
+            yield f"an image without a version: {container['image']}"
 
 
 def main() -> int:

@@ -201,6 +201,18 @@ def test_a_misspelt_field_is_found() -> None:
     assert "livenessProb" in problem
 
 
+@kubectl
+def test_a_pod_that_the_base_does_not_reach_is_found() -> None:
+    resources = render(K8S / "overlays" / "prod")
+    broken = next(one for one in resources if one["kind"] == "StatefulSet")
+    template = broken["spec"]["template"]
+    del template["metadata"]["labels"]["app.kubernetes.io/part-of"]
+    template["spec"]["containers"][0]["image"] = "registry.example.com:5000/batonmq/services"
+    label, image = Judge().problems(resources)
+    assert "label" in label
+    assert "without a version" in image
+
+
 def test_combinations_have_one_etcd_and_say_how_safe_they_are() -> None:
     found = list(combinations())
     assert len(found) == len(set(found)) > 100

@@ -36,7 +36,7 @@ from services.storage.core.epochs import History, decode
 from services.storage.following import Following
 from services.storage.role import Role
 from tests.storage.batches import batch
-from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
+from tests.storage.replicas import BROKER, LEASE_MS, Replica, Scene, queue, replica_set
 from tests.support.waiting import until
 
 PRODUCER = (77, 1)
@@ -675,6 +675,25 @@ async def test_a_node_that_was_alone_becomes_the_first_of_several(scene: Scene) 
     assert await master.bodies() == [b"%d" % number for number in range(30)]
     (receipt,) = await master.append(*numbered(29, 1))
     assert receipt.duplicate
+
+
+async def test_a_set_is_not_begun_beside_a_member_that_still_runs_alone(scene: Scene) -> None:
+    """It stands among the nodes, with messages of which the others know nothing."""
+    (alone,) = await scene.start("b", replicas="")
+    await alone.append(*numbered(0, 30))
+    await alone.stop()
+    async with EtcdSession(scene.endpoint, scene.cluster, Clock()) as session:
+        entry = nameserver_pb.Node(node_id="b", leader=True, replica_set=BROKER)
+        await session.put(session.key("nodes", "storage", "b"), entry.SerializeToString())
+        await scene.start("a", "c")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2 * LEASE_MS / 1000):
+                await until(scene.led)
+    await scene.start("b")
+    assert (await scene.master()).name == "b"
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+    assert await scene.nodes["b"].bodies() == [b"%d" % number for number in range(30)]
 
 
 async def test_etcd_that_is_away_ends_a_mastership_before_its_lease(scene: Scene) -> None:
