@@ -8,7 +8,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-pytest_plugins = ["tests.support.etcd"]
+pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
