@@ -11,7 +11,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests.support.cluster import nursery
 
-pytest_plugins = ["tests.support.etcd"]
+pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
 
 
 @pytest.fixture(scope="session", autouse=True)

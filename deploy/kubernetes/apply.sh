@@ -1,11 +1,22 @@
 #!/usr/bin/env bash
-# apply.sh CONTEXT OVERLAY: apply an overlay of deploy/k8s, and wait until every pod is ready. Of those with TLS the
-# certificates are made first, in build/tls: those of the services, and of the identities `operator` and `demo`.
+# apply.sh CONTEXT OVERLAY: apply an overlay of deploy/k8s, and wait until every pod is ready. A cluster without
+# TLS does not become one with it, nor the other way round. Of those with TLS the certificates are made first, in
+# build/tls: those of the services, and of the identities `operator` and `demo`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 kube() { kubectl --context "$context" --namespace baton "$@"; }
 context=$1 overlay=$2 tls=build/tls
+export NAMESPACE=baton # as the overlays have it
 
+scheme=http
+if [[ $overlay == *-secure ]]; then scheme=https; fi
+runs=$(kube get statefulset etcd --ignore-not-found \
+  --output 'jsonpath={.spec.template.spec.containers[0].env[?(@.name=="SCHEME")].value}')
+if [ "${runs:-$scheme}" != "$scheme" ]; then
+  echo "etcd's members know one another at $runs:// addresses, for good; $overlay is another cluster:" \
+    "make ${overlay%%-*}-down first" >&2
+  exit 1
+fi
 if [[ $overlay == *-secure ]]; then
   deploy/kubernetes/make-ca.sh "$tls" operator demo
   deploy/kubernetes/apply-secrets.sh "$context" "$tls"

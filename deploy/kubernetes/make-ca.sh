@@ -2,37 +2,82 @@
 # make-ca.sh FOLDER [CLIENT...]: certificates for clusters without cert-manager, a folder for each Secret, such as
 # FOLDER/tls-storage: of the services, of clients by the identity they are to have, and, by an authority of its own,
 # of etcd. Whoever has a certificate of that one reads and writes everything. Needs openssl 3.
-# What is there is kept, so run again it adds clients; RENEW=1 issues everything anew, but for the authorities.
-# apply-secrets.sh makes the Secrets.
+# What is there is kept while it is good for another 30 days, so run again it adds clients and renews what has to be;
+# RENEW=1 issues everything anew, but for the authorities. NAMESPACE says where the services are, DAYS for how long
+# certificates are good. apply-secrets.sh makes the Secrets.
 set -euo pipefail
-folder=$1
+folder=${1%/}
 shift
 namespace=${NAMESPACE:-baton}
 days=${DAYS:-365}
+services="storage offsets lockmgr nameserver"
+label='[a-z0-9]([a-z0-9-]*[a-z0-9])?'
+
+fail() {
+  echo "make-ca.sh: $*" >&2
+  exit 1
+}
+
 umask 077
 mkdir -p "$folder"
+mine=$(find "$folder" -path "$folder/tls-*/tls.crt" | sed 's|.*/tls-\(.*\)/tls.crt$|\1|')
+clients=$(printf '%s\n' "$mine" | grep -vxE "${services// /|}" || true) # who has a certificate gets the next one, too
+for client in $clients "$@"; do
+  [[ $client =~ ^$label(\.$label)*$ && ${#client} -le 64 ]] ||
+    fail "$client: identities here are of a-z, 0-9, - and ., as names of Secrets are, and of 64 characters at most"
+  [[ " $services " != *" $client "* ]] || fail "$client: tls-$client is that of the service"
+done
+
+new=$(mktemp -d "$folder/.new.XXXXXX") # what is half done is here, and nobody takes it for whole
+trap 'rm -rf "$new"' EXIT
+an_hour_ago=$(($(date +%s) - 3600)) # clocks differ
+begin=$(date -u -d "@$an_hour_ago" +%Y%m%d%H%M%SZ 2>/dev/null || date -u -r "$an_hour_ago" +%Y%m%d%H%M%SZ)
+
+told() { # command: what it says matters if it fails
+  "$@" 2>"$new/said" || fail "$(cat "$new/said")"
+}
+
+request() { # name key request
+  told openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$1" -keyout "$2" -out "$3"
+}
+
+sign() { # days request certificate extensions options...
+  local days=$1 request=$2 cert=$3
+  printf '%s\n' "[ca]" "default_ca=this" "[this]" "new_certs_dir=$new" "database=$new/index" "rand_serial=yes" \
+    "default_md=sha256" "policy=policy" "x509_extensions=extensions" "unique_subject=no" "[policy]" \
+    "commonName=supplied" "[extensions]" "subjectKeyIdentifier=hash" "$4" >"$new/config"
+  shift 4
+  : >"$new/index"
+  told openssl ca -batch -notext -config "$new/config" -startdate "$begin" -days "$days" -in "$request" \
+    -out "$cert" "$@"
+}
 
 authority() { # name
   [ -e "$folder/$1.crt" ] && return
-  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=$1" \
-    -addext "keyUsage=critical,keyCertSign,cRLSign" -keyout "$folder/$1.key" -out "$folder/$1.crt.new" 2>/dev/null
-  mv "$folder/$1.crt.new" "$folder/$1.crt"
+  request "$1" "$new/$1.key" "$new/request"
+  sign 3650 "$new/request" "$new/$1.crt" \
+    "$(printf '%s\n' basicConstraints=critical,CA:TRUE keyUsage=critical,keyCertSign,cRLSign)" \
+    -selfsign -keyfile "$new/$1.key"
+  mv "$new/$1.key" "$new/$1.crt" "$folder" # in this order
+}
+
+good() { # authority secret: whether that is for another 30 days
+  cmp -s "$folder/$1.crt" "$folder/$2/ca.crt" &&
+    openssl x509 -checkend 2592000 -noout -in "$folder/$2/tls.crt" >/dev/null 2>&1 &&
+    openssl verify -CAfile "$folder/$1.crt" "$folder/$2/tls.crt" >/dev/null 2>&1
 }
 
 issue() { # authority secret name alternatives
-  local to=$folder/$2
-  [ -e "$to/tls.crt" ] && [ "${RENEW:-0}" != 1 ] && return
-  rm -rf "$to.new"
-  mkdir "$to.new"
-  openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$3" \
-    -keyout "$to.new/tls.key" -out "$to.new/request" 2>/dev/null
-  openssl x509 -req -days "$days" -CA "$folder/$1.crt" -CAkey "$folder/$1.key" -in "$to.new/request" \
-    -extfile <(printf 'subjectAltName=%s\nextendedKeyUsage=serverAuth,clientAuth\n' "$4") \
-    -out "$to.new/tls.crt" 2>/dev/null
-  rm "$to.new/request"
-  cp "$folder/$1.crt" "$to.new/ca.crt"
-  rm -rf "$to" # all or nothing: what is half done has another name
-  mv "$to.new" "$to"
+  [ "${RENEW:-0}" != 1 ] && good "$1" "$2" && return
+  [ -e "$folder/$1.key" ] || fail "$2 is to be issued, and $folder/$1.key, the key of the authority, is not here"
+  mkdir "$new/$2"
+  request "$3" "$new/$2/tls.key" "$new/request"
+  sign "$days" "$new/request" "$new/$2/tls.crt" "$(printf '%s\n' authorityKeyIdentifier=keyid \
+    basicConstraints=CA:FALSE extendedKeyUsage=serverAuth,clientAuth "subjectAltName=$4")" \
+    -cert "$folder/$1.crt" -keyfile "$folder/$1.key"
+  cp "$folder/$1.crt" "$new/$2/ca.crt"
+  rm -rf "${folder:?}/$2"
+  mv "$new/$2" "$folder/$2"
 }
 
 authority ca
@@ -43,7 +88,7 @@ for service in storage offsets lockmgr; do
 done
 issue ca tls-nameserver nameserver "URI:service:nameserver,DNS:*.nameserver-nodes.$namespace.svc,DNS:nameserver,\
 DNS:nameserver.$namespace,DNS:nameserver.$namespace.svc,$local"
-for client in "$@"; do
+for client in $(printf '%s\n' "$clients" "$@" | sort -u); do
   issue ca "tls-$client" "$client" "URI:$client"
 done
 issue etcd-ca etcd-server etcd "DNS:etcd-0.etcd,DNS:etcd-1.etcd,DNS:etcd-2.etcd,DNS:*.etcd.$namespace.svc,$local"

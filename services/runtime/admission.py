@@ -43,7 +43,7 @@ class Admission:
 
     def unread(self, path: str, metadata: Metadata) -> BatonError | None:
         """Why a call is refused before its request is read; None if that has to be seen."""
-        error = self._guard.refusal(path, metadata)
+        error = self._guard.refusal(metadata)
         if error is not None:
             self._guard.count(_service(path), error)
         return error
@@ -80,23 +80,16 @@ class Admission:
 
     def foreign(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
         """A handler that is not ours, for those who may."""
-        rule = self._guard.rule(path)
-        if rule is not None and rule.open:
-            return handler
-        call: Any = handler.stream_stream
-        assert call is not None, f"{path} has no rule"
-
-        async def admitted(requests: Any, context: Context) -> AsyncIterator[Any]:
-            try:
-                with self._counted(path):
-                    self._admit(path, None, context)
-            except BatonError as error:
-                await abort(context, error)
-            async for item in call(requests, context):
-                yield item
-
         codec = (handler.request_deserializer, handler.response_serializer)
-        return grpc.stream_stream_rpc_method_handler(admitted, *codec)
+        if handler.unary_unary is not None:
+            call = _telling(self.unary(path, handler.unary_unary))
+            return grpc.unary_unary_rpc_method_handler(call, *codec)
+        if handler.unary_stream is not None:
+            stream = _telling_stream(self.stream(path, handler.unary_stream))
+            return grpc.unary_stream_rpc_method_handler(stream, *codec)
+        assert handler.stream_stream is not None, f"{path} has no known form"
+        stream = _telling_stream(self.stream(path, handler.stream_stream))
+        return grpc.stream_stream_rpc_method_handler(stream, *codec)
 
     def _admit(self, path: str, request: Any, context: Context) -> tuple[Caller, Sequence[Need]]:
         """Who calls, and what that needed.
@@ -174,6 +167,31 @@ class Admission:
         except BatonError as error:
             self._guard.count(_service(path), error)
             raise
+
+
+def _telling(call: Any) -> Any:
+    """`call`, which tells its caller why he is refused."""
+
+    async def told(request: Any, context: Context) -> Any:
+        try:
+            return await call(request, context)
+        except BatonError as error:
+            await abort(context, error)
+
+    return told
+
+
+def _telling_stream(call: Any) -> Any:
+    """The same of a call that answers as a stream."""
+
+    async def told(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for item in call(request, context):
+                yield item
+        except BatonError as error:
+            await abort(context, error)
+
+    return told
 
 
 def _sign(request: Any, caller: Caller) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grpc.aio
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from batonmq.common.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from services.runtime import stored_access
@@ -83,6 +83,11 @@ class Guard:
             ("service", "reason"),
             registry=registry,
         )
+        Gauge(
+            "baton_access_on",
+            "Whether calls are held against grants: 1, or 0 where access is off.",
+            registry=registry,
+        ).set(on)
 
     def govern(self, rules: Rules) -> None:
         """Take the rules of the methods that are served, and tell the log whether they hold."""
@@ -116,11 +121,8 @@ class Guard:
                 return Caller(identity)
         raise Unauthenticated("the call brings no bearer token and no client certificate")
 
-    def refusal(self, path: str, metadata: Metadata) -> BatonError | None:
-        """Why nobody who calls so may call this, whatever is asked: known before that is read."""
-        rule = self._rules.get(path)
-        if rule is not None and rule.open:
-            return None
+    def refusal(self, metadata: Metadata) -> BatonError | None:
+        """Why nobody who calls so may call anything: known before what is asked is read."""
         try:
             if self._by_token(metadata) is None and not self._certificates:
                 raise Unauthenticated("the call brings no bearer token")

@@ -12,27 +12,81 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from batonmq.common.errors import NoQuorum
+from services.runtime.options import HEALTH_OPTIONS
 
 log = logging.getLogger(__name__)
 
 LIVE, STARTED, READY = "live", "started", "ready"
 LOOK_INTERVAL_S = 0.5
-_STATUS = {
-    True: health_pb2.HealthCheckResponse.SERVING,
-    False: health_pb2.HealthCheckResponse.NOT_SERVING,
-}
+NAME_CHARACTERS_MAX = 255
+"""Of a name that is watched: it is kept for as long."""
+WATCHES_MAX = 1_000
+"""In one process."""
+_Answer = health_pb2.HealthCheckResponse
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Servicer(health_pb2_grpc.HealthServicer):
+    """Unlike the one that gRPC brings it bounds what those who watch can make it keep."""
+
+    def __init__(self) -> None:
+        self._good: dict[str, bool] = {}
+        self._changed = asyncio.Condition()
+        self._watches = 0
+
+    async def set(self, names: Iterable[str], good: bool) -> None:
+        """From now on that is the answer for these names."""
+        async with self._changed:
+            self._good.update(dict.fromkeys(names, good))
+            self._changed.notify_all()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Answer:
+        if request.service not in self._good:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such name")
+        return self._answer(request.service)
+
+    async def List(self, request: object, context: Context) -> Any:
+        return health_pb2.HealthListResponse(  # type: ignore[attr-defined]
+            statuses={name: self._answer(name) for name in self._good}
+        )
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[_Answer]:
+        name = request.service
+        if len(name) > NAME_CHARACTERS_MAX:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no name is as long")
+        if self._watches >= WATCHES_MAX:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watches")
+        self._watches += 1
+        try:
+            while True:
+                told = self._answer(name)
+                yield told
+                async with self._changed:
+                    while self._answer(name) == told:
+                        await self._changed.wait()
+        finally:
+            self._watches -= 1
+
+    def _answer(self, name: str) -> _Answer:
+        if name not in self._good:
+            return _Answer(status=_Answer.SERVICE_UNKNOWN)
+        return _Answer(status=_Answer.SERVING if self._good[name] else _Answer.NOT_SERVING)
 
 
 class Health:
     """The answers of one process; the same at every port that gives them."""
 
     def __init__(self) -> None:
-        self._servicer = health.aio.HealthServicer()
+        self._servicer = _Servicer()
         self._names: frozenset[str] = frozenset({""})
         self._draining = False
 
@@ -42,17 +96,17 @@ class Health:
 
     async def starts(self) -> None:
         """The process lives, and does not serve yet."""
-        await self._set((LIVE,), True)
-        await self._set((STARTED, READY, *self._names), False)
+        await self._servicer.set((LIVE,), True)
+        await self._servicer.set((STARTED, READY, *self._names), False)
 
     async def recovered(self) -> None:
         """The process has recovered what it keeps."""
-        await self._set((STARTED,), True)
+        await self._servicer.set((STARTED,), True)
 
     async def serves(self, names: Iterable[str]) -> None:
         """Calls of the services of these names are taken."""
         self._names |= frozenset(names)
-        await self._set(self._names, True)
+        await self._servicer.set(self._names, True)
 
     async def follow(
         self, registered: Callable[[], bool], caught_up: Callable[[], Awaitable[bool]]
@@ -74,18 +128,14 @@ class Health:
                 now = before
             if now != before and not self._draining:
                 log.info("ready" if now else "not ready")
-                await self._set((READY,), now)
+                await self._servicer.set((READY,), now)
                 before = now
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def drains(self) -> None:
         """From now on the process lives, and nothing else."""
         self._draining = True
-        await self._set((READY, *self._names), False)
-
-    async def _set(self, names: Iterable[str], good: bool) -> None:
-        for name in names:
-            await self._servicer.set(name, _STATUS[good])
+        await self._servicer.set((READY, *self._names), False)
 
 
 @asynccontextmanager
@@ -100,7 +150,7 @@ async def health_of(host: str, port: int) -> AsyncIterator[Health]:
     if not port:
         yield answers
         return
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=HEALTH_OPTIONS)
     answers.add(server)
     server.add_insecure_port(f"{host}:{port}")
     await server.start()

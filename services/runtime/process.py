@@ -21,7 +21,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
-from batonmq.channels import OPTIONS, connect, connector
+from batonmq.channels import connect, connector
 from batonmq.common import logs
 from batonmq.common.aio import unless
 from batonmq.common.clock import Clock
@@ -35,6 +35,7 @@ from services.runtime.guard import Guard
 from services.runtime.health import Health, health_of
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.mirror import Mirror
+from services.runtime.options import SERVER_OPTIONS
 from services.runtime.position import NOWHERE, Position
 from services.runtime.rules import Rules
 from services.runtime.settings import ServiceSettings
@@ -45,13 +46,6 @@ log = logging.getLogger(__name__)
 
 Loop = Callable[[], Coroutine[Any, Any, None]]
 METRICS_SERVICE = "baton.metrics.v1.MetricsService"
-SERVER_OPTIONS = (
-    *OPTIONS,
-    # A port that somebody else serves on is an error, not something to share.
-    ("grpc.so_reuseport", 0),
-    # Who connects and says nothing is cut off.
-    ("grpc.server_handshake_timeout_ms", 20_000),
-)
 T = TypeVar("T")
 
 

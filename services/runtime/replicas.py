@@ -113,7 +113,7 @@ class ReplicaSet:
         key: Of the set in etcd.
         members: Node ids that belong to it, by configuration.
         position: Of this node's own copy, at any moment.
-        positions: What is known of the members that are up: node id to position.
+        positions: Of the members that are up and may begin a set: node id to position.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class ReplicaSet:
         """How this node may be elected; None if it may not be at the moment.
 
         A set that does not stand in etcd, or no longer, is begun by the member with the greatest
-        position, once all members are up: nobody could say otherwise who has everything.
+        position, once all members are up, and none runs alone any more: nobody could say otherwise
+        who has everything.
 
         Raises:
             NoQuorum: etcd does not answer.

@@ -39,7 +39,6 @@ class Rule(NamedTuple):
         needs: All that the caller has to have; where they are none, some grant.
         services: These may call it without.
         private: Nobody else may.
-        open: Everybody may, known or not.
         known: Where `needs` are none, whoever is known may.
         each: Set where items are refused one by one; `needs` is what all of them need then.
     """
@@ -47,7 +46,6 @@ class Rule(NamedTuple):
     needs: Needs
     services: frozenset[str] = frozenset()
     private: bool = False
-    open: bool = False
     known: bool = False
     each: Each | None = None
 
@@ -91,7 +89,7 @@ def of_queues(items: str) -> Needs:
 COMMON: Rules = {
     **rules_of(
         "grpc.health.v1.Health",
-        {name: Rule(lambda _: (), open=True) for name in ("Check", "Watch", "List")},
+        {name: Rule(lambda _: (), known=True) for name in ("Check", "Watch", "List")},
     ),
     **rules_of(
         "grpc.reflection.v1alpha.ServerReflection", {"ServerReflectionInfo": needs(ANYTHING)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,7 @@ import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from batonmq.channels import OPTIONS, connect
@@ -28,6 +27,7 @@ from services.offsets.access import RULES as OFFSETS
 from services.runtime.access import Grant, Role
 from services.runtime.etcd import EtcdSession
 from services.runtime.guard import Guard
+from services.runtime.health import Health
 from services.runtime.interceptor import EdgeInterceptor
 from services.runtime.rules import COMMON, Rules
 from services.runtime.stored_access import digest_of
@@ -155,12 +155,14 @@ async def scene(
     made = Scene(guard, AccessStore(etcd, Turns(etcd.random)), registry)
     edge = EdgeInterceptor(Clock(), registry, frozenset(held), guard)
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)
+    noted: Any = _Noting(server, made.read)
     for service in SERVICES:
-        server.add_generic_rpc_handlers((_servicer(made, service),))
-    checks = health.aio.HealthServicer()
-    await checks.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    reflection.enable_server_reflection([reflection.SERVICE_NAME], server)
+        noted.add_generic_rpc_handlers((_servicer(made, service),))
+    checks = Health()
+    await checks.serves(())
+    checks.add(noted)
+    contracts = reflection.aio.ReflectionServicer([reflection.SERVICE_NAME])
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(contracts, noted)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with asyncio.TaskGroup() as tasks, connect(f"127.0.0.1:{port}") as channel:
@@ -172,6 +174,36 @@ async def scene(
         finally:
             await server.stop(None)
             following.cancel()
+
+
+class _Noting:
+    """A server as those see it who add to it; the calls whose requests are parsed go to `read`."""
+
+    def __init__(self, server: grpc.aio.Server, read: list[str]) -> None:
+        self._server, self._read = server, read
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add them, with a note of each request."""
+        self._server.add_generic_rpc_handlers([_Noted(one, self._read) for one in handlers])
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Nothing: the same as the generic ones."""
+
+
+class _Noted(grpc.GenericRpcHandler):
+    def __init__(self, of: grpc.GenericRpcHandler, read: list[str]) -> None:
+        self._of, self._read = of, read
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler: Any = self._of.service(handler_call_details)
+        if handler is None:
+            return None
+
+        def parse(sent: bytes) -> Any:
+            self._read.append(handler_call_details.method)
+            return handler.request_deserializer(sent)
+
+        return handler._replace(request_deserializer=parse)
 
 
 def _servicer(made: Scene, service: ServiceDescriptor) -> grpc.GenericRpcHandler:
@@ -202,11 +234,7 @@ def _handler(
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         yield await answer(request)
 
-    def parse(sent: bytes) -> Any:
-        made.read.append(path)
-        return GetMessageClass(method.input_type).FromString(sent)
-
-    codec = (parse, kind.SerializeToString)
+    codec = (GetMessageClass(method.input_type).FromString, kind.SerializeToString)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(stream, *codec)
     return grpc.unary_unary_rpc_method_handler(unary, *codec)

@@ -1,6 +1,7 @@
 """Switching access on.
 
-Goal: access without TLS, where a token proves nothing, does not start; the log says which it is.
+Goal: access without TLS, where a token proves nothing, does not start; the log and a
+metric say which it is.
 Method: the settings, and a guard made of them.
 """
 
@@ -34,12 +35,14 @@ def test_access_is_off_unless_it_is_asked_for() -> None:
     ("on", "level", "told"),
     [(True, "INFO", "access is on admins=root,carol"), (False, "WARNING", "ACCESS IS OFF")],
 )
-def test_the_log_says_which_it_is(
+def test_the_log_and_a_metric_say_which_it_is(
     etcd: EtcdSession, caplog: pytest.LogCaptureFixture, on: bool, level: str, told: str
 ) -> None:
-    guard = Guard(etcd, CollectorRegistry(), on=on, admins=["root", " carol"])
+    registry = CollectorRegistry()
+    guard = Guard(etcd, registry, on=on, admins=["root", " carol"])
     with caplog.at_level(logging.INFO):
         guard.govern({})
     (record,) = caplog.records
     assert record.levelname == level
     assert record.message.startswith(told)
+    assert registry.get_sample_value("baton_access_on") == on

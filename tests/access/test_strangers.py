@@ -1,7 +1,8 @@
 """Goal: somebody who is not known costs little: what he sends is not read.
 
-Method: every call of every contract behind the real edge, as in the table of access; the requests
-that were parsed are noted. Then a large one, which gRPC would hold in memory if it were read.
+Method: every call of every contract behind the real edge, as in the table of access, and those of
+health and of reflection; the requests that were parsed are noted. Then large ones, which gRPC would
+hold in memory if they were read.
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ import pytest
 from batonmq.common.errors import BatonError, Unauthenticated
 from batonmq.common.rpc import from_rpc_error
 from services.runtime.etcd import EtcdSession
+from services.runtime.rules import COMMON
 from tests.access.scene import METHODS, TIMEOUT_S, Scene, request_of, scene
 
 APPEND = "/baton.storage.v1.StorageService/Append"
+FOREIGN = [path for path in COMMON if not path.startswith("/baton.")]
+PATHS = [*METHODS, *FOREIGN]
 LARGE_BYTES = 32 * 1024 * 1024
 
 
 async def refusal(made: Scene, path: str, identity: str) -> BatonError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await made.call(path, request_of(METHODS[path]), identity)
+        if path in METHODS:
+            await made.call(path, request_of(METHODS[path]), identity)
+        else:
+            call: Any = made.channel.stream_stream(path)
+            call = call([b""], metadata=made.metadata(identity), timeout=TIMEOUT_S)
+            assert not [answer async for answer in call]
     return from_rpc_error(refused.value)
 
 
@@ -34,23 +43,26 @@ async def test_no_request_of_somebody_unknown_is_read(
     etcd: EtcdSession, certificates: bool, identity: str
 ) -> None:
     async with scene(etcd, certificates=certificates) as made:
-        for path in METHODS:
+        for path in PATHS:
             assert isinstance(await refusal(made, path, identity), Unauthenticated)
         assert not made.read
         assert not made.served
         counted = sum(
             made.refused_count(service, "UNAUTHENTICATED")
-            for service in {path.split("/")[1].rpartition(".")[2] for path in METHODS}
+            for service in {path.split("/")[1].rpartition(".")[2] for path in PATHS}
         )
-        assert counted == len(METHODS)
+        assert counted == len(PATHS)
         name, reason = APPEND.split("/")[2], "UNAUTHENTICATED"
         labels = {"service": "StorageService", "method": name, "reason": reason}
         assert made.registry.get_sample_value("baton_rpc_calls_total", labels) == 1
 
 
-async def test_a_large_request_of_a_stranger_ends_before_it_is_there(etcd: EtcdSession) -> None:
+@pytest.mark.parametrize("path", [APPEND, *FOREIGN])
+async def test_a_large_request_of_a_stranger_ends_before_it_is_there(
+    etcd: EtcdSession, path: str
+) -> None:
     async with scene(etcd, certificates=False) as made:
-        call: Any = made.channel.unary_unary(APPEND)
+        call: Any = made.channel.unary_unary(path)
         async with asyncio.timeout(TIMEOUT_S):
             under_way = call(bytes(LARGE_BYTES), timeout=TIMEOUT_S)
             assert (await under_way.code()).name == "UNAUTHENTICATED"

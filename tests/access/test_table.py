@@ -197,13 +197,18 @@ async def test_call_is_made_by_who_may_and_by_nobody_else(everybody: Scene, path
 
 
 @in_one_loop
-@pytest.mark.parametrize("identity", ["", "stranger", "operator"])
-async def test_health_is_told_to_everybody(everybody: Scene, identity: str) -> None:
-    stub = health_pb2_grpc.HealthStub(everybody.channel)
-    answer = await stub.Check(  # type: ignore[attr-defined]
-        health_pb2.HealthCheckRequest(), metadata=everybody.metadata(identity), timeout=10
-    )
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+@pytest.mark.parametrize("identity", ["", "unknown", *KNOWN])
+async def test_health_is_told_to_who_is_known(everybody: Scene, identity: str) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(everybody.channel)
+    request, metadata = health_pb2.HealthCheckRequest(), everybody.metadata(identity)
+    check = stub.Check(request, metadata=metadata, timeout=10)
+    watch = stub.Watch(request, metadata=metadata, timeout=10)
+    if identity in KNOWN:
+        assert (await check).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert watch.cancel()
+    else:
+        assert await check.code() is await watch.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @in_one_loop

@@ -76,6 +76,14 @@ def test_every_pod_is_restricted_and_bounded(workload: dict[str, Any]) -> None:
         assert container["resources"][bound].keys() == {"cpu", "memory"}
 
 
+@pytest.mark.parametrize(
+    "workload", [pytest.param(one, id=name) for name, one in FOUND if one["kind"] == "Job"]
+)
+def test_no_job_waits_for_ever(workload: dict[str, Any]) -> None:
+    """One whose image is not there does not fail by itself."""
+    assert 0 < workload["spec"]["activeDeadlineSeconds"] <= 14_400
+
+
 @pytest.mark.parametrize("workload", PROBED)
 def test_probes_ask_what_each_is_for_at_the_port_without_tls(workload: dict[str, Any]) -> None:
     (container,) = workload["spec"]["template"]["spec"]["containers"]
@@ -121,6 +129,19 @@ def test_every_workload_has_a_disruption_budget_and_a_network_policy() -> None:
     assert services <= found["PodDisruptionBudget"]
     assert services <= found["NetworkPolicy"]
     assert services <= found["ServiceAccount"]
+
+
+def test_an_authority_keeps_its_key_and_whom_it_certifies_gets_another() -> None:
+    """Whatever cert-manager does by itself, which depends on its version."""
+    certificates = [
+        one
+        for one in documents(K8S / "components" / "tls-cert-manager" / "certificates.yaml")
+        if one["kind"] == "Certificate"
+    ]
+    assert {one["metadata"]["name"] for one in certificates} == {"baton-root", *SETTINGS}
+    for one in certificates:
+        expected = "Never" if one["spec"].get("isCA") else "Always"
+        assert one["spec"]["privateKey"]["rotationPolicy"] == expected
 
 
 def test_rules_are_those_of_prometheus() -> None:

@@ -1,7 +1,8 @@
 """Goal: overlays with TLS and access on have every certificate they name, good for what it is for.
 
 Method: the certificates of `make-ca.sh`, held against the rendered manifests; the names of
-settings and variables against what services and `baton` know; a script that fails on its way.
+settings and variables against what services and `baton` know; scripts with an openssl that fails on
+its way, and a kubectl that notes what it is asked.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from typer.main import get_command
 
 from batonmq.cli import app
+from batonmq.common.clock import Clock
 from batonmq.common.config import load
 from tests.containers.pods import K8S, REPO, Pod, Resource, jobs, pods
 from tests.containers.secrets import Secrets
@@ -24,6 +27,7 @@ from tests.deploy.test_manifests import SETTINGS, kubectl
 SCRIPT = REPO / "deploy" / "kubernetes" / "make-ca.sh"
 openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="NO OPENSSL")
 SECURE = ("kind-secure", "minikube-secure")
+MADE = {f"tls-{name}" for name in (*SETTINGS, "billing")} | {"etcd-server", "etcd-client"}
 
 
 def overlay(name: str) -> list[Resource]:
@@ -37,6 +41,19 @@ def clients() -> dict[str, Pod]:
 def make_ca(folder: Path, *clients: str, **env: str) -> subprocess.CompletedProcess[str]:
     words = ["env", *(f"{name}={value}" for name, value in env.items()), str(SCRIPT), str(folder)]
     return subprocess.run([*words, *clients], check=False, capture_output=True, text=True)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def program(folder: Path, name: str, text: str) -> str:
+    """A PATH in front of which stands a program of ours."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+    (programs / name).chmod(0o755)
+    return f"{programs}:/usr/local/bin:/usr/bin:/bin"
 
 
 def names(cert: Path) -> set[str]:
@@ -129,30 +146,129 @@ def _names(variables: str | list[str] | None) -> list[str]:
 @openssl
 def test_what_is_there_is_kept_and_renewed_when_asked(tmp_path: Path) -> None:
     assert make_ca(tmp_path).returncode == 0
-    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = contents(tmp_path)
     assert make_ca(tmp_path, "billing").returncode == 0
-    assert {path: path.read_bytes() for path in kept} == kept
+    assert contents(tmp_path).items() >= kept.items()
     assert "URI:billing" in names(tmp_path / "tls-billing" / "tls.crt")
+    before = contents(tmp_path)
     assert make_ca(tmp_path, RENEW="1").returncode == 0
-    for path, before in kept.items():
-        assert (path.read_bytes() == before) is (path.stem in ("ca", "etcd-ca")), path
+    same = {path for path, after in contents(tmp_path).items() if after == before[path]}
+    assert {path.name for path in same} == {"ca.crt", "ca.key", "etcd-ca.crt", "etcd-ca.key"}
+    assert tmp_path / "tls-billing" / "tls.crt" in before.keys() - same, "who was not named, too"
+    assert "URI:billing" in names(tmp_path / "tls-billing" / "tls.crt")
 
 
 @openssl
-def test_a_failure_on_the_way_leaves_no_half_certificate(tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
+def test_what_ends_soon_and_what_no_present_authority_has_signed_is_issued_anew(
+    tmp_path: Path,
+) -> None:
+    assert make_ca(tmp_path, "billing", DAYS="20").returncode == 0
+    before = contents(tmp_path)
+    assert make_ca(tmp_path).returncode == 0
+    after = contents(tmp_path)
+    certs = [path for path in after if path.name == "tls.crt"]
+    assert len(certs) == 7
+    assert all(after[path] != before[path] for path in certs)
+    for path in tmp_path.glob("ca.*"):
+        path.unlink()
+    assert make_ca(tmp_path).returncode == 0
+    for path, text in contents(tmp_path).items():
+        if path.name == "tls.crt":
+            of_etcd = path.parent.name.startswith("etcd-")
+            assert (text == after[path]) is of_etcd
+            authority = tmp_path / ("etcd-ca.crt" if of_etcd else "ca.crt")
+            assert (path.parent / "ca.crt").read_bytes() == authority.read_bytes()
+            words = ["openssl", "verify", "-CAfile", str(authority), str(path)]
+            subprocess.run(words, check=True, capture_output=True)
+
+
+@openssl
+def test_a_certificate_is_good_for_clocks_that_are_behind(tmp_path: Path) -> None:
+    assert make_ca(tmp_path).returncode == 0
+    found = [x509.load_pem_x509_certificate(path.read_bytes()) for path in tmp_path.rglob("*.crt")]
+    assert len(found) == 14
+    for cert in found:
+        begin_unix_ms = cert.not_valid_before_utc.timestamp() * 1_000
+        assert 59 * 60_000 < Clock().unix_ms() - begin_unix_ms < 65 * 60_000
+
+
+@openssl
+@pytest.mark.parametrize(
+    "identity",
+    [
+        "spiffe://cluster/a",
+        "Billing_1",
+        "eve,URI:service:storage",
+        "storage",
+        "a..b",
+        "-a",
+        "a" * 65,
+    ],
+)
+def test_an_identity_that_is_no_name_of_a_secret_is_refused(tmp_path: Path, identity: str) -> None:
+    done = make_ca(tmp_path, "good", identity)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"make-ca.sh: {identity}: ")
+    assert not contents(tmp_path)
+
+
+@openssl
+def test_without_the_key_of_an_authority_it_says_so_once_somebody_is_to_be_certified(
+    tmp_path: Path,
+) -> None:
+    assert make_ca(tmp_path).returncode == 0
+    (tmp_path / "ca.key").unlink()
+    assert make_ca(tmp_path).returncode == 0
+    done = make_ca(tmp_path, "billing")
+    assert done.returncode == 1
+    assert f"{tmp_path}/ca.key, the key of the authority, is not here" in done.stderr
+
+
+@openssl
+@pytest.mark.parametrize("renew", ["0", "1"])
+def test_a_failure_on_the_way_is_told_and_leaves_no_half_certificate(
+    tmp_path: Path, renew: str
+) -> None:
     folder, real = tmp_path / "tls", shutil.which("openssl")
-    broken = programs / "openssl"
+    before = set()
+    if renew == "1":
+        assert make_ca(folder).returncode == 0
+        before = set(contents(folder))
     # Signs as it should until it is the turn of offsets; then it begins its file, and fails.
-    broken.write_text(
-        f'#!/bin/sh\ncase "$*" in *tls-offsets*-out*tls.crt*) '
-        f'for last; do :; done; : >"$last"; exit 1;; esac\nexec {real} "$@"\n'
+    path = program(
+        tmp_path,
+        "openssl",
+        'case "$*" in *-out*tls-offsets/tls.crt*) while [ "$1" != -out ]; do shift; done; : >"$2"; '
+        f'echo "no room on the disk" >&2; exit 1;; esac\nexec {real} "$@"',
     )
-    broken.chmod(0o755)
-    path = f"{programs}:/usr/local/bin:/usr/bin:/bin"
-    assert make_ca(folder, PATH=path).returncode != 0
+    done = make_ca(folder, PATH=path, RENEW=renew)
+    assert done.returncode == 1
+    assert done.stderr == "make-ca.sh: no room on the disk\n"
     assert (folder / "tls-storage" / "tls.crt").exists()
-    assert not (folder / "tls-offsets").exists()
+    assert (folder / "tls-offsets").exists() is (renew == "1")
+    if renew == "1":
+        assert set(contents(folder)) == before, "nothing beside what was there"
+    assert not [one.name for one in folder.iterdir() if ".new" in one.name]
     assert make_ca(folder).returncode == 0
     assert "URI:service:offsets" in names(folder / "tls-offsets" / "tls.crt")
+
+
+@openssl
+def test_secrets_are_made_where_they_are_wanted_and_that_of_the_operator_when_named(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "tls"
+    assert make_ca(folder, "operator", "billing").returncode == 0
+    (folder / "tls-half").mkdir()
+    calls = tmp_path / "calls"
+    told = 'case "$*" in *"apply -f /"*) cat "${5}";; *"apply -"*) cat;; esac'
+    path = program(tmp_path, "kubectl", f'echo "$*" >>{calls}\n{told}')
+    words = [str(SCRIPT.with_name("apply-secrets.sh")), "there", f"{folder}/"]
+    env = ["env", f"PATH={path}", "NAMESPACE=bills"]
+    for named, wanted in (([], MADE), (["tls-operator"], {"tls-operator"})):
+        calls.unlink(missing_ok=True)
+        done = subprocess.run([*env, *words, *named], check=True, capture_output=True, text=True)
+        applied = [line.split() for line in calls.read_text().splitlines() if "create" in line]
+        assert {call[5] for call in applied} == wanted
+        assert {call[call.index("--namespace") + 1] for call in applied} == {"bills"}
+        assert "\n  name: bills\n" in done.stdout

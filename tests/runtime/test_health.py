@@ -1,7 +1,8 @@
 """What a process answers to health checks.
 
 Goal: `live` holds from the first moment to the last, `started` from the recovery on, `ready` while
-the node is listed and caught up; what is not known leaves it as it was.
+the node is listed and caught up; what is not known leaves it as it was. Whoever asks can't make the
+process keep much.
 Method: the answers over a real channel, with a registration and a leader that the test makes up.
 """
 
@@ -12,9 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from batonmq.channels import connect
 from batonmq.common.errors import NoQuorum
@@ -25,6 +28,7 @@ from services.runtime.health import LIVE, READY, STARTED, Health, health_of
 from tests.support.waiting import until
 
 NAME = "baton.offsets.v1.OffsetsService"
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @dataclass
@@ -104,3 +108,69 @@ async def test_without_a_port_of_its_own_the_answers_are_given_elsewhere() -> No
         async with connect(f"127.0.0.1:{port}") as channel:
             assert await told(channel) == {LIVE}
         await server.stop(None)
+
+
+# ---- what asking costs
+
+
+def watch(channel: grpc.aio.Channel, name: str = "") -> Any:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=10)
+
+
+async def test_a_watch_is_told_what_changes(tmp_path: Path) -> None:
+    async with probed(tmp_path) as (answers, channel):
+        watching, later = watch(channel, READY), watch(channel, NAME)
+        assert (await watching.read()).status == NOT_SERVING
+        assert (await later.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        await answers.recovered()
+        await answers.serves([NAME])
+        assert (await later.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await answers.drains()
+        assert (await later.read()).status == NOT_SERVING
+        watching.cancel()
+        later.cancel()
+
+
+async def test_all_names_are_listed(tmp_path: Path) -> None:
+    async with probed(tmp_path) as (_, channel):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        listed = await stub.List(health_pb2.HealthListRequest(), timeout=10)  # type: ignore[attr-defined]
+        served = {name for name, one in listed.statuses.items() if one.status != NOT_SERVING}
+        assert served == {LIVE}
+        assert set(listed.statuses) == {"", LIVE, STARTED, READY}
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_a_long_request_is_not_read_at_the_port_for_health(
+    tmp_path: Path, method: str
+) -> None:
+    async with probed(tmp_path) as (_, channel):
+        call: Any = getattr(health_pb2_grpc.HealthStub(channel), method)
+        asked = call(health_pb2.HealthCheckRequest(service="x" * 2048), timeout=10)
+        assert await asked.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "message larger than max" in await asked.details()
+
+
+async def test_a_name_longer_than_any_is_not_watched(tmp_path: Path) -> None:
+    async with probed(tmp_path) as (_, channel):
+        asked = watch(channel, "x" * (health.NAME_CHARACTERS_MAX + 1))
+        assert await asked.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_no_more_watches_are_held_than_there_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "WATCHES_MAX", 2)
+    async with probed(tmp_path) as (_, channel):
+        held = [watch(channel), watch(channel)]
+        for one in held:
+            await one.read()
+        assert await watch(channel).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        held.pop().cancel()
+
+        async def another() -> bool:
+            return bool(await watch(channel).read())
+
+        await until(another)
+        held.pop().cancel()

@@ -6,6 +6,7 @@ Method: certificates of the authority of local clusters, whose dates are known, 
 from __future__ import annotations
 
 import base64
+import math
 import shutil
 import subprocess
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from batonmq.common.clock import Clock
 from batonmq.common.config import load
 from batonmq.local.certificates import Authority, Subject
 from services.runtime.settings import ServiceSettings
-from services.runtime.tls import show_expiry
+from services.runtime.tls import check_files, show_expiry
 from services.runtime.validity import expiry_unix_s
 
 NAME = "baton_tls_certificate_expiry_timestamp_seconds"
@@ -102,6 +103,19 @@ def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) 
     assert later["service"] - first["service"] >= 9 * DAY_S
     Path(own.cert_file).write_text("half a certificate")
     assert told(registry) == later
+
+
+def test_a_file_that_can_be_used_and_tells_no_date_is_no_number(tmp_path: Path) -> None:
+    own = Authority(tmp_path).issue(Subject(name="node", hosts=("localhost",)), days=10)
+    authority = Path(own.ca_file)
+    authority.write_text(authority.read_text().replace(" CERTIFICATE", " X509 CERTIFICATE"))
+    told_of = settings(
+        tls_cert_file=own.cert_file, tls_key_file=own.key_file, tls_ca_file=own.ca_file
+    )
+    check_files(told_of)
+    show_expiry(told_of, registry := CollectorRegistry())
+    assert math.isnan(told(registry)["authority"])
+    assert told(registry)["service"] > 0
 
 
 def test_without_tls_there_are_no_series() -> None:

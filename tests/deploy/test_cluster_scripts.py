@@ -1,0 +1,149 @@
+"""Goal: `make kind-up` spoils no cluster; `make kind-test` ends, and passes only if it has looked.
+
+Method: the scripts of deploy/kubernetes with a kubectl that answers as a cluster in trouble does.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.containers.pods import REPO
+
+SENT = '{"sent": 9000, "handled": %s}'
+WARNING = "a broker answers slowly"
+RUNNING = {
+    "*get pods --selector*": "echo pod/etcd-0; echo pod/storage-a-0",
+    "*get job/*": "echo SuccessCriteriaMet Complete",
+}
+
+
+def traffic(lines: str) -> dict[str, str]:
+    """A cluster in which everything is well, and the log of the traffic has these lines."""
+    logs = {"*logs job/traffic": lines, "*logs job/traffic --tail 1": f"{{ {lines}; }} | tail -n 1"}
+    return {**RUNNING, **logs}
+
+
+class Machine:
+    """A copy of `deploy`, and a PATH with a kubectl of ours; waiting takes no time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._programs = folder, folder / "bin"
+        shutil.copytree(REPO / "deploy", folder / "deploy")
+        self._programs.mkdir()
+        self._program("sleep", "exit 0")
+        self._calls = folder / "calls"
+        self._calls.touch()
+
+    def cluster(self, answers: Mapping[str, str]) -> None:
+        """What kubectl does, by patterns of its words; else it says nothing, and that all is well.
+
+        `$n` is how often that was asked before.
+        """
+        cases = "\n".join(
+            f"{pattern.replace(' ', chr(92) + ' ')})\n"
+            f'n=$(cat "$0.{number}" 2>/dev/null || echo 0); echo $((n + 1)) >"$0.{number}"\n'
+            f"{answer} ;;"
+            for number, (pattern, answer) in enumerate(answers.items())
+        )
+        self._program("kubectl", f'echo "$*" >>{self._calls}\ncase "$*" in\n{cases}\nesac')
+
+    def run(self, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self._folder / "deploy" / "kubernetes" / script, *words],
+            env={"PATH": f"{self._programs}:/usr/local/bin:/usr/bin:/bin"},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def asked(self, words: str) -> int:
+        """How often kubectl was given these words, among others."""
+        return sum(words in call for call in self._calls.read_text().splitlines())
+
+    def _program(self, name: str, text: str) -> None:
+        path = self._programs / name
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(("runs", "overlay"), [("http", "kind-secure"), ("https", "minikube")])
+def test_an_etcd_that_would_have_to_change_its_addresses_is_left_alone(
+    machine: Machine, runs: str, overlay: str
+) -> None:
+    machine.cluster({"*get statefulset etcd *": f"printf {runs}"})
+    done = machine.run("apply.sh", "there", overlay)
+    assert done.returncode == 1
+    assert f"make {overlay.partition('-')[0]}-down first" in done.stderr
+    assert (machine.asked("apply"), machine.asked("create")) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("runs", "overlay"),
+    [("", "kind"), ("http", "kind"), ("", "kind-secure"), ("https", "kind-secure")],
+)
+def test_a_new_cluster_and_one_of_the_same_kind_are_applied(
+    machine: Machine, runs: str, overlay: str
+) -> None:
+    machine.cluster({"*get statefulset etcd *": f"printf '{runs}'"})
+    done = machine.run("apply.sh", "there", overlay)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert machine.asked(f"apply -k deploy/k8s/overlays/{overlay}") == 1
+
+
+def test_what_is_handled_is_read_past_what_else_is_in_the_log(machine: Machine) -> None:
+    lines = f"echo '{SENT}'; echo '{WARNING}'" % "'$((n * 600))'"
+    machine.cluster(traffic(lines))
+    done = machine.run("test.sh", "there", "kind")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("nothing lost, nothing twice.\n")
+    assert machine.asked("delete pod/") == 2
+
+
+@pytest.mark.parametrize("handled", ["5000", ""], ids=["stands still", "is not said"])
+def test_messages_that_do_not_flow_fail_it(machine: Machine, handled: str) -> None:
+    """Also when somebody else had the last word when it asked first."""
+    said = f"echo '{SENT}'" % handled if handled else "true"
+    lines = f"{said}; [ $((n % 2)) = 1 ] || echo '{WARNING}'"
+    machine.cluster(traffic(lines))
+    done = machine.run("test.sh", "there", "kind")
+    assert done.returncode == 1
+    assert "nothing is handled any more" in done.stderr
+    assert machine.asked("delete pod/") == 0
+
+
+def test_how_long_nothing_was_handled_is_counted_past_what_else_is_in_the_log(
+    machine: Machine,
+) -> None:
+    since = "; ".join(f"echo '{SENT}'; echo '{WARNING}'" % n for n in (100, 200, 200, 200, 300))
+    lines = f"echo '{SENT}'" % "'$((n * 600))'"
+    machine.cluster({"*--since-time*": since, **traffic(lines)})
+    done = machine.run("test.sh", "there", "kind")
+    assert "pod/etcd-0: ready again after 0 s, nothing handled for 2 s\n" in done.stdout
+
+
+@pytest.mark.parametrize("state", ["", "Failed"], ids=["never ends", "fails"])
+def test_a_job_that_does_not_do_its_work_ends_it_and_its_pod_is_shown(
+    machine: Machine, state: str
+) -> None:
+    machine.cluster(
+        {
+            "*get job/demo *": f"echo '{state}'",
+            "*wait job/demo *": "exit 1",
+            "*describe pod* batonmq/job=demo*": "echo ErrImageNeverPull",
+        }
+    )
+    done = machine.run("test.sh", "there", "kind")
+    assert done.returncode == 1
+    assert "ErrImageNeverPull" in done.stderr
+    assert machine.asked("logs job/traffic") == 0

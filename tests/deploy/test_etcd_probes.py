@@ -1,0 +1,76 @@
+"""Goal: Kubernetes kills no member of etcd because others are missing, and sends nobody to it.
+
+Method: a real member of three, alone, is asked what the probes of the manifest ask.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batonmq.local.etcd import find_etcd
+from batonmq.local.ports import keep_ports
+from tests.containers.pods import K8S
+from tests.deploy.test_manifests import documents
+from tests.support.waiting import until_now
+
+MEMBERS = ("etcd-0", "etcd-1", "etcd-2")
+
+
+@pytest.fixture
+def lonely(tmp_path: Path) -> Iterator[str]:
+    """Where a member of three that found no other tells of its health."""
+    ports = keep_ports(tmp_path / "ports.json", ["client", "metrics", *MEMBERS])
+    peers = {name: f"http://127.0.0.1:{ports[name]}" for name in MEMBERS}
+    client, at = (f"http://127.0.0.1:{ports[name]}" for name in ("client", "metrics"))
+    words = [
+        str(find_etcd()),
+        f"--name={MEMBERS[0]}",
+        f"--data-dir={tmp_path / 'data'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peers[MEMBERS[0]]}",
+        f"--initial-advertise-peer-urls={peers[MEMBERS[0]]}",
+        f"--initial-cluster={','.join(f'{name}={url}' for name, url in peers.items())}",
+        f"--listen-metrics-urls={at}",
+    ]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            until_now(lambda: answer(f"{at}/metrics"))
+            yield at
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answer(url: str) -> int:
+    """The status; 0 if nobody answers."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=20) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def test_a_member_without_a_quorum_is_started_and_alive_and_not_ready(lonely: str) -> None:
+    (etcd,) = (
+        one
+        for one in documents(K8S / "components" / "etcd" / "etcd.yaml")
+        if one["kind"] == "StatefulSet"
+    )
+    (container,) = etcd["spec"]["template"]["spec"]["containers"]
+    asked = {
+        kind: answer(lonely + container[f"{kind}Probe"]["httpGet"]["path"])
+        for kind in ("startup", "liveness", "readiness")
+    }
+    assert asked == {"startup": 200, "liveness": 200, "readiness": 503}, json.dumps(asked)

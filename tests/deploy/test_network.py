@@ -1,0 +1,102 @@
+"""Goal: who may call whom is what docs/deploy.md says, in every overlay, and nothing else.
+
+Method: the rendered network policies, judged for every pair of a workload, a client, Prometheus and
+strangers (tests/deploy/reach.py), held against the table of that page.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.containers.pods import K8S, REPO, Resource
+from tests.deploy.manifests import render, render_combination
+from tests.deploy.reach import Place, Way, ways, workloads
+from tests.deploy.test_manifests import SETTINGS, kubectl
+
+OURS = "baton"
+CLIENT = Place("a client", "shop", {"batonmq/client": "true"})
+PROMETHEUS = Place("Prometheus", "monitoring", {})
+DNS = Place("DNS", "kube-system", {"k8s-app": "kube-dns"}, ((53, "UDP"), (53, "TCP")))
+STRANGERS = (
+    Place("anybody", "shop", {"app.kubernetes.io/name": "storage"}),
+    Place("anybody", OURS, {}),
+    Place("anybody", None, {}),
+)
+ETCD_ELSEWHERE = Place("etcd", None, {}, ((2379, "TCP"), (2380, "TCP")))
+CLIENTS = {"demo", "traffic", "spark"}
+_ROW = re.compile(r"^\| (.+?)(?:, with `(.+)`)? \| (.+) \|$", re.MULTILINE)
+_CALLEE = re.compile(r"`([\w-]+):(\d+)`")
+
+
+def expected(resources: list[Resource], components: set[str]) -> set[Way]:
+    """What the table of the page promises to those that are there."""
+    page = (REPO / "docs" / "deploy.md").read_text()
+    table = page.partition("**Network policies**")[2].partition("**Rights.**")[0]
+    there = {one.name for one in workloads(resources)}
+    strangers = {"a client", "Prometheus", "anybody"}
+    whole = {"a client": {"a client", *CLIENTS & there}, "anybody": strangers}
+    found = {(name, "DNS", 53) for name in there}
+    for who, component, what in _ROW.findall(table):
+        if component and component not in components:
+            continue
+        callers = whole.get(who, {who.strip("`")}) & {*there, *strangers}
+        found |= {
+            (caller, name, int(port))
+            for caller in callers
+            for name, port in _CALLEE.findall(what)
+            if name in there or (name, caller in there) == ("etcd", True)
+        }
+    return found
+
+
+def measured(resources: list[Resource]) -> set[Way]:
+    """What the policies let through."""
+    inside = list(workloads(resources))
+    called = [*inside, DNS]
+    if all(one.name != "etcd" for one in inside):
+        called.append(ETCD_ELSEWHERE)
+    strangers = (CLIENT, PROMETHEUS, *STRANGERS)
+    return ways(resources, inside, called) | ways(resources, strangers, inside)
+
+
+@kubectl
+@pytest.mark.parametrize(
+    ("overlay", "components"),
+    [
+        ("kind", {"outside"}),
+        ("kind-secure", {"outside"}),
+        ("minikube", {"outside"}),
+        ("minikube-secure", {"outside"}),
+        ("prod", {"monitoring"}),
+    ],
+)
+def test_whoever_may_call_in_an_overlay_is_in_the_table(overlay: str, components: set[str]) -> None:
+    resources = render(K8S / "overlays" / overlay)
+    assert {one.name for one in workloads(resources)} >= set(SETTINGS)
+    assert measured(resources) == expected(resources, components)
+
+
+@kubectl
+def test_whoever_may_call_among_all_components_is_in_the_table() -> None:
+    components = ("ha", "outside", "demo", "monitoring", "spark", "etcd", "tls")
+    resources = render_combination(components)
+    assert {one.name for one in workloads(resources)} == {*SETTINGS, *CLIENTS, "etcd"}
+    assert measured(resources) == expected(resources, set(components))
+
+
+@kubectl
+def test_a_rule_that_is_gone_and_one_too_many_are_found() -> None:
+    resources = render(K8S / "overlays" / "prod")
+    before = measured(resources)
+    policies = {one["metadata"]["name"]: one for one in resources if one["kind"] == "NetworkPolicy"}
+    egress = policies["storage"]["spec"]["egress"]
+    gone = next(rule for rule in egress if rule["ports"] == [{"port": 10912}])
+    egress.remove(gone)
+    assert before - measured(resources) == {("storage", "offsets", 10912)}
+    policies["lockmgr"]["spec"]["ingress"].append({"ports": [{"port": 10913}]})
+    assert measured(resources) - before == {
+        ("anybody", "lockmgr", 10913),
+        ("Prometheus", "lockmgr", 10913),
+    }

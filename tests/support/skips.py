@@ -1,0 +1,54 @@
+"""A plugin of pytest: with `--required`, as in CI, a test that is skipped has failed.
+
+Without it whoever lacks a program still has all the other tests. `.ci/run` brings the programs, so
+that what is skipped there is something that nobody has looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeVar
+
+import pytest
+
+ALLOWED = {
+    "no network of its own can be made here": "a right that a container may not have",
+    "no file system may be mounted here": "a right that a container may not have",
+    "NO CHROMIUM ON PATH": "a browser, for one test, takes hundreds of megabytes",
+}
+"""What the reason of a skip has to contain so that it is no failure, and why that is so."""
+_Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--required`."""
+    parser.addoption(
+        "--required",
+        action="store_true",
+        help="what is skipped has failed, unless tests/support/skips.py allows it",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test."""
+    return _judged((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A file that is skipped as a whole."""
+    return _judged((yield), collector.config)
+
+
+def _judged(report: _Report, config: pytest.Config) -> _Report:
+    if report.skipped and isinstance(report.longrepr, tuple) and config.getoption("required"):
+        reason = report.longrepr[2]
+        if not any(allowed in reason for allowed in ALLOWED):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}\nNothing may be skipped here: {__name__} has what may."
+    return report
