@@ -162,7 +162,8 @@ async def scene(
     await checks.serves(())
     checks.add(noted)
     contracts = reflection.aio.ReflectionServicer([reflection.SERVICE_NAME])
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(contracts, noted)
+    add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add_reflection(contracts, noted)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with asyncio.TaskGroup() as tasks, connect(f"127.0.0.1:{port}") as channel:

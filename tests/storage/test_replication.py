@@ -35,8 +35,9 @@ from services.storage.copies import Copy
 from services.storage.core.epochs import History, decode
 from services.storage.following import Following
 from services.storage.role import Role
+from tests.offsets.replicas import LEASE_MS
 from tests.storage.batches import batch
-from tests.storage.replicas import BROKER, LEASE_MS, Replica, Scene, queue, replica_set
+from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
 from tests.support.waiting import until
 
 PRODUCER = (77, 1)
