@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 SENT, REPEATED = 1_500, 100
 WAIT_S = 300
 """Bounds that only a machine that is far too busy comes near to."""
+STOPPED = {"T", "Z", "X"}
+"""States of threads that do nothing."""
 
 
 def bodies(begin: int, end: int) -> list[Message]:
@@ -74,10 +76,25 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)
 
+    def freeze(self) -> None:
+        """Stop it, and return when no thread of it does anything any more."""
+        self.send(signal.SIGSTOP)
+        while not set(thread_states(self._process.pid)) <= STOPPED:
+            os.sched_yield()
+
     def kill(self) -> None:
         if self._process.returncode is None:
             self.send(signal.SIGKILL)
             self._process.wait()
+
+
+def thread_states(group: int) -> Iterator[str]:
+    """One letter for each thread of the processes of a group; see proc(5)."""
+    for stat in Path("/proc").glob("[0-9]*/task/*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group:
+                yield state
 
 
 async def master(cluster: RunningCluster) -> str:
@@ -129,7 +146,7 @@ def test_tables_and_topics_have_every_message_once_after_a_kill_in_mid_batch(
             if not all(committed(query) >= 2 and is_between(query) for query in queries):
                 running.check()
                 return False
-            running.send(signal.SIGSTOP)
+            running.freeze()
             if all(is_between(query) for query in queries):
                 return True
             running.send(signal.SIGCONT)
