@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,10 @@ async def running(
     """A node on `folder` in a cluster of its own, with topic `orders` of 8 queues."""
     offsets = OffsetsTwin()  # type: ignore[abstract]
     cluster = cluster or secrets.token_hex(8)
-    settings = {"segment_bytes": SEGMENT_BYTES} | WATERMARKS | settings
+    now = datetime.fromtimestamp(Clock().unix_ms() / 1000).astimezone()
+    far_from_now = str((now.hour + 12) % 24)  # retention looks at its hour, and opens files
+    common = {"segment_bytes": SEGMENT_BYTES, "retention_hours": far_from_now}
+    settings = common | WATERMARKS | settings
     chosen = StorageSettings(cluster=cluster, etcd=etcd_endpoint, data_dir=folder, **settings)  # type: ignore[arg-type]
     async with (
         EtcdSession(etcd_endpoint, cluster, Clock()) as etcd,
