@@ -98,9 +98,10 @@ class Forks:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 break
-            _, status = os.waitpid(ended.si_pid, os.WNOHANG)
-            self._tell(ended.si_pid, status)
+            exited = ended.si_code == os.CLD_EXITED
+            self._tell(ended.si_pid, ended.si_status << 8 if exited else ended.si_status)
             self._news.pop(ended.si_pid).close()
+            os.waitpid(ended.si_pid, 0)  # its id is free only once its end is told
         return None, False
 
     def _tell(self, pid: int, number: int) -> None:
