@@ -62,9 +62,9 @@ proto-check: $(SETUP) ## gen/ is what protos/ says
 breaking: $(SETUP) ## no contract of MAIN (default main) is broken
 	buf breaking --against '.git#ref=$(MAIN)'
 
-# Half of the tests wait for something most of their time: three workers keep two cores busy.
+# Half of the tests wait for something most of their time: four workers keep two cores busy.
 test: $(SETUP)  ## every test that CI runs, on two cores
-	pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
+	pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--required)
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	pytest -q -m "not sim and not e2e and not spark"

@@ -17,12 +17,13 @@ class StuckDoor:
     Attributes:
         passed: Pieces that went through to etcd.
         swallowed: Pieces that did not.
+        answered: Pieces that came back from it.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint.split(":")
         self.stuck = False
-        self.passed = self.swallowed = 0
+        self.passed = self.swallowed = self.answered = 0
         self._open: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> Self:
@@ -47,24 +48,36 @@ class StuckDoor:
         ends = {writer, etcd_writer}
         self._open |= ends
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pass(etcd_reader, writer))
-            await self._pass(reader, etcd_writer, counts=True)
+            tasks.create_task(self._pass_back(etcd_reader, writer))
+            await self._pass_on(reader, etcd_writer)
         for end in ends:
             with contextlib.suppress(ConnectionError):
                 await end.wait_closed()
         self._open -= ends
 
-    async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool = False
-    ) -> None:
-        with contextlib.suppress(ConnectionError):
-            while piece := await reader.read(65_536):
-                if self.stuck:
-                    self.swallowed += counts
-                    continue
-                self.passed += counts
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for piece in _pieces(reader, writer):
+            if self.stuck:
+                self.swallowed += 1
+            else:
+                self.passed += 1
                 writer.write(piece)
-        writer.close()
+
+    async def _pass_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for piece in _pieces(reader, writer):
+            if not self.stuck:
+                self.answered += 1
+                writer.write(piece)
+
+
+async def _pieces(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> AsyncIterator[bytes]:
+    """All that comes; then `writer` is closed."""
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(65_536):
+            yield piece
+    writer.close()
 
 
 class Doors:
@@ -73,7 +86,7 @@ class Doors:
     def __init__(self, doors: list[StuckDoor]) -> None:
         self._doors = doors
         self.endpoint = ",".join(door.address for door in doors)
-        self._passed = [0] * len(doors)
+        self._passed, self._answered = [0] * len(doors), [0] * len(doors)
 
     def stick_the_used(self) -> StuckDoor:
         """Let the one through which something went since the last time get stuck; that one."""
@@ -83,16 +96,21 @@ class Doors:
         self._note()
         return grown[0]
 
-    def another_is_used(self, stuck: StuckDoor) -> bool:
-        """Whether something went through another one since `stick_the_used`."""
+    def another_answers(self, stuck: StuckDoor) -> bool:
+        """Whether an answer came through another one since `stick_the_used`.
+
+        A question alone does not tell: a door that gets stuck while gRPC still shakes hands behind
+        it is asked nothing.
+        """
         return any(
-            door.passed > was
-            for door, was in zip(self._doors, self._passed, strict=True)
+            door.answered > was
+            for door, was in zip(self._doors, self._answered, strict=True)
             if door is not stuck
         )
 
     def _note(self) -> None:
         self._passed = [door.passed for door in self._doors]
+        self._answered = [door.answered for door in self._doors]
 
 
 @asynccontextmanager

@@ -156,15 +156,15 @@ async def test_leader_outlives_a_member_of_etcd_that_stands_still(
         two_doors(etcd_endpoint) as doors,
         EtcdSession(doors.endpoint, cluster, Clock()) as session,
     ):
-        a = Candidate(session, "a", SHORT_MS)
+        a = Candidate(session, "a", 2 * SHORT_MS)
         async with campaigning(a):
             await until(lambda: a.leads)
             first = doors.stick_the_used()
-            await until(lambda: first.swallowed and doors.another_is_used(first))
+            await until(lambda: first.swallowed and doors.another_answers(first))
             assert a.election.valid()
             first.free()
             second = doors.stick_the_used()
-            await until(lambda: second.swallowed and doors.another_is_used(second))
+            await until(lambda: second.swallowed and doors.another_answers(second))
             assert a.election.valid()
             assert len(a.terms) == 1
 
