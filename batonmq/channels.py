@@ -26,8 +26,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
     ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # So long may it take to connect, TLS included: a peer that is far away, or busy, is there.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     # A process that comes back under its name may have another address: 30 s by itself.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A peer that died without a word, its cable cut, is found out within 5 s by every call to it,

@@ -159,8 +159,9 @@ class Election:
         while self.valid():
             await asyncio.sleep(self._ttl_ms / (5_000 if self.reachable else 15_000))
             sent_ms = self._session.clock.monotonic_ms()
+            left_ms = self._valid_until_ms - SAFETY_MS - sent_ms
             try:
-                async with asyncio.timeout(self._ttl_ms / 3_000):
+                async with asyncio.timeout(max(0, left_ms) / 1_000):
                     if self._resigns or not await lease.refresh():
                         return
             except (NoQuorum, TimeoutError):

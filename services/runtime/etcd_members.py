@@ -20,7 +20,8 @@ import grpc.aio
 from aetcd import rpc
 
 TRY_S = 0.5
-"""A question that may be asked twice is asked elsewhere after so long."""
+"""A question that may be asked twice is asked elsewhere after so long, the next time after twice as
+long: it may be that all of them are slow."""
 LOOK_INTERVAL_S, LOOK_TIMEOUT_S = 0.4, 0.7
 """How often a silent member is asked whether it lives, and how long it may take to say so."""
 FRESH_S = 1.0
@@ -99,12 +100,18 @@ class Members:
     async def ask(self, question: Question[T], timeout_s: float, try_s: float = math.inf) -> T:
         """The first answer; what is asked may be carried out more than once.
 
+        Args:
+            timeout_s: Bound of all tries.
+            try_s: Of the first, if there is another member to be asked; later ones get more.
+
         Raises:
             TimeoutError: nobody answered.
             AioRpcError: all have refused, or one for a reason that is no trouble of its own.
         """
         now_s = asyncio.get_running_loop().time
         end_s, refused = now_s() + timeout_s, 0
+        if len(self._order) == 1:
+            try_s = math.inf
         while True:
             member, left_s = self.first, end_s - now_s()
             try:
@@ -112,6 +119,7 @@ class Members:
             except TimeoutError:
                 if now_s() >= end_s:
                     raise
+                try_s *= 2
             except grpc.aio.AioRpcError as error:
                 refused += 1
                 if error.code() not in _ELSEWHERE or refused >= len(self._order):

@@ -40,15 +40,15 @@ async def broken(at: Replica, client_id: str, *, as_member: bool = True) -> None
         await aged(at, client_id)
 
 
-async def aged(at: Replica, client_id: str) -> None:
-    """Until the last heartbeat is more than a second old."""
+async def aged(at: Replica, client_id: str, by_s: int = 1) -> None:
+    """Until the last heartbeat is older than that."""
     etcd = at.runtime.etcd
     live = await etcd.get(etcd.key("live", "g", client_id))
     assert live is not None
 
     async def old() -> bool:
         left_s, granted_s = await etcd.time_to_live(live.lease_id)
-        return left_s < granted_s - 1
+        return left_s < granted_s - by_s
 
     await until(old)
 
@@ -108,7 +108,7 @@ async def test_break_that_is_noticed_long_after_the_member_has_moved_removes_nob
     await here.join("g", "c1")
     with here.watch_group("g", session="c1") as call:
         await next_group(call)
-        await aged(here, "c1")
+        await aged(here, "c1", by_s=4)  # its session is younger than its heartbeat
         await there.join("g", "c1")
         await aged(here, "c1")
     await marked(here)

@@ -1,0 +1,58 @@
+"""Channels to services that are far away, or busy.
+
+Goal: a connection that takes long to be made is waited for, and made.
+Method: a real server behind a door that keeps whoever knocks waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
+
+from batonmq.channels import connect
+from batonmq.common.health import SERVING, ask_health
+
+WAIT_S = 1.4
+"""Longer than the longest pause between two tries to connect, with its jitter."""
+
+
+@asynccontextmanager
+async def far(port: int) -> AsyncIterator[str]:
+    """The address of a door to `port` behind which everybody waits before a word is passed on."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(WAIT_S)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_pass(reader, there[1]))
+            tasks.create_task(_pass(there[0], writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while piece := await reader.read(65_536):
+            writer.write(piece)
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+async def test_a_connection_that_takes_longer_than_a_second_is_made() -> None:
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with far(port) as address, connect(address) as channel:
+            assert await ask_health(channel, timeout_s=20) == SERVING
+    finally:
+        await server.stop(None)
