@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
@@ -42,6 +42,7 @@ CALL_TIMEOUT_S = 5.0
 """Bound of a call that is not held by the server."""
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
+T = TypeVar("T")
 
 
 def _fresh_random() -> Random:
@@ -139,6 +140,17 @@ class Directory:
     def next_nameserver(self) -> None:
         """Try another nameserver from now on, if there is one."""
         self._turn += 1
+
+    async def ask_nameserver(
+        self, ask: Callable[[nameserver_grpc.NameserverServiceAsyncStub], Awaitable[T]]
+    ) -> T:
+        """The answer of the nameserver whose turn it is; of the next if that one does not answer.
+
+        Raises:
+            BatonError: it refused for good.
+            Unreachable: no nameserver answers.
+        """
+        return (await self._ask(ask))[1]
 
     async def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
         """A stub for the storage master of `broker`.
@@ -264,10 +276,9 @@ class Directory:
         if len(names) <= 1:
             return next(iter(names), "")
         request = pb.LocateGroupRequest(group=group)
-        try:
-            answer = await self.nameserver().LocateGroup(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        answer = await self.ask_nameserver(
+            lambda stub: stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
+        )
         self._places[group] = answer.place
         return answer.place.offsets_set
 
@@ -320,14 +331,11 @@ class Directory:
         async with self._refreshing:
             if self._nodes is not before:
                 return self._nodes
-            asked = self.nameserver_address
-            try:
-                answer = await self.nameserver().DescribeCluster(
+            asked, answer = await self._ask(
+                lambda stub: stub.DescribeCluster(
                     pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
                 )
-            except grpc.aio.AioRpcError as error:
-                self.next_nameserver()
-                raise from_rpc_error(error) from error
+            )
             self._nodes = as_reached(answer.nodes, asked)
             return self._nodes
 
@@ -351,6 +359,23 @@ class Directory:
                 await self.refresh()
             except BatonError as failure:
                 log.debug("nodes not refreshed error=%s", failure)
+
+    async def _ask(
+        self, ask: Callable[[nameserver_grpc.NameserverServiceAsyncStub], Awaitable[T]]
+    ) -> tuple[str, T]:
+        """As `ask_nameserver`, with the address that has answered."""
+        untried = len(self._addresses)
+        while True:
+            asked = self.nameserver_address
+            try:
+                return asked, await ask(self.nameserver())
+            except grpc.aio.AioRpcError as failure:
+                untried -= 1
+                error = from_rpc_error(failure)
+                if error.retry is not Retry.NEVER and self.nameserver_address == asked:
+                    self.next_nameserver()
+                if error.retry is Retry.NEVER or not untried:
+                    raise error from failure
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)

@@ -48,13 +48,10 @@ async def query_route(directory: Directory, topic: str) -> pb.Route:
         TopicNotFound: there is no such topic.
         Unreachable: no nameserver answers.
     """
-    try:
-        answer = await directory.nameserver().QueryRoute(
-            pb.QueryRouteRequest(topic=topic), timeout=CALL_TIMEOUT_S
-        )
-    except grpc.aio.AioRpcError as error:
-        directory.next_nameserver()
-        raise from_rpc_error(error) from error
+    request = pb.QueryRouteRequest(topic=topic)
+    answer = await directory.ask_nameserver(
+        lambda stub: stub.QueryRoute(request, timeout=CALL_TIMEOUT_S)
+    )
     return answer.route
 
 

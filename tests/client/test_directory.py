@@ -1,17 +1,33 @@
-"""Goal: a directory without a nameserver is refused where it is made.
+"""Goal: whoever names several nameservers is answered as long as one of them is there.
 
-Method: directories made by hand; no call is sent.
+Method: directories made by hand, at addresses where nobody is, and at a real nameserver.
 """
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from random import Random
 
 import pytest
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
 from batonmq.admin import Admin
-from batonmq.common.errors import InvalidArgument
-from batonmq.directory import Directory
+from batonmq.common.errors import InvalidArgument, TopicNotFound, Unreachable
+from batonmq.directory import CALL_TIMEOUT_S, Directory
+from batonmq.routes import query_route
+
+NOBODY = "127.0.0.1:1,127.0.0.1:2"
+
+
+@asynccontextmanager
+async def directory(nameserver: str) -> AsyncIterator[Directory]:
+    made = Directory(nameserver, Random(1))
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 @pytest.mark.parametrize("nameserver", ["", " ", ",", " , ,"])
@@ -21,3 +37,32 @@ def test_list_without_an_address_is_refused(nameserver: str) -> None:
     assert refused.value.facts == {"field": "nameserver"}
     with pytest.raises(InvalidArgument):
         Admin(nameserver)
+
+
+@pytest.mark.e2e
+async def test_question_goes_to_the_next_nameserver_until_one_answers(nameserver: str) -> None:
+    topic = f"t-{secrets.token_hex(4)}"
+    async with Admin(nameserver) as admin, directory(f"{NOBODY},{nameserver}") as made:
+        await admin.create_topic(topic, 1)
+        assert (await query_route(made, topic)).topic.name == topic
+        assert made.nameserver_address == nameserver, "and it is asked from now on"
+        with pytest.raises(TopicNotFound):
+            await query_route(made, "nothing")
+        assert made.nameserver_address == nameserver, "what it refuses nobody else grants"
+    async with directory(f"{NOBODY},{nameserver}") as made:
+        assert await made.refresh()
+
+
+async def test_every_nameserver_is_asked_once_if_none_answers() -> None:
+    asked: list[str] = []
+    async with directory(NOBODY) as made:
+
+        async def ask(stub: object) -> pb.QueryRouteResponse:
+            asked.append(made.nameserver_address)
+            return await made.nameserver().QueryRoute(
+                pb.QueryRouteRequest(topic="flights"), timeout=CALL_TIMEOUT_S
+            )
+
+        with pytest.raises(Unreachable):
+            await made.ask_nameserver(ask)
+    assert asked == NOBODY.split(",")
