@@ -95,7 +95,11 @@ class Queries:
         """
         broker, *numbers = message_id.rsplit("-", 2)
         if len(numbers) != 2 or not broker:
-            raise InvalidArgument(f"{message_id!r} is no message id", facts={"field": "message_id"})
+            raise InvalidArgument(
+                f"{message_id!r} is no message id",
+                remedy="Use the id of a producer's receipt: broker-position-index.",
+                facts={"field": "message_id"},
+            )
         request = pb.GetMessageRequest(message_id=message_id)
 
         async def ask(limit_s: float) -> pb.GetMessageResponse:

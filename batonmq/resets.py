@@ -337,7 +337,10 @@ def queues_in(
     broker, queue_id = scope.queue
     chosen = tuple(q for q in queues if (q.broker, q.queue_id) == (broker, queue_id))
     if not chosen:
-        raise QueueNotFound(f"topic {scope.topic} has no queue {broker}/{queue_id}")
+        raise QueueNotFound(
+            f"topic {scope.topic} has no queue {broker}/{queue_id}",
+            remedy=f"Name one of `baton topic describe {scope.topic}`.",
+        )
     return chosen
 
 

@@ -207,6 +207,7 @@ def _unusable(path: str, error: Exception) -> InvalidArgument:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return InvalidArgument(
         f"{path}: {reason}",
-        remedy="Give PEM files that this process may read: a certificate and its own key.",
+        remedy="Give files that this process may read: PEM, of a certificate and its own key; of a "
+        "token nothing but the token.",
         facts={"file": path},
     )

@@ -167,14 +167,22 @@ def create(
 ) -> None:
     """Make a bearer token that stands for somebody. It is shown once, and kept nowhere."""
     session = open_session(context, nameserver, form)
+    if file is not None and file.exists():
+        session.output.failure("FILE_EXISTS", f"{file} is there already", "Give another name.")
+        raise typer.Exit(1)
     session.run(_create(session, identity, file))
 
 
 async def _create(session: Session, identity: str, file: Path | None) -> None:
     if file is not None:  # before there is a token that would be lost
         await asyncio.to_thread(file.touch, 0o600, exist_ok=False)
-    async with session.admin() as admin:
-        made = await AccessControl(admin).create_token(identity)
+    try:
+        async with session.admin() as admin:
+            made = await AccessControl(admin).create_token(identity)
+    except BaseException:
+        if file is not None:
+            await asyncio.to_thread(file.unlink)
+        raise
     token, item = made.token.get_secret_value(), {"identity": identity, "token_id": made.token_id}
     if file is not None:
         await asyncio.to_thread(file.write_text, f"{token}\n")

@@ -201,7 +201,9 @@ def about(detail: LockDetail) -> Iterator[str]:
     """What a table of locks does not show of one; for people."""
     lock = detail.lock
     if lock.client_id:
-        yield f"lease of {lock.client_id} ends in {duration(detail.lease_left_ms)}"
+        left = detail.lease_left_ms
+        end = f"ends in {duration(left)}" if left else "has ended: who asks for the queue gets it"
+        yield f"lease of {lock.client_id} {end}"
     if detail.owner_evicted:
         yield f"{lock.client_id} is no member of the group any more"
     if detail.pending_step:

@@ -106,7 +106,11 @@ async def find_queue(admin: Admin, asked: QueueId) -> QueueId:
         if queue.queue_id == asked.queue_id and asked.broker in ("", queue.broker)
     ]
     if not queues:
-        raise QueueNotFound(f"topic {asked.topic} has no queue {asked.broker}/{asked.queue_id}")
+        place = f"{asked.broker}/{asked.queue_id}".lstrip("/")
+        raise QueueNotFound(
+            f"topic {asked.topic} has no queue {place}",
+            remedy=f"Name one of `baton topic describe {asked.topic}`.",
+        )
     if len(queues) > 1:
         brokers = ", ".join(queue.broker for queue in queues)
         raise InvalidArgument(

@@ -112,8 +112,13 @@ def open_session(context: typer.Context, nameserver: str | None, form: Form | No
     """
     defaults = context.find_object(Defaults)
     assert defaults is not None
-    output = Output(form or defaults.form)
-    return Session(nameserver or defaults.nameserver, output, defaults.security)
+    address = nameserver or defaults.nameserver
+    for part in filter(None, map(str.strip, address.split(","))):
+        if ":" not in part:
+            raise typer.BadParameter(
+                f"{part!r} has no port: give HOST:PORT", param_hint="nameserver"
+            )
+    return Session(address, Output(form or defaults.form), defaults.security)
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -76,7 +76,8 @@ def up(
 
     Without --secure whoever is on this machine can read and write everything.
     """
-    session = open_session(context, None, form)
+    session, defaults = open_session(context, None, form), context.find_object(Defaults)
+    assert defaults is not None
     options = ClusterOptions(
         etcd=etcd,
         cluster=cluster,
@@ -90,7 +91,7 @@ def up(
         options = highly_available(options)
     try:
         session.run(
-            _up(session.output, LocalCluster(data_dir, options), _file(context), observe=observe),
+            _up(session.output, LocalCluster(data_dir, options), defaults, observe=observe),
             endless=True,
         )
     except DataDirInUse as error:
@@ -111,17 +112,18 @@ def up(
         _fail(session, "NOT_STARTED", error, "")
 
 
-async def _up(output: Output, cluster: LocalCluster, contexts: Path, *, observe: bool) -> None:
+async def _up(output: Output, cluster: LocalCluster, defaults: Defaults, *, observe: bool) -> None:
     if observe:
         find_prometheus()  # before anything is started
     to_stderr(f"starting a cluster on {cluster.data_dir}")
     async with cluster, AsyncExitStack() as exits:
-        name = _write_context(cluster, contexts)
+        name = _write_context(cluster, defaults.config)
         if observe:
             prometheus = Prometheus(cluster.data_dir / "prometheus", targets(cluster))
             await exits.enter_async_context(prometheus)
             to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at /alerts")
-        _announce(output, cluster, name)
+        reach = reached_by(cluster.nameserver, name, secured=defaults.security is not None)
+        _announce(output, cluster, name, reach)
         if name:
             to_stderr("access is on: others may do what is granted to them (baton access grant)")
         else:
@@ -130,12 +132,6 @@ async def _up(output: Output, cluster: LocalCluster, contexts: Path, *, observe:
             await asyncio.Event().wait()
         finally:
             to_stderr("stopping")
-
-
-def _file(context: typer.Context) -> Path:
-    defaults = context.find_object(Defaults)
-    assert defaults is not None
-    return defaults.config
 
 
 def _write_context(cluster: LocalCluster, path: Path) -> str:
@@ -158,11 +154,24 @@ def _write_context(cluster: LocalCluster, path: Path) -> str:
     return name
 
 
-def _announce(output: Output, cluster: LocalCluster, name: str) -> None:
+def reached_by(nameserver: str, context: str, *, secured: bool) -> str:
+    """Variables by which other commands find a cluster.
+
+    Args:
+        context: Name of the one that knows; empty for none: it has no TLS.
+        secured: They would use TLS, such as by the context that is in use.
+    """
+    if context:
+        return f"BATON_CONTEXT={context}"
+    return f"BATON_NAMESERVER={nameserver}{' BATON_TLS=false' if secured else ''}"
+
+
+def _announce(output: Output, cluster: LocalCluster, name: str, reach: str) -> None:
     """Say where everything is.
 
     Args:
         name: Of the context that knows; empty for none.
+        reach: Variables by which other commands find it.
     """
     endpoints = [asdict(endpoint) for endpoint in cluster.endpoints()]
     if output.form is Form.JSON:
@@ -171,7 +180,6 @@ def _announce(output: Output, cluster: LocalCluster, name: str) -> None:
         return
     columns = {"SERVICE": "name", "ADDRESS": "address", "METRICS": "metrics_address", "PID": "pid"}
     output.items(endpoints, columns)
-    reach = f"BATON_CONTEXT={name}" if name else f"BATON_NAMESERVER={cluster.nameserver}"
     output.note(f"\nexport {reach}\n")
     to_stderr(f"logs are in {cluster.data_dir / 'logs'}; Ctrl-C stops everything")
 

@@ -626,7 +626,7 @@ class Unreachable(BatonError):
     reason = "UNREACHABLE"
     kind = "UNAVAILABLE"
     retry = Retry.SAME_CALL
-    remedy = "Check that the service runs."
+    remedy = "Check that the service runs, and that this is its address."
 
 
 class Unauthenticated(BatonError):

@@ -35,7 +35,10 @@ _KNOWN = (
     ),
     (
         "WRONG_VERSION_NUMBER",
-        Refusal("it does not speak TLS", "Leave TLS out: no files, or --no-tls."),
+        Refusal(
+            "it does not speak TLS",
+            "Leave TLS out: no files, or --no-tls where a context gives them.",
+        ),
     ),
 )
 _ENDED = Refusal(

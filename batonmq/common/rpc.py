@@ -120,6 +120,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
         if detail.Unpack(packed):
             return error_from_pb(packed)
     details = error.details() or ""
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return Internal(
+            f"who answers does not know this call ({error.code().name}: {details})",
+            remedy="Check the address: another service answers there, or one of another version.",
+        )
     if error.code() not in _TRANSIENT:
         return Internal(f"{error.code().name}: {details}")
     refused = refusal(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None

@@ -6,6 +6,7 @@
 set -euo pipefail
 
 cd "$(dirname "$0")/../.."
+docker version >/dev/null # before anything is fetched: it says what is wrong
 base=${BASE_IMAGE:-python:3.11-slim-bookworm}
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 context=build/images

@@ -2,6 +2,7 @@
 # Makes the base image batonmq/base:local from Debian's packages, where no image registry is reachable.
 # Needs root, debootstrap and a Docker daemon. Then: make images BASE_IMAGE=batonmq/base:local
 set -euo pipefail
+if [[ ${1:-} == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 
 image=${1:-batonmq/base:local}
 suite=${SUITE:-bookworm}

@@ -3,6 +3,12 @@
 # (make images).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+for program in docker kind kubectl; do
+  if ! command -v "$program" >/dev/null; then
+    echo "$program is not here; docs/deploy.md says what is needed" >&2
+    exit 1
+  fi
+done
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 
 kind get clusters | grep -qx baton || kind create cluster --config deploy/kind/cluster.yaml --wait 180s

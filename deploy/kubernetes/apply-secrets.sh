@@ -3,6 +3,7 @@
 # named. That of the operator, who may do everything, is only made if it is named. What runs takes over what has
 # changed, within the minute or so that Kubernetes needs to bring it there. NAMESPACE says where.
 set -euo pipefail
+if [[ $# -lt 2 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 context=$1 folder=$2
 shift 2
 namespace=${NAMESPACE:-baton}

@@ -3,6 +3,7 @@
 # TLS does not become one with it, nor the other way round. Of those with TLS the certificates are made first, in
 # build/tls: those of the services, and of the identities `operator` and `demo`.
 set -euo pipefail
+if [[ $# -lt 2 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 cd "$(dirname "$0")/../.."
 kube() { kubectl --context "$context" --namespace baton "$@"; }
 context=$1 overlay=$2 tls=build/tls

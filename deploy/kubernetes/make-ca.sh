@@ -6,6 +6,7 @@
 # RENEW=1 issues everything anew, but for the authorities. NAMESPACE says where the services are, DAYS for how long
 # certificates are good. apply-secrets.sh makes the Secrets.
 set -euo pipefail
+if [[ $# -lt 1 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 folder=${1%/}
 shift
 namespace=${NAMESPACE:-baton}

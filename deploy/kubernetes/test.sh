@@ -2,6 +2,7 @@
 # test.sh CONTEXT OVERLAY: the demo in the cluster; then every pod is deleted in turn while messages flow. Fails if
 # one is lost, or comes twice.
 set -euo pipefail
+if [[ $# -lt 2 || $1 == -* ]]; then sed -n '2,/^set /s/^# //p' "$0" >&2 && exit 2; fi
 cd "$(dirname "$0")/../.."
 context=$1 overlay=$2
 kube() { kubectl --context "$context" --namespace baton "$@"; }

@@ -3,6 +3,12 @@
 # (make images).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+for program in minikube kubectl; do
+  if ! command -v "$program" >/dev/null; then
+    echo "$program is not here; docs/deploy.md says what is needed" >&2
+    exit 1
+  fi
+done
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 
 minikube status --profile baton >/dev/null || minikube start --profile baton --nodes 3 --memory 3g --cni calico

@@ -107,7 +107,9 @@ def _check(request: pb.ElectReplicaRequest, standing: Standing, up: dict[str, pb
     """
     if not standing.mod_revision:
         raise InvalidArgument(
-            f"there is no replica set {request.replica_set}", facts={"field": "replica_set"}
+            f"there is no replica set {request.replica_set}",
+            remedy="Name one of several nodes that `baton cluster replication` shows.",
+            facts={"field": "replica_set"},
         )
     if request.node_id not in up:
         raise InvalidArgument(

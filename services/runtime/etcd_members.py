@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 class Member:
-    """One member of etcd."""
+    """One member of etcd, at `address`."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address, self._channel = address, channel
         self.kv = rpc.KVStub(self._channel)
         self.leases = rpc.LeaseStub(self._channel)
         self.watches = rpc.WatchStub(self._channel)
@@ -89,7 +89,7 @@ class Members:
     def __init__(
         self, addresses: Sequence[str], random: Random, connect: Callable[[str], grpc.aio.Channel]
     ) -> None:
-        self._order = [Member(connect(address)) for address in addresses]
+        self._order = [Member(address, connect(address)) for address in addresses]
         random.shuffle(self._order)
 
     @property
@@ -106,7 +106,8 @@ class Members:
 
         Raises:
             TimeoutError: nobody answered.
-            AioRpcError: all have refused, or one for a reason that is no trouble of its own.
+            AioRpcError: all have refused, one after the other, or one for a reason that is no
+                trouble of its own.
         """
         now_s = asyncio.get_running_loop().time
         end_s, refused = now_s() + timeout_s, 0
@@ -119,7 +120,7 @@ class Members:
             except TimeoutError:
                 if now_s() >= end_s:
                     raise
-                try_s *= 2
+                try_s, refused = 2 * try_s, 0
             except grpc.aio.AioRpcError as error:
                 refused += 1
                 if error.code() not in _ELSEWHERE or refused >= len(self._order):

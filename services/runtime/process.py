@@ -269,6 +269,11 @@ def run(
         clock: Makes the clock of the process.
     """
     prefix = f"BATON_{service.upper()}"
+    usage = f"usage: python -m services.{service} [--print-config | --explain-config]"
+    usage += f"; settings: {prefix}_*"
+    if {"-h", "--help"}.intersection(sys.argv[1:]):
+        print(usage)
+        sys.exit(0)
     if "--explain-config" in sys.argv[1:]:
         explained, problems = explain(kind, prefix)
         told = {"settings": list(map(asdict, explained)), "problems": list(map(asdict, problems))}
@@ -284,15 +289,15 @@ def run(
         print(json.dumps(settings.model_dump(mode="json"), indent=2))
         sys.exit(0)
     if sys.argv[1:]:
-        options = "[--print-config | --explain-config]"
-        _refuse(f"usage: python -m services.{service} {options}; settings: {prefix}_*")
+        _refuse(usage)
     logs.configure(settings.log_level, settings.log_format, service=service, node=settings.node_id)
     try:
         asyncio.run(_main(service, settings, build, clock(settings)))
     except Exception as error:
         if refused := _config_error(error):
             _refuse(f"{service}: {refused}")
-        log.critical("process ends", exc_info=True)
+        why = _first_of(error)
+        log.critical("process ends error=%s: %s", type(why).__name__, why, exc_info=True)
         sys.exit(1)
     sys.exit(0)
 
@@ -300,9 +305,15 @@ def run(
 def _config_error(error: Exception) -> Exception | None:
     """The first one in `error`, which may be a group: settings that don't go with the cluster."""
     found = error.subgroup(ConfigError) if isinstance(error, ExceptionGroup) else error
-    while isinstance(found, ExceptionGroup):
-        found = found.exceptions[0]
-    return found if isinstance(found, ConfigError) else None
+    first = _first_of(found) if found is not None else None
+    return first if isinstance(first, ConfigError) else None
+
+
+def _first_of(error: Exception) -> Exception:
+    """The first one that is no group."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _refuse(message: str) -> NoReturn:

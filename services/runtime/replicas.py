@@ -85,12 +85,15 @@ async def check_alone(session: EtcdSession, service: str, name: str, node_id: st
     Raises:
         ConfigError: others could be.
     """
+    told = False
     while True:
         try:
             standing = decode(await session.get(session.key("replicas", service, name)))
             break
         except NoQuorum as error:
-            log.warning("whether this node may run alone is not known yet error=%s", error)
+            if not told:
+                log.warning("whether this node may run alone is not known yet error=%s", error)
+            told = True
             await asyncio.sleep(0.5)
     others = sorted(standing.in_sync - {node_id})
     if others:

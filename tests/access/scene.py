@@ -38,7 +38,7 @@ from tests.test_contracts import SERVICES
 
 ALL: Rules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **COMMON}
 TOPIC, GROUP = "orders", "readers"
-TIMEOUT_S = 10
+TIMEOUT_S = 30
 Call = Callable[[Any, Any], Awaitable[Any]]
 
 

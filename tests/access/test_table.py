@@ -231,7 +231,7 @@ async def test_contracts_are_told_to_who_has_a_grant(
     answers = call(iter([request]), metadata=everybody.metadata(identity))
     names: list[str] = []
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             async for answer in answers:
                 names += [found.name for found in answer.list_services_response.service]
     except grpc.aio.AioRpcError as error:

@@ -142,6 +142,21 @@ def test_nameserver_without_an_address_is_1(arguments: list[str]) -> None:
     assert "INVALID_ARGUMENT: ' , ' names no nameserver" in result.stderr
 
 
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1:1,other"])
+def test_nameserver_without_a_port_is_a_wrong_command_line(address: str) -> None:
+    for arguments in (["--nameserver", address, "topic", "list"], ["topic", "list"]):
+        result = CliRunner().invoke(app, arguments, env={"BATON_NAMESERVER": address})
+        assert result.exit_code == 2
+        assert "has no port: give HOST:PORT" in result.stderr
+
+
+def test_what_is_no_message_id_is_refused_with_what_one_is() -> None:
+    result = CliRunner().invoke(app, ["--nameserver", NOWHERE, "message", "get", "order-7"])
+    assert result.exit_code == 1
+    assert "'order-7' is no message id" in result.stderr
+    assert "broker-position-index" in result.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--to-datetime", "tomorrow"], ["--by-duration", "2 hours"], ["--by-duration", "h"]],

@@ -332,8 +332,14 @@ def _settled(cluster: Up, group: str, total: int) -> dict[str, list[dict[str, An
 
 
 def test_status_lists_every_service(cluster: Up) -> None:
-    until_now(lambda: cluster("cluster", "status").code == 0, timeout_s=60)
-    status = cluster("cluster", "status", "--format", "json").json
+    seen: list[Finished] = []
+
+    def all_answer() -> bool:
+        seen.append(cluster("cluster", "status", "--format", "json"))
+        return seen[-1].code == 0
+
+    until_now(all_answer, timeout_s=60)
+    status = seen[-1].json
     nodes = {node["service"]: node for node in status["nodes"]}
     announced = {e["name"]: e for e in cluster.announced["endpoints"] if e["name"] != "etcd"}
     assert nodes.keys() == announced.keys()

@@ -5,8 +5,11 @@ Method: the entry point in a process of its own, which interrupts itself at a ch
 
 from __future__ import annotations
 
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -35,6 +38,26 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_interrupt_while_it_loads_is_status_130_and_no_traceback(module: str) -> None:
     done = _run("-c", _INTERRUPTED, module)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+class _Plain(socketserver.BaseRequestHandler):
+    """Somebody who speaks no TLS."""
+
+    request: socket.socket
+
+    def handle(self) -> None:
+        self.request.sendall(b"220 at your service\r\n")
+
+
+def test_a_failed_handshake_is_told_once() -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Plain) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_address[1]}"
+        done = _run("-m", "batonmq", "--tls", "--nameserver", address, "topic", "list")
+        server.shutdown()
+    told, remedy = done.stderr.splitlines()
+    assert told == f"error: UNREACHABLE: {address}: it does not speak TLS"
+    assert "--no-tls" in remedy
 
 
 def test_entry_point_is_the_command() -> None:

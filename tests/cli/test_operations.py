@@ -200,6 +200,7 @@ def test_settings_change_and_ownership_only_without_members(cluster: Up, read: s
 def test_refused_client_is_shown_with_what_it_wants(cluster: Up, read: str) -> None:
     with member(cluster, read):
         assert cluster("consume", read, "--group", read, "--filter", "A").code == 1
+        until_now(lambda: cluster("group", "describe", read, *JSON).json["refused"])
         (refused,) = cluster("group", "describe", read, *JSON).json["refused"]
         (difference,) = refused["error"]["differences"]
         assert (difference["newcomer_value"], difference["member_value"]) == ("A", "*")

@@ -14,9 +14,12 @@ import pytest
 
 from batonmq.cli.context_file import Context
 from batonmq.cli.security import Given, chosen
+from batonmq.cli.up import reached_by
 from batonmq.local.certificates import Authority, Subject
+from batonmq.local.layout import SERVICES
 from batonmq.security import Security
 from tests.cli.running import Up, baton, up
+from tests.support.waiting import until_now
 
 SECRET = "a-token-that-nobody-shows"
 NOTHING: Given = dict.fromkeys(
@@ -84,6 +87,33 @@ def test_named_context_is_not_mixed_with_variables(
     assert "UNREACHABLE" in named.err
 
 
+def test_a_cluster_without_tls_is_reached_past_a_context_with_it() -> None:
+    assert reached_by("a:1", "", secured=False) == "BATON_NAMESERVER=a:1"
+    assert reached_by("a:1", "", secured=True) == "BATON_NAMESERVER=a:1 BATON_TLS=false"
+    assert reached_by("a:1", "baton", secured=True) == "BATON_CONTEXT=baton"
+
+
+def test_variables_reach_past_a_context_with_tls(
+    contexts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baton("context", "set", "prod", "--nameserver", "127.0.0.1:1", "--ca-file", "/nowhere/ca.pem")
+    assert "/nowhere/ca.pem" in baton("topic", "list").err
+    monkeypatch.setenv("BATON_TLS", "false")
+    assert "127.0.0.1:1" in baton("topic", "list").err
+
+
+def test_a_token_that_could_not_be_made_leaves_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "billing.token"
+    asked = ("--nameserver", "127.0.0.1:1", "access", "token", "create", "b", "--file", str(file))
+    refused = baton(*asked)
+    assert (refused.code, file.exists()) == (1, False)
+    assert "UNREACHABLE" in refused.err
+    file.write_text("mine")
+    refused = baton(*asked)
+    assert (refused.code, file.read_text()) == (1, "mine")
+    assert f"FILE_EXISTS: {file} is there already" in refused.err
+
+
 @pytest.mark.timeout(120)
 def test_no_command_shows_a_secret(
     contexts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,10 +178,12 @@ def test_after_up_secure_commands_just_work(
     assert baton("produce", "orders", "--file", str(lines)).code == 0
     read = baton("consume", "orders", "--group", "g", "--from", "first", "--format", "json")
     assert sorted(line["body"] for line in read.json_lines) == ["1", "2", "3"]
+    until_now(lambda: baton("cluster", "status").code == 0)
     status = baton("cluster", "status", "--format", "json").json
-    assert {node["health"] for node in status["nodes"]} == {"SERVING"}
+    assert {node["service"] for node in status["nodes"]} == set(SERVICES)
     assert baton("bench", "produce", "--count", "100", "--format", "json").code == 0
     assert baton("top", "--once", "--seconds", "1").code == 0
+    monkeypatch.setattr("batonmq.diagnostics._TIMEOUT_S", 30)
     bundle = baton("debug", "bundle", "--out", str(tmp_path / "b.tar.gz"), "--format", "json").json
     assert bundle["problems"] == []
 
@@ -181,10 +213,15 @@ def test_after_up_secure_others_may_do_what_is_granted_to_them(
     token = tmp_path / "billing.token"
     assert baton("access", "token", "create", "billing", "--file", str(token)).code == 0
     asked = ("--token-file", str(token), "--format", "json", "topic", "create", "bills")
-    refused = baton(*asked)
-    assert json.loads(refused.err.splitlines()[-1])["error"]["reason"] == "PERMISSION_DENIED"
+
+    def reason() -> str:
+        told = json.loads(baton(*asked).err.splitlines()[-1])
+        return str(told["error"]["reason"])
+
+    # The nameserver hears of a token, and of a grant, a moment after it was made.
+    until_now(lambda: reason() == "PERMISSION_DENIED")
     assert baton("access", "grant", "billing", "admin", "topic:bills").code == 0
-    assert baton(*asked).code == 0
+    until_now(lambda: baton(*asked).code == 0)
 
 
 @pytest.mark.e2e

@@ -177,8 +177,9 @@ def test_brokers_and_replication_are_told(cluster: Up) -> None:
 
 
 def test_bundle_has_everything_and_is_not_written_over(
-    cluster: Up, lines: Path, tmp_path: Path
+    cluster: Up, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("batonmq.diagnostics._TIMEOUT_S", 30)
     cluster("topic", "create", "bundle", "--queues", "1")
     lines.write_text("the body of a message\n")
     cluster("produce", "bundle", "--key", "the-key-of-it", "--file", str(lines))
@@ -245,12 +246,16 @@ def test_mqadmin_names_do_what_their_twins_do(cluster: Up) -> None:
     assert cluster("mqadmin", "topicList", "-n", several).code == 0
 
 
-def test_names_are_completed_and_nothing_is_said_when_nobody_answers(cluster: Up) -> None:
+def test_names_are_completed_and_nothing_is_said_when_nobody_answers(
+    cluster: Up, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster("topic", "create", "complete-me", "--queues", "1")
     command = typer.main.get_command(app)
     context = typer.Context(command)
     context.params["nameserver"] = cluster.nameserver
-    assert topics_that_begin(context, "complete") == ["complete-me"]
-    assert "complete-me" not in groups_that_begin(context, "")
+    with monkeypatch.context() as patient:
+        patient.setattr("batonmq.cli.complete._DEADLINE_S", 20)
+        assert topics_that_begin(context, "complete") == ["complete-me"]
+        assert "complete-me" not in groups_that_begin(context, "")
     context.params["nameserver"] = "127.0.0.1:1"
     assert topics_that_begin(context, "") == []

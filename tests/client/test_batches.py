@@ -195,7 +195,8 @@ async def test_thread_that_hangs_with_a_list_is_given_up_and_its_messages_come_a
                 return
             taken.extend(bodies_of(messages))
 
-        async with batching(at, handle, replace(QUICK, handle_timeout_ms=200)):
+        # Long enough for a thread that is to be in time, on any machine.
+        async with batching(at, handle, replace(QUICK, handle_timeout_ms=3_000)):
             await until(lambda: handled_all(at))
             let_go.set()
         assert sorted(taken) == ["1", "2", "3"]

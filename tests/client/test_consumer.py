@@ -72,7 +72,7 @@ async def test_coroutine_handles_every_message_once_and_in_order(nameserver: str
 async def test_plain_function_handles_in_threads_of_its_own(nameserver: str) -> None:
     async with scene(nameserver) as at:
         await at.send(numbers(40))
-        together = threading.Barrier(4, timeout=20)
+        together = threading.Barrier(4, timeout=50)
         threads: set[str] = set()
 
         async with at.consumer("a") as consumer, asyncio.TaskGroup() as tasks:
@@ -140,7 +140,7 @@ async def test_asking_for_the_next_message_acknowledges_the_one_before(nameserve
     async with scene(nameserver, queue_count=1) as at:
         await at.send(numbers(10), queue_id=0)
         patient = replace(QUICK, drain_timeout_ms=60_000)
-        async with asyncio.timeout(20), at.consumer("a", settings=patient) as consumer:
+        async with asyncio.timeout(40), at.consumer("a", settings=patient) as consumer:
             async for message in consumer:
                 at.note(consumer, message)
                 if message.body == b"5":

@@ -28,9 +28,10 @@ async def test_cluster_that_is_away_is_a_problem_and_the_rest_is_there(tmp_path:
 
 async def test_services_that_hang_do_not_keep_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batonmq.diagnostics._WHOLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("batonmq.diagnostics._TIMEOUT_S", 60)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = Diagnostics(f"127.0.0.1:{silent.getsockname()[1]}")
-        async with asyncio.timeout(2.5):  # less than one question takes
+        async with asyncio.timeout(20):  # less than one question takes
             await found.collect()
     assert found.files.keys() == {"about.json", "problems.txt"}
     assert found.files["problems.txt"] == b"not everything was asked within 0.2 s\n"

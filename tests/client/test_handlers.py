@@ -123,6 +123,6 @@ asyncio.run(main())
 
 def test_process_ends_although_a_handler_hangs_in_a_thread() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=25, check=True
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=50, check=True
     )
     assert ended.stdout == "closed\n"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -130,7 +131,7 @@ async def test_one_queue_has_one_batch_in_flight() -> None:
 
 
 async def test_linger_waits_for_more_messages() -> None:
-    settings = ProducerSettings(linger_ms=500)
+    settings = ProducerSettings(linger_ms=4_000)
     async with twins(orders=1, more=1) as at, Producer(at.address, settings) as producer:
         await submit(producer, 1)
         await producer.submit("more", Message(b"after a question to the nameserver"))
@@ -316,7 +317,7 @@ async def test_queue_that_gives_up_on_a_batch_disturbs_no_other_queue() -> None:
     def queue_0_is_full(header: Header) -> BatonError | None:
         return Overloaded("wait") if header.queue_id == 0 else None
 
-    settings = ProducerSettings(delivery_timeout_ms=200)
+    settings = ProducerSettings(delivery_timeout_ms=3_000)
     async with twins(orders=2) as at, Producer(at.address, settings) as producer:
         await producer.send("orders", b"1", queue=queue(1))
         at.storage.refusal = queue_0_is_full
@@ -422,13 +423,13 @@ async def test_closing_without_a_broker_ends_within_the_delivery_timeout() -> No
             begin_ms = clock.monotonic_ms()
         spent_ms = clock.monotonic_ms() - begin_ms
         assert all(isinstance(one, Unreachable) for one in await outcomes(pending))
-    assert spent_ms < 5_000, "not the timeout once for each of the ten batches of a queue"
+    assert spent_ms < 9_000, "not the timeout once for each of the ten batches of a queue"
 
 
 async def test_batches_that_never_left_do_not_wait_for_a_try_each() -> None:
     gate = Gate()
     settings = ProducerSettings(
-        delivery_timeout_ms=200, request_timeout_ms=300, batch_messages_max=1
+        delivery_timeout_ms=3_000, request_timeout_ms=4_000, batch_messages_max=1
     )
     async with twins(orders=1) as at, Producer(at.address, settings) as producer:
         at.storage.before = gate  # takes requests and never answers
@@ -520,12 +521,16 @@ async def test_batch_that_is_moved_while_the_producer_closes_is_stored() -> None
 
 async def test_refusal_after_a_try_that_may_have_stored_it_says_so() -> None:
     async with twins(orders=2) as at, Producer(at.address) as producer:
-        at.storage.after = failing(Unreachable("killed before it answered"))
+
+        async def die(_: Sequence[bytes]) -> None:
+            """Whoever tries again finds the queue gone."""
+            at.storage.refusal = lambda _: QueueNotFound("gone")
+            at.storage.before = failing(QueueNotFound("gone"), times=99)
+            at.nameserver.set_topic("orders", 1)
+            raise Unreachable("killed before it answered")
+
+        at.storage.after = die
         (pending,) = await submit(producer, 1, queue_id=1)
-        await until(lambda: at.storage.has(1))
-        at.storage.refusal = lambda _: QueueNotFound("gone")
-        at.storage.before = failing(QueueNotFound("gone"), times=99)
-        at.nameserver.set_topic("orders", 1)
         with pytest.raises(Unreachable, match="gone; an earlier try may have stored") as told:
             await pending
         assert "Look whether it is stored" in told.value.remedy
@@ -557,7 +562,7 @@ async def test_sends_without_a_nameserver_fail_together() -> None:
         sending = [tasks.create_task(_refusal(producer)) for _ in range(20)]
         await asyncio.wait(sending)
     assert {type(one.result()) for one in sending} == {Unreachable}
-    assert clock.monotonic_ms() - begin_ms < 5_000, "not the timeout once for each"
+    assert clock.monotonic_ms() - begin_ms < 9_000, "not the timeout once for each"
 
 
 async def test_error_nobody_awaits_is_no_trouble() -> None:

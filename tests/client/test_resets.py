@@ -77,8 +77,9 @@ def test_what_does_not_exist_can_not_be_meant() -> None:
     with pytest.raises(TopicNotFound):
         queues_in(Scope("gone"), group("t"), [], TOPICS)
     for place in (("a", 2), ("b", 0)):
-        with pytest.raises(QueueNotFound):
+        with pytest.raises(QueueNotFound) as refused:
             queues_in(Scope("t", place), group("t"), [], TOPICS)
+        assert "baton topic describe t" in refused.value.remedy
     with pytest.raises(InvalidArgument, match="no progress"):
         queues_in(Scope(), group(), [], TOPICS)
 

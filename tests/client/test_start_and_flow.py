@@ -108,7 +108,7 @@ async def member(at: Twins, **settings: Any) -> AsyncIterator[Consumer]:
 
 
 async def take(consumer: Consumer, count: int) -> list[bytes]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(40):
         return [(await anext(consumer)).body for _ in range(count)]
 
 

@@ -3,7 +3,7 @@
 Goal: what certainly was not stored, and may go anywhere, goes to another broker at once; what may
 have been stored, or has a queue of its own, is repeated there; nothing is stored twice or lost.
 Method: two storage nodes of lists, one of which is away, hangs, refuses or loses an answer; time
-is shifted where ten seconds would have to pass.
+stands still where a slow answer would be judged, and goes on where ten seconds would have to pass.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ from tests.support.waiting import until
 ONE_EACH = ProducerSettings(batch_messages_max=1)
 
 
-class ShiftedClock(Clock):
-    """The real one, and a bit more."""
+class StillClock(Clock):
+    """It stands still unless the test lets it go on: every answer is as quick as any other."""
 
     def __init__(self) -> None:
-        self.more_ms = 0
+        self._now_ms = super().monotonic_ms()
 
     def monotonic_ms(self) -> int:
-        return super().monotonic_ms() + self.more_ms
+        return self._now_ms
+
+    def go_on(self, ms: int) -> None:
+        self._now_ms += ms
 
 
 async def submit(producer: Producer, count: int) -> list[Pending]:
@@ -91,7 +94,7 @@ async def test_broker_with_too_few_replicas_counts_as_one_that_has_not_stored_it
 
 
 async def test_broker_that_was_avoided_is_probed_and_used_again() -> None:
-    clock = ShiftedClock()
+    clock = StillClock()
     outside = Surroundings(clock=clock)
     async with (
         two_brokers(orders=2) as at,
@@ -102,14 +105,14 @@ async def test_broker_that_was_avoided_is_probed_and_used_again() -> None:
         at.storage.refusal = lambda _: None
         await receipts(await submit(producer, 8))
         assert at.storage.stored == []
-        clock.more_ms += FAILED_MS + 1
+        clock.go_on(FAILED_MS + 1)
         assert (await producer.send("orders", b"probe")).queue.broker == BROKER
         found = await receipts(await submit(producer, 8))
         assert Counter(r.queue.broker for r in found) == {BROKER: 4, OTHER_BROKER: 4}
 
 
 async def test_probe_that_fails_costs_nothing_but_a_try() -> None:
-    clock = ShiftedClock()
+    clock = StillClock()
     outside = Surroundings(clock=clock)
     async with (
         two_brokers(orders=2) as at,
@@ -118,7 +121,7 @@ async def test_probe_that_fails_costs_nothing_but_a_try() -> None:
         full(at.storage)
         await receipts(await submit(producer, 4))
         tries = len(at.storage.requests)
-        clock.more_ms += FAILED_MS + 1
+        clock.go_on(FAILED_MS + 1)
         found = await receipts(await submit(producer, 8))
         assert {receipt.queue.broker for receipt in found} == {OTHER_BROKER}
         assert len(at.storage.requests) == tries + 1
@@ -134,7 +137,7 @@ async def test_message_that_may_be_stored_is_repeated_on_its_own_queue() -> None
 
 async def test_what_was_never_sent_does_not_wait_behind_what_may_be_stored() -> None:
     gate = Gate()
-    settings = ProducerSettings(batch_messages_max=1, request_timeout_ms=300)
+    settings = ProducerSettings(batch_messages_max=1, request_timeout_ms=2_000)
     async with two_brokers(orders=1) as at, Producer(at.address, settings) as producer:
         at.storage.before = gate  # takes requests and does not answer
         pending = await submit(producer, 20)
@@ -200,7 +203,7 @@ async def test_if_all_are_in_trouble_messages_are_repeated_till_one_takes_them()
 
 async def test_messages_that_wait_are_a_probe_too() -> None:
     """Nobody sends anything new, and only the broker that they do not wait for comes back."""
-    clock = ShiftedClock()
+    clock = StillClock()
     outside = Surroundings(clock=clock)
     async with (
         two_brokers(orders=1) as at,
@@ -214,14 +217,14 @@ async def test_messages_that_wait_are_a_probe_too() -> None:
         await until(lambda: len(at.storage.requests) + len(at.other.requests) > sum(tries) + 2)
         waits_at_other = len(at.other.requests) > tries[1]
         (at.storage if waits_at_other else at.other).refusal = lambda _: None
-        clock.more_ms += FAILED_MS + 1
+        clock.go_on(FAILED_MS + 1)
         await receipts(pending)
         stored = Counter(at.storage.stored + at.other.stored)
         assert stored == Counter(b"%d" % n for n in range(6))
 
 
 async def test_message_that_is_moved_does_not_outlive_its_delivery_timeout() -> None:
-    clock, settings = Clock(), ProducerSettings(batch_messages_max=1, delivery_timeout_ms=1_000)
+    clock, settings = Clock(), ProducerSettings(batch_messages_max=1, delivery_timeout_ms=3_000)
     async with two_brokers(orders=4) as at, Producer(at.address, settings) as producer:
         full(at.storage)
         full(at.other)
@@ -229,7 +232,7 @@ async def test_message_that_is_moved_does_not_outlive_its_delivery_timeout() -> 
         for one in await submit(producer, 20):
             with pytest.raises(DiskFull):
                 await one
-        assert clock.monotonic_ms() - begin_ms < 4_000
+        assert clock.monotonic_ms() - begin_ms < 12_000
         assert at.storage.stored == at.other.stored == []
 
 
@@ -240,7 +243,7 @@ async def error_of(producer: Producer) -> BatonError:
 
 
 async def test_error_tells_whether_the_message_may_be_stored() -> None:
-    settings = ProducerSettings(delivery_timeout_ms=300, request_timeout_ms=100)
+    settings = ProducerSettings(delivery_timeout_ms=3_000, request_timeout_ms=1_000)
     async with two_brokers(orders=1) as at, Producer(at.address, settings) as producer:
         at.nameserver.storage_address = at.nameserver.other_address = NOWHERE
         never_left = await error_of(producer)

@@ -166,3 +166,10 @@ def test_bad_configuration_ends_the_process_with_one_clear_line(
     assert ended.stdout == ""
     assert ended.stderr.startswith(line)
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.e2e
+def test_help_is_given_whatever_the_configuration() -> None:
+    ended = offsets("--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("usage: python -m services.offsets [--print-config")

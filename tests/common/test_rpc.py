@@ -31,3 +31,14 @@ def test_a_status_without_details_says_whether_to_try_again(
     assert found.reason == reason
     assert (found.retry is Retry.SAME_CALL) == (reason == "UNREACHABLE")
     assert found.message == f"{code.name}: gone"
+
+
+def test_who_does_not_know_the_call_is_at_another_address() -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNIMPLEMENTED, nothing, nothing, details="Method not found!"
+    )
+    found = from_rpc_error(error)
+    assert (found.reason, found.retry) == ("INTERNAL", Retry.NEVER)
+    assert "Method not found!" in found.message
+    assert found.remedy.startswith("Check the address")

@@ -129,7 +129,15 @@ def test_file_that_is_of_no_use_is_named(carol: Security, spoil: Callable[[Secur
     with pytest.raises(InvalidArgument) as refused:
         Papers(carol)
     assert path in refused.value.message
-    assert refused.value.remedy
+    assert "a certificate and its own key" in refused.value.remedy
+
+
+def test_file_of_a_token_that_is_not_there_is_named_as_that(tmp_path: Path) -> None:
+    missing = str(tmp_path / "token")
+    with pytest.raises(InvalidArgument) as refused:
+        Papers(Security(token_file=missing))
+    assert missing in refused.value.message
+    assert "nothing but the token" in refused.value.remedy
 
 
 def test_certificate_and_key_go_together_and_there_is_one_token() -> None:

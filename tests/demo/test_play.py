@@ -24,6 +24,7 @@ def test_the_data_set_is_complete_and_its_ids_are_unique() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(180)
 async def test_the_demo_finds_nothing_lost_and_nothing_twice(tmp_path: Path) -> None:
     flights = load_flights()[:20_000]
     told: list[str] = []
@@ -33,7 +34,7 @@ async def test_the_demo_finds_nothing_lost_and_nothing_twice(tmp_path: Path) -> 
             flights,
             tmp_path / "journals",
             lambda what, done, total: told.append(what),
-            pace=10_000,
+            pace=2_500,
         )
     assert result.ok
     assert result.published == result.consumed == 20_000

@@ -30,7 +30,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def read(url: str) -> str:
     """A page, by HTTP."""
-    with _DIRECT.open(url, timeout=10) as response:
+    with _DIRECT.open(url, timeout=30) as response:
         return str(response.read().decode())
 
 

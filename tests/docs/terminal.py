@@ -87,7 +87,7 @@ class Terminal:
             return same(printed) == same(shown)
 
         try:
-            await until(is_shown, timeout_s=30)
+            await until(is_shown, timeout_s=60)
         except TimeoutError:
             assert printed == shown, f"$ {command}"
             raise

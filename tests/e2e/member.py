@@ -82,8 +82,8 @@ async def consume(options: argparse.Namespace, lines: Lines) -> None:
         on_ownership=lines.ownership,
     )
     async with consumer:
-        lines.write("own", "joined", -1, 0, now_us())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
+        lines.write("own", "joined", -1, 0, now_us())
         await consumer.run(handle)
 
 

@@ -24,6 +24,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEP = 1_000
+SLOW = {"replica_lag_ms_max": 10_000}
+"""Who takes over must not have been let out of the set because this machine is slow just then."""
 
 
 async def goes_on(run: Run) -> None:
@@ -37,21 +39,22 @@ async def goes_on(run: Run) -> None:
 
 async def shows_every_copy(admin: Admin) -> None:
     """Wait until every copy is told of, with epoch and lag, and in sync."""
-    found: list[Replica] = []
+
+    def is_told(copy: Replica) -> bool:
+        told = copy.epoch > 0 and copy.lag >= 0 and copy.lag_ms is not None
+        return told and copy.in_sync and copy.problem == ""
 
     async def look() -> bool:
         copies, problems = await replicas(admin, (await admin.cluster()).nodes)
-        found[:] = copies.values()
-        return not problems and all(copy.in_sync for copy in found)
+        return not problems and len(copies) == 7 and all(map(is_told, copies.values()))
 
     await until(look, timeout_s=60)
-    assert len(found) == 7
-    assert all(copy.epoch > 0 and copy.lag >= 0 and copy.problem == "" for copy in found)
-    assert all(copy.lag_ms is not None for copy in found)
 
 
 async def test_whoever_leads_may_die_or_stand_still(tmp_path: Path) -> None:
-    async with local_cluster(tmp_path, available=True, auto_restart=False) as cluster:
+    async with local_cluster(
+        tmp_path, available=True, auto_restart=False, storage=SLOW, offsets=SLOW
+    ) as cluster:
         run, stop = Run(cluster.nameserver), asyncio.Event()
         async with Admin(cluster.nameserver) as admin, asyncio.TaskGroup() as tasks:
             await admin.create_topic(TOPIC, QUEUES)
@@ -61,6 +64,7 @@ async def test_whoever_leads_may_die_or_stand_still(tmp_path: Path) -> None:
             await goes_on(run)
             for service, broker in (("storage", "broker-0"), ("offsets", ""), ("lockmgr", "")):
                 victim = await leader(admin, cluster, service, broker=broker)
+                await in_sync(admin, service, broker)
                 await cluster.kill(victim)
                 heir = await leader(admin, cluster, service, victim, broker)
                 await goes_on(run)

@@ -25,7 +25,7 @@ from batonmq.puller import Puller
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 TOPIC = "numbers"
 VICTIM = "broker-1"
@@ -116,7 +116,7 @@ async def test_kill_9_of_one_of_two_brokers(tmp_path: Path) -> None:
 
             await cluster.start("storage-1")
             at_victim = sending.at(VICTIM)
-            await until(lambda: sending.at(VICTIM) > at_victim + 500, timeout_s=40)
+            await until(lambda: sending.at(VICTIM) > at_victim + 500, timeout_s=80)
             sending.end()
         receipts = sending.receipts
         found = await stored(cluster.nameserver)

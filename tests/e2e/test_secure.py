@@ -87,7 +87,7 @@ def _shown(address: str, security: Security) -> bytes | None:
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
     with (
-        socket.create_connection((host, int(port)), 5) as plain,
+        socket.create_connection((host, int(port)), 30) as plain,
         context.wrap_socket(plain, server_hostname=host) as secured,
     ):
         return secured.getpeercert(binary_form=True)

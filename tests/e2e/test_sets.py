@@ -18,7 +18,7 @@ import pytest
 from batonmq.admin import Admin
 from batonmq.placement import locate_group, move_group
 from tests.cli.running import BATON, Finished
-from tests.e2e.counting import TOPIC, Run
+from tests.e2e.counting import QUEUES, TOPIC, Run
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 
@@ -47,6 +47,15 @@ async def arrived(admin: Admin, offsets_set: str) -> None:
     await until(look, timeout_s=60)
 
 
+async def shared_out(admin: Admin) -> bool:
+    """Whether each of the two has what is dealt to it, so that no queue is on its way."""
+    dealt = (await admin.describe_group(GROUP)).assignments
+    wanted = {(one.topic, one.broker, one.queue_id): one.client_id for one in dealt}
+    locks = await admin.list_locks(GROUP)
+    held = {(one.topic, one.broker, one.queue_id): one.client_id for one in locks}
+    return held == wanted and set(held.values()) == {"first", "second"}
+
+
 async def tokens(admin: Admin) -> dict[tuple[str, int], int]:
     """The token of each queue, as offsets has it."""
     return {
@@ -59,12 +68,12 @@ async def test_a_group_is_moved_under_load_whoever_dies_meanwhile(tmp_path: Path
     async with local_cluster(tmp_path, offsets_sets=2) as cluster:
         run, stop = Run(cluster.nameserver), asyncio.Event()
         async with Admin(cluster.nameserver) as admin, asyncio.TaskGroup() as tasks:
-            await admin.create_topic(TOPIC, 8)
+            await admin.create_topic(TOPIC, QUEUES)
             sending = tasks.create_task(run.send(0))
             tasks.create_task(run.consume("first", stop))
             tasks.create_task(run.consume("second", stop))
             await goes_on(run)
-            await until(lambda: {name for name, *_ in run.handled} == {"first", "second"})
+            await until(lambda: shared_out(admin), timeout_s=60)
             before = await tokens(admin)
             for victim in ("nobody", "old", "new", "lockmgr"):
                 old = (await locate_group(admin, GROUP)).offsets_set
@@ -137,7 +146,10 @@ async def test_operators_move_groups_by_command(tmp_path: Path) -> None:
             assert clone.code != 0
             assert "GROUPS_APART" in clone.err
             assert f"--to {began[far]}" in clone.err
-        status = await command("cluster", "status")
-        assert status.code == 0
+
+        async def all_answer() -> bool:
+            return (await command("cluster", "status")).code == 0
+
+        await until(all_answer, timeout_s=60)
         replication = (await command("cluster", "replication")).json
         assert {one["replica_set"] for one in replication if one["service"] == "offsets"} == {*SETS}

@@ -109,8 +109,8 @@ async def test_a_slow_sync_takes_longer(tmp_path: Path, upsets: Upsets) -> None:
 async def test_only_the_wall_clock_is_wrong(tmp_path: Path, upsets: Upsets) -> None:
     right, wrong = Clock(), UpsetClock(upsets)
     tell(tmp_path, Upset(clock_ms=-3_600_000))
-    assert right.unix_ms() - wrong.unix_ms() == pytest.approx(3_600_000, abs=5_000)
-    assert wrong.monotonic_ms() - right.monotonic_ms() in range(1_000)
+    assert right.unix_ms() <= wrong.unix_ms() + 3_600_000 <= right.unix_ms()
+    assert right.monotonic_ms() <= wrong.monotonic_ms() <= right.monotonic_ms()
     tell(tmp_path, Upset(strobe_ms=100_000_000))
     seen = set[bool]()
     while len(seen) < 2:

@@ -38,7 +38,7 @@ def redis_server(binary: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:
         socket = Path(folder, "redis.sock")
         options = ("--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", folder)
-        with _running((binary, *options), socket, folder, None):
+        with _running((binary, *options), (socket, None), folder, None):
             yield f"unix://{socket}"
 
 
@@ -52,18 +52,30 @@ def postgres_server(user: str) -> Iterator[str]:
         become = user if os.geteuid() == 0 else None
         subprocess.run(init, check=True, capture_output=True, user=become, cwd=folder)
         options = ("-c", "listen_addresses=", "-c", "fsync=off", "-k", folder)
-        socket = Path(folder, ".s.PGSQL.5432")
-        with _running(("postgres", "-D", place, *options), socket, folder, become):
+        ready = Path(place, "postmaster.pid"), b"\nready"
+        with _running(("postgres", "-D", place, *options), ready, folder, become):
             yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
 
 
 @contextmanager
-def _running(command: Sequence[str], socket: Path, folder: str, user: str | None) -> Iterator[None]:
-    """The server listens at `socket` in the block, and has ended behind it."""
+def _running(
+    command: Sequence[str], ready: tuple[Path, bytes | None], folder: str, user: str | None
+) -> Iterator[None]:
+    """The server answers in the block, and has ended behind it.
+
+    Args:
+        ready: The file that is there then, and what it says if it is not enough that it is there:
+            PostgreSQL makes its socket first, and refuses for a while.
+    """
+    path, said = ready
+
+    def answers() -> bool:
+        return path.exists() and (said is None or said in path.read_bytes())
+
     with Path(folder, "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, user=user, cwd=folder)
     try:
-        until_now(lambda: socket.exists() or process.poll() is not None)
+        until_now(lambda: answers() or process.poll() is not None)
         assert process.poll() is None, Path(folder, "log").read_text()
         yield
     finally:

@@ -27,7 +27,7 @@ def _call(endpoint: str, method: str, **fields: str) -> dict[str, object]:
     request = urllib.request.Request(
         f"http://{endpoint}/v3/kv/{method}", data=json.dumps(encoded).encode()
     )
-    with urllib.request.urlopen(request, timeout=5) as response:
+    with urllib.request.urlopen(request, timeout=30) as response:
         answer = json.loads(response.read())
     assert isinstance(answer, dict)
     return answer
@@ -45,7 +45,7 @@ async def test_data_and_port_outlast_a_kill(tmp_path: Path) -> None:
 
 
 async def test_shared_etcd_is_healthy(etcd_endpoint: str) -> None:
-    assert await is_healthy(etcd_endpoint)
+    await until(lambda: is_healthy(etcd_endpoint))
 
 
 async def test_start_on_spoilt_data_fails_and_names_the_exit(tmp_path: Path) -> None:

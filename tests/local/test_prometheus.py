@@ -21,7 +21,7 @@ import pytest
 from batonmq.local.ports import keep_ports
 from tests.support.waiting import until_now
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 BATON = (sys.executable, "-m", "batonmq.cli")
 needs_prometheus = pytest.mark.skipif(
@@ -32,7 +32,7 @@ needs_prometheus = pytest.mark.skipif(
 
 def ask(address: str, path: str) -> Any:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(f"{address}/api/v1/{path}", timeout=5) as response:
+    with direct.open(f"{address}/api/v1/{path}", timeout=30) as response:
         return json.loads(response.read())["data"]
 
 
@@ -62,7 +62,7 @@ def test_it_sees_every_service_and_has_the_rules(tmp_path: Path) -> None:
             return {s["metric"]["node_type"]: s["value"][1] for s in series}
 
         services = ("storage", "offsets", "lockmgr", "nameserver")
-        until_now(lambda: up() == dict.fromkeys(services, "1"), 30)
+        until_now(lambda: up() == dict.fromkeys(services, "1"), 50)
         groups = ask(address, "rules")["groups"]
         assert {group["name"] for group in groups} >= {"baton-groups", "baton-recorded"}
         (url,) = {

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 GROUP, TOPIC, BROKER = "group", "topic", "broker-a"
 TIMEOUT_S = 20.0
+LEADER_LEASE_MS = 10_000
+"""No pause of a loaded machine is as long; nobody waits for its end: see `Node.lapse`."""
 OPEN: dict[str, Any] = {
     "subscription_generation": 1,
     "model": nameserver_pb.MESSAGE_MODEL_CLUSTERING,
@@ -69,9 +71,15 @@ class Session(EtcdSession):
     lose_txn_answers = False
 
     def __init__(self, endpoint: str, cluster: str) -> None:
-        super().__init__(endpoint, cluster, Clock())
+        self.lease_clock = MovableClock()
+        super().__init__(endpoint, cluster, self.lease_clock)
         self.stopped: list[dict[str, Any]] = []
         """Transactions that did not get through."""
+
+    def lapse(self) -> None:
+        """Cut it, for as long as a lease that is not refreshed lives."""
+        self.cut = True
+        self.lease_clock.ahead_ms += LEADER_LEASE_MS
 
     async def txn(self, **parts: Any) -> int | None:
         if self.cut:
@@ -136,6 +144,7 @@ class Node:
     runtime: Runtime
     stub: Stub
     stop: asyncio.Event
+    ended: asyncio.Event
 
     async def leads(self) -> bool:
         try:
@@ -145,10 +154,31 @@ class Node:
             return False
         return True
 
-    def crash(self) -> None:
-        """End without another word to etcd: the leader's lease runs out by itself."""
+    async def crash(self) -> None:
+        """End without another word to etcd, for which the time of the leases is up then."""
         self.session.cut = True
         self.stop.set()
+        await self.ended.wait()
+        await self._leases_end()
+
+    async def lapse(self) -> None:
+        """Cut it off from etcd for as long as it may lead: that ends here first, then for etcd."""
+        self.session.lapse()
+        await until(self._refuses)
+        await self._leases_end()
+
+    async def _refuses(self) -> bool:
+        return not await self.leads()
+
+    async def _leases_end(self) -> None:
+        """What etcd does when nobody refreshes the leases of a node any more."""
+        settings = self.runtime.settings
+        async with EtcdSession(settings.etcd, settings.cluster, Clock()) as etcd:
+            name = settings.node_id
+            for key in (f"nodes/lockmgr/{name}", "elections/lockmgr"):
+                stored = await etcd.get(key)
+                if stored is not None and (name in key or stored.value == name.encode()):
+                    await etcd.attach(stored.lease_id).revoke()
 
 
 @dataclass
@@ -170,7 +200,10 @@ class Scene:
         """A lock manager, started; not necessarily the leader."""
         name = f"lockmgr-{len(self.nodes)}"
         started: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
-        kind = LockmgrSettings(node_id=name, cluster=self.cluster, etcd=self.endpoint, **settings)
+        lease: dict[str, Any] = {"leader_lease_ms": LEADER_LEASE_MS}
+        kind = LockmgrSettings(
+            node_id=name, cluster=self.cluster, etcd=self.endpoint, **(lease | settings)
+        )
         self.tasks.create_task(_lockmgr(kind, started))
         self.nodes.append(await started)
         return self.nodes[-1]
@@ -454,18 +487,21 @@ async def scene(endpoint: str, folder: Path) -> AsyncIterator[Scene]:
 
 
 async def _lockmgr(settings: LockmgrSettings, started: asyncio.Future[Node]) -> None:
-    clock, stop = MovableClock(), asyncio.Event()
+    clock, stop, ended = MovableClock(), asyncio.Event(), asyncio.Event()
     session = Session(settings.etcd, settings.cluster)
-    async with session:
-        runtime = Runtime("lockmgr", settings, session)
-        runtime.clock = clock
-        async with (
-            build_lockmgr(settings, runtime) as app,
-            _served(app, runtime) as channel,
-        ):
-            stub = pb_grpc.LockmgrServiceStub(channel)
-            started.set_result(Node(session, clock, runtime, stub, stop))
-            await stop.wait()
+    try:
+        async with session:
+            runtime = Runtime("lockmgr", settings, session)
+            runtime.clock = clock
+            async with (
+                build_lockmgr(settings, runtime) as app,
+                _served(app, runtime) as channel,
+            ):
+                stub = pb_grpc.LockmgrServiceStub(channel)
+                started.set_result(Node(session, clock, runtime, stub, stop, ended))
+                await stop.wait()
+    finally:
+        ended.set()
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, 
 from tests.support.waiting import until
 
 LEASE_MS = 30_000
-SHORT = {"leader_lease_ms": 2_000, "slot_ms": 20}
+SHORT = {"slot_ms": 20}
 
 
 class Between:
@@ -100,7 +100,7 @@ async def test_between_acquire_sent_and_fence_sent_nothing_has_changed(
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(outcome_of(a, old, generation))
             await stopped.reached.wait()
-            old.session.cut = True
+            await old.lapse()
         assert isinstance(asking.result(), BatonError)
         assert (await s.stored_count(), s.rules.fences()) == (0, [])
         new = await s.leader(**SHORT)
@@ -117,7 +117,7 @@ async def test_between_fence_sent_and_applied_the_announcement_kills_the_late_fe
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(outcome_of(b, old, generation))
             await stopped.reached.wait()
-            old.session.cut = True
+            await old.lapse()
         assert isinstance(asking.result(), BatonError)
         new = await s.leader(**SHORT)
         late = (await s.offsets.Fence(stopped.request, timeout=TIMEOUT_S)).outcomes[0].error
@@ -139,6 +139,7 @@ async def test_between_fence_applied_and_persisted_nobody_has_the_token_and_the_
             await stopped.reached.wait()
             old.session.cut = True
             stopped.go_on.set()
+            await old.lapse()
         assert isinstance(asking.result(), BatonError)
         new = await s.leader(**SHORT)
         with pytest.raises(Fenced):
@@ -157,7 +158,7 @@ async def test_between_persisted_and_answered_the_same_request_is_granted_again(
         generation = await s.set_group(a)
         lost = await a.acquire(node, generation)
         if leader == "next leader":
-            node.crash()
+            await node.crash()
             node = await s.leader(**SHORT)
         (report,) = await a.keep_alive(node)
         assert (report.state, report.token) == (pb.HOLD_STATE_ORPHAN, 1)
@@ -185,7 +186,7 @@ async def test_between_leader_elected_and_announced_the_old_one_may_still_fence(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outcome_of(b, old, generation))
             await fence.reached.wait()
-            old.session.cut = True
+            await old.lapse()
         announce = Between(s, "Announce", after=False)
         new = await s.lockmgr(**SHORT)
         await announce.reached.wait()
@@ -302,7 +303,7 @@ async def test_between_release_and_the_next_fence_the_condition_is_still_checked
         node, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 5)
         await a.release(node, 1)
-        node.crash()
+        await node.crash()
         new = await s.leader(**SHORT)
         with pytest.raises(Unacked):
             await b.acquire(new, generation)
@@ -338,7 +339,7 @@ async def test_between_last_old_grant_closed_and_the_new_subscription_nobody_fil
         generation = await s.set_group(a, b, draining=True)
         await s.close(1)
         await a.release(old, 1)
-        old.crash()
+        await old.crash()
         new = await s.leader(**SHORT)
         for member in (a, b):
             with pytest.raises(SubscriptionDraining):
@@ -346,7 +347,7 @@ async def test_between_last_old_grant_closed_and_the_new_subscription_nobody_fil
         with pytest.raises(Fenced):
             await s.deliver(1, 0, 5)
         generation = await s.set_group(a, b, subscription_generation=2)
-        grant = await b.acquire(new, generation)
+        grant = await b.acquire(new, generation, hold_ms=15_000)
         assert grant.subscription_generation == 2
         with pytest.raises(Fenced):
             await s.deliver(grant.token, 0, 5, generation=1)

@@ -26,12 +26,12 @@ from batonmq.common.errors import (
     Unreachable,
 )
 from batonmq.common.rpc import error_from_pb, from_rpc_error
-from tests.lockmgr.scene import GROUP, Member, Node, Scene, entries, scene, waits
+from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries, scene, waits
 from tests.support.waiting import until
 
 HOLD_MS = 15_000
 LEASE_MS = 30_000
-SHORT = {"leader_lease_ms": 2_000, "slot_ms": 20}
+SHORT = {"slot_ms": 20}
 
 
 class Stop:
@@ -285,7 +285,7 @@ async def test_held_locks_outlast_the_leader_and_nothing_is_granted_twice(
         generation = await s.set_group(a, b)
         await s.deliver(1, 0, 10)
         new = await s.lockmgr(**SHORT)
-        old.crash()
+        await old.crash()
         await until(new.leads)
         assert len(await entries(new)) == 20
         assert isinstance((await b.ask(new, generation))[0], BatonError)
@@ -305,7 +305,7 @@ async def test_story_18_lease_counts_from_the_start_of_the_new_leader(
         old, a, b, generation = await held_by_a(s)
         await s.deliver(1, 0, 10)
         await over(s, old)
-        old.crash()
+        await old.crash()
         new = await s.leader(**SHORT)
         with pytest.raises(BatonError) as refusal:
             await b.acquire(new, generation, hold_ms=200)
@@ -344,7 +344,7 @@ async def test_leader_is_registered_as_such_and_a_standby_is_not(
             return await registered() == expected
 
         await until(settled)
-        listing = await first.stub.List(pb.ListRequest(), timeout=5)
+        listing = await first.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)
         assert listing.term == (await s.registered("lockmgr"))[0].epoch
 
 
@@ -352,7 +352,7 @@ async def test_deposed_leader_comes_back_as_a_standby(etcd_endpoint: str, tmp_pa
     async with scene(etcd_endpoint, tmp_path) as s:
         old, a, _, _ = await held_by_a(s)
         new = await s.lockmgr(**SHORT)
-        old.session.cut = True
+        await old.lapse()
         await until(new.leads)
         old.session.cut = False
 
@@ -377,7 +377,7 @@ async def test_crash_between_fence_and_persist_costs_one_token_and_no_message(
             asking = tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
         assert isinstance(asking.result(), NotLeader)
-        old.crash()
+        await old.crash()
         new = await s.leader(**SHORT)
         (entry,) = await entries(new)
         assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
@@ -403,7 +403,7 @@ async def test_story_12_new_leader_does_not_renew_an_owner_that_was_fenced_out(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outcome_of(b, old, generation))
             await _fenced_then_cut(s, old)
-        old.crash()
+        await old.crash()
         new = await s.leader(**SHORT)
         for _ in range(3):
             assert await a.state(new, 1) == "NOT_OWNER"
@@ -425,11 +425,11 @@ async def test_story_19_late_fence_of_a_deposed_leader_changes_nothing(
             asking = tasks.create_task(outcome_of(b, old, generation))
             await stop.reached.wait()
             late = s.rules.seen[-1][1]
-            old.session.cut = True
+            await old.lapse()
         assert isinstance(asking.result(), NotLeader)
         del s.rules.rules["Fence"]
         new = await s.leader(**SHORT)
-        refused = (await s.offsets.Fence(late, timeout=5)).outcomes[0].error
+        refused = (await s.offsets.Fence(late, timeout=TIMEOUT_S)).outcomes[0].error
         assert error_from_pb(refused).reason == "OLD_EPOCH"
         assert (await s.progress()).token == 1
         assert await a.state(new, 1) == "OK"
@@ -485,16 +485,18 @@ async def test_leader_does_not_serve_before_offsets_knows_its_term(
 
 
 async def _fenced_then_cut(s: Scene, node: Node) -> None:
-    """Let the fence land, and cut the leader off from etcd before it can persist."""
+    """Let the fence land, and cut the leader off from etcd before it can persist; it gives up."""
     stop = Stop()
     s.rules.rules["Fence"] = stop.after
     await stop.reached.wait()
     node.session.cut = True
     del s.rules.rules["Fence"]
     stop.go_on.set()
+    await until(lambda: any(parts.get("put") for parts in node.session.stopped))
+    await node.lapse()
 
 
 async def _refusal(node: Node) -> BatonError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await node.stub.List(pb.ListRequest(), timeout=5)
+        await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)
     return from_rpc_error(refused.value)

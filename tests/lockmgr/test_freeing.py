@@ -198,12 +198,12 @@ async def test_repeated_operation_changes_nothing_whoever_owns_the_queue_by_then
 
 async def test_operation_is_known_to_the_next_leader(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
-        old, a, b = await s.leader(leader_lease_ms=2_000), Member("a"), Member("b")
+        old, a, b = await s.leader(), Member("a"), Member("b")
         await a.acquire(old, await s.set_group(a))
         await force(old)
         grant = await b.acquire(old, await s.set_group(b))
-        old.crash()
-        new = await s.leader(leader_lease_ms=2_000)
+        await old.crash()
+        new = await s.leader()
         answer = await force(new)
         assert (answer.HasField("previous_owner"), answer.token) == (False, grant.token)
         assert await b.state(new, grant.token) == "OK"
@@ -213,21 +213,21 @@ async def test_operation_whose_leader_dies_before_it_is_persisted_can_be_repeate
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(leader_lease_ms=2_000), Member("a")
+        old, a = await s.leader(), Member("a")
         await a.acquire(old, await s.set_group(a))
         await s.deliver(1, 0, 3)
 
         async def cut_after(request: Any, proceed: Any) -> Any:
             del s.rules.rules["Fence"]
             answer = await proceed()
-            old.session.cut = True
+            old.session.lapse()
             return answer
 
         s.rules.rules["Fence"] = cut_after
         with pytest.raises(BatonError):
             await force(old)
-        old.crash()
-        new = await s.leader(leader_lease_ms=2_000)
+        await old.crash()
+        new = await s.leader()
         (entry,) = await entries(new)
         assert (entry.state, entry.owner) == (pb.LOCK_STATE_PHANTOM, a.incarnation)
         answer = await force(new)
@@ -351,11 +351,11 @@ async def test_description_tells_a_phantom_by_both_tokens(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(leader_lease_ms=2_000), Member("a")
+        old, a = await s.leader(), Member("a")
         await a.acquire(old, await s.set_group(a))
         await _fence_behind_its_back(s)
-        old.crash()
-        new = await s.leader(leader_lease_ms=2_000)
+        await old.crash()
+        new = await s.leader()
         told = await describe(new)
         assert (told.entry.state, told.entry.token) == (pb.LOCK_STATE_PHANTOM, 1)
         assert told.offsets_token == 2

@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 from statistics import median, quantiles
 
+import pytest
 from baton.common.v1 import error_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
@@ -40,6 +41,7 @@ async def pass_on(s: Scene, node: Node, owner: Member, next_: Member, token: int
     return took_s
 
 
+@pytest.mark.timeout(240)
 async def test_let_go_queue_has_its_next_owner_at_once(etcd_endpoint: str, tmp_path: Path) -> None:
     """No timer takes part: slots are a minute long. The bound is protocol section 16's."""
     async with scene(etcd_endpoint, tmp_path) as s:

@@ -18,7 +18,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 
 from batonmq.common.errors import BatonError
 from batonmq.common.rpc import from_rpc_error
-from tests.lockmgr.scene import Member, Node, queue, scene
+from tests.lockmgr.scene import TIMEOUT_S, Member, Node, queue, scene
 
 LONG = "x" * 128
 BAD_NAMES = ["", "a/b", "a\x00b", "a\nb", "../x", "ä", "a b", LONG]
@@ -222,12 +222,13 @@ OF_FORCE: list[tuple[Spoil, str, str]] = [
 async def refusal(node: Node, request: Any) -> BatonError:
     try:
         if isinstance(request, pb.AcquireRequest):
-            answers = [a async for a in node.stub.Acquire(request, timeout=5)]
+            answers = [a async for a in node.stub.Acquire(request, timeout=TIMEOUT_S)]
             raise AssertionError(f"accepted {answers[:1]}")
         if isinstance(request, pb.WatchRequest):
             raise AssertionError(f"accepted {await anext(aiter(node.stub.Watch(request)))}")
         method = type(request).__name__.removesuffix("Request")
-        raise AssertionError(f"accepted {await getattr(node.stub, method)(request, timeout=5)}")
+        answer = await getattr(node.stub, method)(request, timeout=TIMEOUT_S)
+        raise AssertionError(f"accepted {answer}")
     except grpc.aio.AioRpcError as error:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         return from_rpc_error(error)
@@ -264,7 +265,7 @@ async def test_malformed_request_is_refused_and_changes_nothing(
             assert error.remedy
         assert await s.stored_count() == 0
         assert s.rules.fences() == []
-        assert (await node.stub.List(pb.ListRequest(), timeout=5)).entries == []
+        assert (await node.stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries == []
 
 
 async def test_well_formed_request_at_every_limit_is_accepted(
@@ -289,7 +290,7 @@ async def test_bad_filter_of_a_listing_is_refused(etcd_endpoint: str, tmp_path: 
         requests = [pb.ListRequest(group=name) for name in BAD_NAMES[1:]]
         for request in [*requests, *(pb.ListRequest(topic=name) for name in BAD_NAMES[1:])]:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await node.stub.List(request, timeout=5)
+                await node.stub.List(request, timeout=TIMEOUT_S)
             assert from_rpc_error(refused.value).reason == "INVALID_NAME"
 
 
@@ -306,7 +307,7 @@ async def test_unknown_client_keeps_and_releases_nothing(
 async def test_call_without_a_deadline_is_refused(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
         node = await s.leader()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await node.stub.KeepAlive(keep_alive_request())
         assert from_rpc_error(refused.value).reason == "NO_DEADLINE"

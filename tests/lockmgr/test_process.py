@@ -18,10 +18,10 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 
 from batonmq.channels import connect
-from tests.lockmgr.scene import Member, Scene, scene
+from tests.lockmgr.scene import TIMEOUT_S, Member, Scene, scene
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 @asynccontextmanager
@@ -31,7 +31,7 @@ async def process(s: Scene, number: int) -> AsyncIterator[asyncio.subprocess.Pro
         "BATON_LOCKMGR_CLUSTER": s.cluster,
         "BATON_LOCKMGR_ETCD": s.endpoint,
         "BATON_LOCKMGR_NODE_ID": f"lockmgr-{number}",
-        "BATON_LOCKMGR_LEADER_LEASE_MS": "2000",
+        "BATON_LOCKMGR_LEADER_LEASE_MS": "6000",
         "BATON_LOCKMGR_LOG_FORMAT": "json",
     }
     running = await asyncio.create_subprocess_exec(
@@ -54,7 +54,7 @@ async def leading(s: Scene, number: int) -> AsyncIterator[pb_grpc.LockmgrService
         found = [n.address for n in nodes if n.node_id == f"lockmgr-{number}" and n.epoch]
         return found[0] if found else ""
 
-    await until(address)
+    await until(address, timeout_s=40)
     async with connect(await address()) as channel:
         yield pb_grpc.LockmgrServiceStub(channel)
 
@@ -89,7 +89,7 @@ async def test_held_request_is_ended_by_sigterm_with_a_reason(
                 asking = tasks.create_task(b.refusal(stub, generation, hold_ms=15_000))
 
                 async def waiting() -> bool:
-                    entries = (await stub.List(pb.ListRequest(), timeout=5)).entries
+                    entries = (await stub.List(pb.ListRequest(), timeout=TIMEOUT_S)).entries
                     return list(entries[0].waiters) == ["b"]
 
                 await until(waiting)

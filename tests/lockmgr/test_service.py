@@ -249,7 +249,7 @@ async def test_fifty_waiting_requests_cost_one_observation_per_slot(
         generation = await s.set_group(a, *others)
         async with asyncio.TaskGroup() as tasks:
             asking = [
-                tasks.create_task(other.ask(node, generation, hold_ms=2_000)) for other in others
+                tasks.create_task(other.ask(node, generation, hold_ms=8_000)) for other in others
             ]
             await until(lambda: _all_wait(node, len(others)))
             before, start_ms = _looks(s), node.clock.monotonic_ms()
@@ -591,7 +591,7 @@ async def test_a_new_leader_does_not_trust_an_entry_of_a_deleted_topic(
         generation = await s.set_group(a)
         await a.acquire(old, generation)
         await s.recreate_topic()
-        old.crash()
+        await old.crash()
         new = await s.leader(slot_ms=20)
         (entry,) = await entries(new)
         assert (entry.state, entry.token) == (pb.LOCK_STATE_PHANTOM, 1)

@@ -208,19 +208,19 @@ async def test_queue_of_a_dead_owner_is_fenced_to_nobody_after_its_lease(
         with pytest.raises(Fenced):
             await s.commit(1, 5)
         generation = await s.set_group(b, subscription_generation=2)
-        grant = await b.acquire(node, generation)
+        grant = await b.acquire(node, generation, hold_ms=HOLD_MS)
         assert (grant.token, grant.committed_offset) == (3, 2)
         assert [(r.first_offset, r.next_offset) for r in grant.maybe_seen] == [(2, 5)]
 
 
 async def test_new_leader_goes_on_with_draining(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
-        old, a = await s.leader(leader_lease_ms=2_000), Member("a")
+        old, a = await s.leader(), Member("a")
         await a.acquire(old, await s.set_group(a))
-        old.crash()
+        await old.crash()
         await s.close(1)
         generation = await s.set_group(a, draining=True)
-        new = await s.leader(leader_lease_ms=2_000)
+        new = await s.leader()
         await until(lambda: all_free(s))
         with pytest.raises(SubscriptionDraining):
             await a.acquire(new, generation)
@@ -245,7 +245,7 @@ async def test_grant_that_the_change_overtakes_is_not_persisted(
         assert await all_free(s)
         assert (await s.progress()).token == 2
         generation = await s.set_group(a, subscription_generation=2)
-        grant = await a.acquire(node, generation)
+        grant = await a.acquire(node, generation, hold_ms=HOLD_MS)
         assert (grant.token, grant.subscription_generation) == (3, 2)
 
 

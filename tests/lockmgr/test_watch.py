@@ -188,13 +188,13 @@ async def test_streams_beyond_the_limit_are_refused(etcd_endpoint: str, tmp_path
 
 async def test_streams_end_with_the_term(etcd_endpoint: str, tmp_path: Path) -> None:
     async with scene(etcd_endpoint, tmp_path) as s:
-        node = await s.leader(leader_lease_ms=2_000)
+        node = await s.leader()
         a = Member("a")
         await a.ask(node, await s.set_group(a))
         await s.set_group()
         async with a.watching(node) as watched:
             await watched.wanted()
-            node.session.cut = True
+            await node.lapse()
             assert await watched.ended == "NOT_LEADER"
 
 

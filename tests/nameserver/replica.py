@@ -50,7 +50,7 @@ from services.runtime.process import Runtime
 from tests.offsets.service import only_set
 from tests.support.serving import serving_at
 
-CALL_TIMEOUT_S = 10
+CALL_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -281,6 +281,16 @@ async def next_group(call: Any) -> pb.Group:
     async with asyncio.timeout(CALL_TIMEOUT_S):
         group: pb.Group = (await call.read()).group
         return group
+
+
+async def group_with(call: Any, *client_ids: str) -> pb.Group:
+    """The first that a watch brings with exactly these members.
+
+    A replica may begin with what it knew before it heard of a change at another one.
+    """
+    while ids(group := await next_group(call)) != sorted(client_ids):
+        pass
+    return group
 
 
 def owners(group: pb.Group) -> dict[str, int]:

@@ -59,8 +59,12 @@ async def test_a_crowd_that_joins_at_once_settles_in_few_generations(
     async with replica(etcd_endpoint, cluster) as other, asyncio.TaskGroup() as tasks:
         for number in range(1, 20):
             tasks.create_task(join((nameserver, other)[number % 2], number))
+
+    async def all_in() -> bool:
+        return len(ids(await nameserver.group("g"))) == 20
+
+    await until(all_in)
     after = await nameserver.group("g")
-    assert len(ids(after)) == 20
     assert sorted(owners(after).values()) == [3] * 16 + [4] * 4
     assert after.generation - first.generation <= 9, "far fewer than one for each"
 

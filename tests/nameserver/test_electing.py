@@ -173,8 +173,8 @@ async def test_command_tells_and_does_it_only_if_the_loss_is_accepted(
     await up(etcd, "a-2", epoch=5)
     await up(etcd, "a-3", epoch=6)
     before = await standing(etcd)
-    code, out, _ = await command(nameserver)
-    assert code == 0
+    code, out, err = await command(nameserver)
+    assert code == 0, err
     for line in (
         "a-0, a-1 had all that broker-a has answered for, up to epoch 7; what a-2 lacks of it is",
         "it has nothing of the last 2 epochs",

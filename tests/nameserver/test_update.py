@@ -90,11 +90,13 @@ async def test_racing_changes_are_all_made(
         for _ in range(4):
             tasks.create_task(update(nameserver, "flights", 20))
             tasks.create_task(update(other, "flights", permission=pb.TOPIC_PERMISSION_WRITE))
-    topic = (await nameserver.route("flights")).topic
-    assert (spread(topic), topic.permission) == (
-        [("broker-a", 20, 0)],
-        pb.TOPIC_PERMISSION_WRITE,
-    )
+
+    async def both_made() -> bool:
+        topic = (await nameserver.route("flights")).topic
+        made = spread(topic), topic.permission
+        return made == ([("broker-a", 20, 0)], pb.TOPIC_PERMISSION_WRITE)
+
+    await until(both_made)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from batonmq.local.ports import HOST, keep_ports
 from services.offsets.core.ranges import RangeSet
 from tests.offsets.service import TERM, TIMEOUT_S, queue, run, wish
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 QUEUES = 6
 DELIVERED = 100_000
 READY_S = 30.0

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
 
+from services.runtime.etcd import EtcdSession
 from tests.support.waiting import until
 
 
@@ -15,15 +16,14 @@ class StuckDoor:
     """Passes on what comes until it is stuck; then it takes everything, and answers nothing.
 
     Attributes:
-        passed: Pieces that went through to etcd.
-        swallowed: Pieces that did not.
+        swallowed: Pieces that did not go through to etcd.
         answered: Pieces that came back from it.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint.split(":")
         self.stuck = False
-        self.passed = self.swallowed = self.answered = 0
+        self.swallowed = self.answered = self._serving = 0
         self._open: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> Self:
@@ -34,8 +34,12 @@ class StuckDoor:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
-        self.free()
-        await until(lambda: not self._open)
+
+        def closed() -> bool:
+            self.free()  # also who came in this moment
+            return not self._serving
+
+        await until(closed)
 
     def free(self) -> None:
         """Be stuck no more; who went through has to come again."""
@@ -44,6 +48,15 @@ class StuckDoor:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._serving += 1
+        try:
+            await self._serve_until_closed(reader, writer)
+        finally:
+            self._serving -= 1
+
+    async def _serve_until_closed(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         etcd_reader, etcd_writer = await asyncio.open_connection(*self._endpoint)
         ends = {writer, etcd_writer}
         self._open |= ends
@@ -60,7 +73,6 @@ class StuckDoor:
             if self.stuck:
                 self.swallowed += 1
             else:
-                self.passed += 1
                 writer.write(piece)
 
     async def _pass_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,6 +80,24 @@ class StuckDoor:
             if not self.stuck:
                 self.answered += 1
                 writer.write(piece)
+
+
+class SlowDoor(StuckDoor):
+    """Passes nothing back until `goes_on` is set; then all there is."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self.goes_on = asyncio.Event()
+
+    def free(self) -> None:
+        """See the base."""
+        self.goes_on.set()
+        super().free()
+
+    async def _pass_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for piece in _pieces(reader, writer):
+            await self.goes_on.wait()
+            writer.write(piece)
 
 
 async def _pieces(
@@ -86,15 +116,19 @@ class Doors:
     def __init__(self, doors: list[StuckDoor]) -> None:
         self._doors = doors
         self.endpoint = ",".join(door.address for door in doors)
-        self._passed, self._answered = [0] * len(doors), [0] * len(doors)
+        self._answered = [0] * len(doors)
 
-    def stick_the_used(self) -> StuckDoor:
-        """Let the one through which something went since the last time get stuck; that one."""
-        grown = [d for d, was in zip(self._doors, self._passed, strict=True) if d.passed > was]
-        assert len(grown) == 1, "a session asks one member at a time"
-        grown[0].stuck = True
-        self._note()
-        return grown[0]
+    def stick_the_used(self, session: EtcdSession) -> StuckDoor:
+        """Let the one get stuck that the session asks next; that one.
+
+        What goes through does not tell which it is: on a loaded machine a session may turn to
+        another one by itself, and what is late of the first still comes.
+        """
+        address = session._members.first.address
+        (used,) = [door for door in self._doors if door.address == address]
+        used.stuck = True
+        self._answered = [door.answered for door in self._doors]
+        return used
 
     def another_answers(self, stuck: StuckDoor) -> bool:
         """Whether an answer came through another one since `stick_the_used`.
@@ -107,10 +141,6 @@ class Doors:
             for door, was in zip(self._doors, self._answered, strict=True)
             if door is not stuck
         )
-
-    def _note(self) -> None:
-        self._passed = [door.passed for door in self._doors]
-        self._answered = [door.answered for door in self._doors]
 
 
 @asynccontextmanager

@@ -130,7 +130,7 @@ async def test_writes_of_a_transaction_share_one_revision(etcd: EtcdSession) -> 
 
 
 async def test_key_vanishes_when_its_lease_runs_out(etcd: EtcdSession) -> None:
-    lease = await etcd.lease(1_000)
+    lease = await etcd.lease(4_000)
     await etcd.put("a", b"", lease)
     await etcd.put("b", b"")
 

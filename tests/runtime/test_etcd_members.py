@@ -18,14 +18,23 @@ import pytest_asyncio
 
 from batonmq.common.clock import Clock
 from batonmq.common.errors import NoQuorum
-from batonmq.local.etcd import etcd_members
+from batonmq.local.etcd import etcd_members as processes
+from services.runtime import etcd_members
 from services.runtime.etcd import EtcdSession
-from services.runtime.etcd_members import FRESH_S
+from services.runtime.etcd_members import FRESH_S, TRY_S
 from services.runtime.mirror import Mirror
-from tests.runtime.doors import Doors, two_doors
+from tests.runtime.doors import Doors, SlowDoor, two_doors
 from tests.support.waiting import until
 
 MINUTE_MS = 60_000
+SOON_S = 30
+"""Far longer than it takes to notice who stands still, and shorter than any call's bound."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who lives may be as slow as the machine is."""
+    monkeypatch.setattr(etcd_members, "LOOK_TIMEOUT_S", 2)
 
 
 @pytest_asyncio.fixture
@@ -66,10 +75,10 @@ async def test_what_may_be_asked_twice_is_answered_by_another_member(
             session.time_to_live(lease.lease_id),
             lease.revoke(),
         ):
-            stuck = doors.stick_the_used()
-            async with asyncio.timeout(10):
+            stuck = doors.stick_the_used(session)
+            async with asyncio.timeout(SOON_S):
                 await call
-            assert stuck.swallowed
+            assert doors.another_answers(stuck)
             stuck.free()
 
 
@@ -77,9 +86,9 @@ async def test_transaction_goes_to_a_member_that_lives(doors: Doors, cluster: st
     async with session_at(doors, cluster, looks=False) as session:
         now_s = asyncio.get_running_loop().time
         heard_s = now_s()
-        doors.stick_the_used()
+        doors.stick_the_used(session)
         await until(lambda: now_s() - heard_s > FRESH_S)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             await session.put("a", b"2")
             stored = await session.get("a")
         assert stored is not None
@@ -87,11 +96,12 @@ async def test_transaction_goes_to_a_member_that_lives(doors: Doors, cluster: st
 
 
 async def test_transaction_under_way_at_a_member_that_stands_still_is_not_known(
-    doors: Doors, cluster: str
+    doors: Doors, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(etcd_members, "FRESH_S", MINUTE_MS / 1000)  # so that it is not asked first
     async with session_at(doors, cluster) as session:
-        doors.stick_the_used()
-        async with asyncio.timeout(10):
+        doors.stick_the_used(session)
+        async with asyncio.timeout(SOON_S):
             with pytest.raises(NoQuorum, match="does not answer"):
                 await session.put("a", b"2")
             await session.put("a", b"3")
@@ -103,6 +113,7 @@ async def test_member_that_is_slow_but_lives_is_waited_for(
     """A watch that brings nothing owes nothing: its member says that it lives."""
     async with session_at(doors, cluster) as session:
         revision = await session.put("b/1", b"")
+        member = session._members.first
         answers = session.watch("b/", revision + 1)
         assert (await anext(answers)).created
         coming = anext(answers)
@@ -110,7 +121,7 @@ async def test_member_that_is_slow_but_lives_is_waited_for(
             waiting = tasks.create_task(coming)
             now_s = asyncio.get_running_loop().time
             begin_s = now_s()
-            await until(lambda: now_s() - begin_s > 3)
+            await until(lambda: member.heard_s > begin_s + 3)  # by what it says of itself
             assert not waiting.done()
             await etcd.put("b/2", b"")
         assert waiting.result().events
@@ -127,11 +138,11 @@ async def test_copy_of_a_prefix_follows_at_another_member_without_a_gap(
         heard: set[str] = set()
         mirror.on_change.append(heard.update)
         for number in range(3):
-            stuck = doors.stick_the_used()
+            stuck = doors.stick_the_used(session)
             await etcd.put(f"topics/{number}", b"")
             await etcd.delete(f"topics/{number - 1}")
             revision = await etcd.put(f"topics/last-{number}", b"")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(SOON_S):
                 await mirror.reached(revision)
             stuck.free()
         assert heard == {"0", "1", "2", "last-0", "last-1", "last-2"}
@@ -144,7 +155,7 @@ async def test_a_watch_ends_when_its_member_has_lost_the_others(
 ) -> None:
     """It lives, and says so, but is told of no change any more."""
     folders = [tmp_path / name for name in "abc"]
-    members = etcd_members(folders, [folder / "log" for folder in folders], {})
+    members = processes(folders, [folder / "log" for folder in folders], {})
     for folder in folders:
         folder.mkdir(exist_ok=True)
     try:
@@ -165,9 +176,7 @@ async def test_a_watch_ends_when_its_member_has_lost_the_others(
             await member.stop()
 
 
-async def test_member_that_is_down_is_passed_over(
-    doors: Doors, etcd_endpoint: str, cluster: str
-) -> None:
+async def test_member_that_is_down_is_passed_over(etcd_endpoint: str, cluster: str) -> None:
     """Whichever of the two is asked first."""
     endpoint = f"127.0.0.1:1,{etcd_endpoint}"
     for _ in range(8):
@@ -176,9 +185,31 @@ async def test_member_that_is_down_is_passed_over(
             assert await session.get("a") is not None
 
 
+async def test_member_that_is_slow_is_waited_for_though_the_other_one_is_down(
+    etcd_endpoint: str, cluster: str
+) -> None:
+    """It is asked again and again, and the other one refuses each time in between."""
+    async with (
+        SlowDoor(etcd_endpoint) as slow,
+        EtcdSession(
+            f"127.0.0.1:1,{slow.address}", cluster, Clock(), timeout_ms=MINUTE_MS
+        ) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+        asking = tasks.create_task(session.get("a"))
+        now_s = asyncio.get_running_loop().time
+        begin_s = now_s()
+        await until(lambda: now_s() - begin_s > 3 * TRY_S)
+        assert not asking.done()
+        slow.goes_on.set()
+        async with asyncio.timeout(SOON_S):
+            assert await asking is None
+
+
 async def test_calls_fail_at_once_when_no_member_is_there(cluster: str) -> None:
-    async with EtcdSession("127.0.0.1:1,127.0.0.1:2", cluster, Clock()) as session:
+    endpoint = "127.0.0.1:1,127.0.0.1:2"
+    async with EtcdSession(endpoint, cluster, Clock(), timeout_ms=MINUTE_MS) as session:
         for call in (session.get("a"), session.put("a", b"")):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(SOON_S):
                 with pytest.raises(NoQuorum, match="UNAVAILABLE"):
                     await call

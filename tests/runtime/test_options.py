@@ -7,7 +7,7 @@ all of whose times are shortened; and a real client, for the other half.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,10 @@ TIMES = {
     "grpc.keepalive_timeout_ms": 200,
     "grpc.http2.ping_timeout_ms": 200,
 }
+IDLE = {"grpc.max_connection_idle_ms": 100}
+"""Only that: a real client may be slow."""
+SLOWER = {name: 10 * ms for name, ms in TIMES.items()}
+"""For who has to be heard before he is cut off."""
 PATIENCE_S = 30
 """Far longer than what is shortened, and shorter than what gRPC does by itself."""
 PATH = "/Test/Hold"
@@ -63,9 +67,11 @@ CALL = frame(
 ) + frame(0, 1, 1, bytes(5))
 
 
-def shortened(options: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
-    assert TIMES.keys() <= dict(options).keys()
-    return list({**dict(options), **TIMES}.items())
+def shortened(
+    options: tuple[tuple[str, int], ...], times: Mapping[str, int]
+) -> list[tuple[str, int]]:
+    assert times.keys() <= dict(options).keys()
+    return list({**dict(options), **times}.items())
 
 
 class Holding:
@@ -86,11 +92,13 @@ class Holding:
 
 @asynccontextmanager
 async def serving(
-    options: tuple[tuple[str, int], ...], credentials: grpc.ServerCredentials | None = None
+    options: tuple[tuple[str, int], ...],
+    credentials: grpc.ServerCredentials | None = None,
+    times: Mapping[str, int] = TIMES,
 ) -> AsyncIterator[tuple[int, Holding]]:
     holding = Holding()
     handler: Any = grpc.unary_unary_rpc_method_handler(holding.call)
-    server = grpc.aio.server(options=shortened(options))
+    server = grpc.aio.server(options=shortened(options, times))
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("Test", {"Hold": handler}),)
     )
@@ -136,7 +144,7 @@ async def test_who_does_not_end_his_handshake_is_cut_off(tmp_path: Path) -> None
 
 
 async def test_who_waits_for_an_answer_and_answers_no_ping_is_cut_off() -> None:
-    async with serving(SERVER_OPTIONS) as (port, holding):
+    async with serving(SERVER_OPTIONS, times=SLOWER) as (port, holding):
         await cut_off(port, HELLO + CALL)
         assert holding.held.is_set()
         async with asyncio.timeout(PATIENCE_S):
@@ -144,7 +152,10 @@ async def test_who_waits_for_an_answer_and_answers_no_ping_is_cut_off() -> None:
 
 
 async def test_a_client_that_rests_until_its_connection_is_closed_does_not_notice() -> None:
-    async with serving(SERVER_OPTIONS) as (port, _), connect(f"127.0.0.1:{port}") as channel:
+    async with (
+        serving(SERVER_OPTIONS, times=IDLE) as (port, _),
+        connect(f"127.0.0.1:{port}") as channel,
+    ):
         method: Any = channel.unary_unary(PATH)
         rest_s, closed = 0.08, 0
         async with asyncio.timeout(PATIENCE_S):

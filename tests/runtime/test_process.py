@@ -8,6 +8,7 @@ Method: a real offsets process on a real etcd.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import urllib.request
@@ -36,7 +37,8 @@ from services.runtime.health import LIVE, READY, STARTED
 from services.runtime.replicas import Standing
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+TIMEOUT_S = 20
 SERVICE = "baton.offsets.v1.OffsetsService"
 KEY = "nodes/offsets/offsets-7"
 
@@ -95,12 +97,12 @@ async def test_process_shows_what_every_service_shows_and_leaves_in_good_order(
     async with offsets(etcd, etcd_endpoint, tmp_path) as running:
         async with connect(running.node.address) as channel:
             await until(lambda: _serves(channel, ""))
-            assert await ask_health(channel, service=SERVICE) == SERVING
-            assert await ask_health(channel, service="baton.metrics.v1.MetricsService") == SERVING
+            assert await _serves(channel, SERVICE)
+            assert await _serves(channel, "baton.metrics.v1.MetricsService")
             assert SERVICE in await _listed(channel)
             stub = offsets_grpc.OffsetsServiceStub(channel)
             request = offsets_pb.QueryGroupRequest(group="g")
-            assert not (await stub.QueryGroup(request, timeout=10)).queues
+            assert not (await stub.QueryGroup(request, timeout=TIMEOUT_S)).queues
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.QueryGroup(request)
             assert type(from_rpc_error(refused.value)) is NoDeadline
@@ -139,7 +141,7 @@ async def test_process_in_a_network_of_names_tells_them_and_its_health_at_a_port
             await until(partial(_serves, channel, asked))
         request = offsets_pb.QueryGroupRequest(group="g")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await offsets_grpc.OffsetsServiceStub(channel).QueryGroup(request, timeout=10)
+            await offsets_grpc.OffsetsServiceStub(channel).QueryGroup(request, timeout=TIMEOUT_S)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, "nothing else is told there"
 
 
@@ -161,6 +163,10 @@ async def test_process_that_finds_its_port_taken_ends_with_an_error(
         )
         other.spawn()
         assert await other.ended() == 1
+        *_, said = (tmp_path / "other.log").read_text().splitlines()
+        event = json.loads(said)["event"]
+        assert event.startswith("process ends error=RuntimeError: Failed to bind")
+        assert f":{port}" in event
 
 
 @pytest.mark.parametrize(
@@ -244,7 +250,7 @@ async def test_process_that_waits_for_etcd_ends_at_once_when_told(
     child.spawn()
     try:
         await until(lambda: log.exists() and "etcd: UNAVAILABLE" in log.read_text(), 30)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             child.send(signal.SIGTERM)
             assert await child.ended() == 0
         assert "stopped" in child.last_lines(1)[0]
@@ -257,7 +263,7 @@ async def _never() -> bool:
 
 
 async def _serves(channel: grpc.aio.Channel, service: str) -> bool:
-    return await ask_health(channel, service=service) == SERVING
+    return await ask_health(channel, service=service, timeout_s=TIMEOUT_S) == SERVING
 
 
 async def _listed(channel: grpc.aio.Channel) -> list[str]:
@@ -265,7 +271,7 @@ async def _listed(channel: grpc.aio.Channel) -> list[str]:
     generated: Any = reflection_pb2_grpc
     stub = generated.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async for answer in stub.ServerReflectionInfo(iter([request]), timeout=10):
+    async for answer in stub.ServerReflectionInfo(iter([request]), timeout=TIMEOUT_S):
         return [found.name for found in answer.list_services_response.service]
     return []
 
@@ -276,6 +282,6 @@ async def _metrics(address: str) -> str:
 
 def _get(url: str) -> str:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(url, timeout=10) as answer:
+    with direct.open(url, timeout=TIMEOUT_S) as answer:
         text: bytes = answer.read()
     return text.decode()

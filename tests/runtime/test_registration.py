@@ -26,8 +26,8 @@ from tests.support.waiting import until
 KEY = "nodes/offsets/offsets-0"
 
 
-def runtime_of(etcd: EtcdSession) -> Runtime:
-    env = {"BATON_OFFSETS_NODE_ID": "offsets-0", "BATON_OFFSETS_NODE_LEASE_MS": "2000"}
+def runtime_of(etcd: EtcdSession, lease_ms: int = 10_000) -> Runtime:
+    env = {"BATON_OFFSETS_NODE_ID": "offsets-0", "BATON_OFFSETS_NODE_LEASE_MS": str(lease_ms)}
     settings = load(ServiceSettings, "BATON_OFFSETS", env)
     runtime = Runtime("offsets", settings, etcd)
     runtime.bound("127.0.0.1:4000", "127.0.0.1:4001")
@@ -77,7 +77,7 @@ async def test_registering_anew_changes_the_entry_under_the_same_lease(etcd: Etc
 
 
 async def test_entry_outlasts_its_lease_time_while_it_is_kept(etcd: EtcdSession) -> None:
-    runtime = runtime_of(etcd)
+    runtime = runtime_of(etcd, lease_ms=4_000)
     await runtime.register()
     refreshed: list[bool] = []
     first = await stored(etcd)
@@ -89,7 +89,7 @@ async def test_entry_outlasts_its_lease_time_while_it_is_kept(etcd: EtcdSession)
 
     runtime._lease = Noting(etcd, first.lease_id)
     async with kept(runtime):
-        await until(lambda: len(refreshed) >= 5)  # every 0.5 s, and the lease is one of 2 s
+        await until(lambda: len(refreshed) >= 5)  # every second, and the lease is one of 4 s
     assert all(refreshed)
     assert await stored(etcd) == first
 

@@ -19,6 +19,7 @@ import grpc.aio
 import pytest
 from pydantic import SecretStr
 
+from batonmq import handshake
 from batonmq.channels import OPTIONS, connector
 from batonmq.common.config import ConfigError, load
 from batonmq.common.errors import Unreachable
@@ -35,6 +36,12 @@ NODE = Subject(name="node", uri="service:storage", hosts=("localhost", "127.0.0.
 CAROL = Subject(name="carol")
 METHOD = "/Test/Ask"
 SECRET = "a-token-that-nobody-shows"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why somebody is refused is found out however long a handshake takes."""
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 20)
 
 
 @pytest.fixture
@@ -94,7 +101,7 @@ async def serving(
 
 async def ask(channel: grpc.aio.Channel, request: bytes = b"") -> bytes:
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
-    return await call(request, timeout=10)
+    return await call(request, timeout=20)
 
 
 def present(channel: grpc.aio.Channel) -> grpc.aio.Channel:
@@ -205,6 +212,7 @@ async def test_new_files_lose_no_call_and_are_used(
             await asked.held.wait()
             for _ in range(4):
                 tasks.create_task(keep_asking())
+            await until(lambda: shown)
             for number in range(1, 4):
                 authority.issue(NODE)
                 fresh = read(authority.issue(CAROL).cert_file)

@@ -28,6 +28,7 @@ from batonspark.cluster import Cluster
 from batonspark.decode import LOST_COUNT
 from batonspark.options import Reach
 from batonspark.sink_delta import read_delta
+from tests.e2e.leading import in_sync
 from tests.spark.metric_events import batch, event
 from tests.spark.queries import Query, committed, drain, is_between, started
 from tests.spark.running import RunningCluster
@@ -104,6 +105,12 @@ async def master(cluster: RunningCluster) -> str:
     (leading,) = [node.address for node in nodes if node.service == "storage" and node.leader]
     names = {address: name for name, address in cluster.processes.addresses.items()}
     return names[leading]
+
+
+async def has_a_slave(cluster: RunningCluster) -> None:
+    """Wait until whoever follows may be elected."""
+    async with Admin(cluster.nameserver) as admin:
+        await in_sync(admin, "storage", "broker-0")
 
 
 def told(begin: int, end: int) -> list[Message]:
@@ -195,13 +202,16 @@ def test_a_stream_goes_on_when_its_broker_comes_back(spark: SparkSession, tmp_pa
 
 def test_reads_go_on_at_whoever_leads_or_follows(spark: SparkSession, tmp_path: Path) -> None:
     """Slaves are read from; and when the master dies, so is the one that follows it."""
-    with RunningCluster(tmp_path / "cluster", storage_replicas=2) as cluster:
+    # A slave that Spark has starved for seconds would be let out of the set, and never lead.
+    slow = {"replica_lag_ms_max": 30_000}
+    with RunningCluster(tmp_path / "cluster", storage_replicas=2, storage=slow) as cluster:
         topic = cluster.create("replicated", 2)
         cluster.send(topic, bodies(0, SENT))
         cluster.processes.auto_restart = False
         for source in ("slaves", "master"):
             frame = spark.read.format("baton").options(**cluster.options(topic, readFrom=source))
             assert frame.load().select("body").distinct().count() == SENT
+        cluster.call(has_a_slave(cluster))
         cluster.call(cluster.processes.kill(cluster.call(master(cluster))))
         for source in ("slaves", "master"):
             frame = spark.read.format("baton").options(**cluster.options(topic, readFrom=source))

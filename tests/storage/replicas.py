@@ -34,7 +34,15 @@ from services.runtime.process import Runtime
 from services.runtime.replicas import Standing, decode
 from services.storage.app import build
 from services.storage.config import StorageSettings
-from tests.offsets.replicas import LEASE_MS, NOT_MASTER, TIMEOUT_S, Gate, Session
+from tests.offsets.replicas import (
+    LAG_MS_MAX,
+    LEASE_MS,
+    NOT_MASTER,
+    TIMEOUT_S,
+    Gate,
+    Session,
+    leases_end,
+)
 from tests.storage.batches import TOPIC, TOPIC_ID
 from tests.storage.running import WATERMARKS
 from tests.support.waiting import until
@@ -74,9 +82,10 @@ class Replica:
         return True
 
     async def crash(self) -> None:
-        """End without another word to etcd: the leases run out by themselves."""
+        """End without another word to etcd, for which the time of the leases is up then."""
         self.session.cut = True
         await self.stop()
+        await leases_end(self.session, "storage", BROKER, self.name)
 
     async def stop(self) -> None:
         """End in good order."""
@@ -169,7 +178,9 @@ class Scene:
             started: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
             chosen: dict[str, Any] = {
                 "segment_bytes": SEGMENT_BYTES,
-                "replica_lag_ms_max": 1_000,
+                "replica_lag_ms_max": LAG_MS_MAX,
+                "master_lease_ms": LEASE_MS,
+                "node_lease_ms": LEASE_MS,
                 "replicas": ",".join(self.members),
             }
             chosen |= WATERMARKS | self.settings | settings
@@ -179,8 +190,6 @@ class Scene:
                 data_dir=self.folder / name,
                 cluster=self.cluster,
                 etcd=self.endpoint,
-                master_lease_ms=LEASE_MS,
-                node_lease_ms=LEASE_MS,
                 **chosen,
             )
             self._tasks.create_task(_run(own, started))

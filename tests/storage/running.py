@@ -33,7 +33,7 @@ from tests.support.waiting import until
 
 BROKER = "broker-a"
 GROUP = "billing"
-TIMEOUT_S = 10
+TIMEOUT_S = 30
 SEGMENT_BYTES = 64 * 1024 * 1024
 WATERMARKS: dict[str, object] = {
     "disk_warn_percent": 97,

@@ -28,7 +28,8 @@ from services.storage.core import store
 from services.storage.core.producers import Receipt
 from services.storage.core.query import Queries, Window
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
-from tests.storage.running import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running import BROKER, TIMEOUT_S, Running, pull_request, running
+from tests.support.waiting import until
 
 INT64_MAX, INT64_MIN = (1 << 63) - 1, -(1 << 63)
 INT32_MAX, UINT32_MAX = (1 << 31) - 1, (1 << 32) - 1
@@ -151,7 +152,8 @@ async def test_thousands_of_held_pulls_are_woken_by_one_append_and_the_others_st
     async with running(etcd_endpoint, tmp_path) as node, asyncio.TaskGroup() as tasks:
 
         async def held(number: int) -> pb.PullResponse:
-            return await node.pull(group=f"g{number}", queue_id=number % 2, hold_ms=30_000)
+            request = pull_request(group=f"g{number}", queue_id=number % 2, hold_ms=30_000)
+            return await node.stub.Pull(request, timeout=60)
 
         waiting = [tasks.create_task(held(number)) for number in range(count)]
         await node.parked(count)
@@ -259,7 +261,11 @@ async def test_reads_at_the_edge_that_retention_moves_are_right_or_refused(
                 body = b"%d:" % number + bytes(1_200)
                 await node.append(batch(Message(body, keys=("all",))))
             readers.stop()
-        assert await readers.first() > 100
+
+        async def moved() -> bool:
+            return await readers.first() > 100
+
+        await until(moved)
         assert {"pull OK", "read OK", "find OK", "search OK"} <= readers.seen.keys()
         allowed = {"read OFFSET_OUT_OF_RANGE", "find MESSAGE_NOT_FOUND"}
         assert {one for one in readers.seen if not one.endswith(" OK")} <= allowed

@@ -21,7 +21,7 @@ from batonmq.common.clock import Clock
 from batonmq.core.records import check_batch, decode_records
 from tests.storage.batches import batch
 from tests.storage.running import WATERMARKS, pull_request
-from tests.storage.test_process import QUEUES, Site, site
+from tests.storage.test_process import QUEUES, TIMEOUT_S, Site, site
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 ROUNDS = 5
 ROUND_COUNT, REQUEST_COUNT = 2_000, 500
 COUNT = ROUNDS * ROUND_COUNT
-SPREAD_MS = 1_000
+SPREAD_MS = 5_000
+"""Far longer than two requests take, so that there is a middle."""
 ENV = {f"BATON_STORAGE_{name.upper()}": str(value) for name, value in WATERMARKS.items()}
 
 
@@ -44,8 +45,9 @@ async def schedule(
             at = begin_unix_ms + number * 7_919 % SPREAD_MS
             raw = batch(b"%d %d" % (number, at), queue_id=number % QUEUES, producer=(number + 1, 0))
             items.append(schedule_pb.ScheduleItem(batch=raw, deliver_unix_ms=at))
+        request = schedule_pb.ScheduleRequest(items=items)
         for _ in range(2):  # the second time is a repetition
-            answer = await stub.Schedule(schedule_pb.ScheduleRequest(items=items), timeout=10)
+            answer = await stub.Schedule(request, timeout=TIMEOUT_S)
         refused = [one for one in answer.outcomes if not one.receipt.duplicate]
         assert not refused, refused[0]
         receipts += [one.receipt for one in answer.outcomes]
@@ -60,7 +62,7 @@ async def visible(stub: pb_grpc.StorageServiceAsyncStub) -> list[tuple[int, int,
         offset = 0
         while True:
             request = pull_request(queue_id=queue_id, offset=offset)
-            answer = await stub.Pull(request, timeout=5)
+            answer = await stub.Pull(request, timeout=TIMEOUT_S)
             if answer.next_offset == offset:
                 break
             for raw in answer.batches:
@@ -73,7 +75,7 @@ async def visible(stub: pb_grpc.StorageServiceAsyncStub) -> list[tuple[int, int,
 
 
 async def describe(stub: pb_grpc.StorageServiceAsyncStub) -> pb.DescribeResponse:
-    return await stub.Describe(pb.DescribeRequest(), timeout=5)
+    return await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
 
 
 class Rounds:
@@ -120,12 +122,13 @@ async def test_kill_9_delivers_each_once_and_none_early(etcd_endpoint: str, tmp_
             async def idle() -> bool:
                 return (await describe(stub)).scheduled_count == 0
 
-            await until(idle)
+            await until(idle, timeout_s=60)
             found = await visible(stub)
             for schedule_id in rounds.last_ids:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await schedule_grpc.ScheduleServiceStub(channel).CancelScheduled(
-                        schedule_pb.CancelScheduledRequest(schedule_id=schedule_id), timeout=5
+                        schedule_pb.CancelScheduledRequest(schedule_id=schedule_id),
+                        timeout=TIMEOUT_S,
                     )
                 assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     times = Counter(number for number, _, _ in found)

@@ -22,6 +22,7 @@ from tests.storage.replicas import Replica, Scene, replica_set
 from tests.storage.test_replication import numbered, others, three
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timeout(180)
 SYNC, REPLACE, CREATE = (frozenset({name}) for name in ("sync", "replace", "create"))
 
 
@@ -115,6 +116,7 @@ async def test_who_can_not_note_its_epoch_leads_once_it_can(
     scene: Scene, disks: Disks, number: int
 ) -> None:
     scene.members = ("a", "b")
+    scene.settings |= {"master_lease_ms": 4_000}  # who gives way does so for three times as long
     await scene.start("a", "b")
     first = await scene.master()
     await scene.in_sync("a", "b")

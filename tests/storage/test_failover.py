@@ -12,6 +12,8 @@ import asyncio
 import secrets
 from pathlib import Path
 
+import pytest
+
 from batonmq.core.route import QueueId
 from batonmq.producer import Producer
 from batonmq.producing.receipts import Receipt
@@ -20,6 +22,8 @@ from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC
 from tests.storage.replicas import BROKER, replica_set
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(180)
 
 
 async def test_a_producer_sees_nothing_of_a_failover_but_a_pause(
@@ -66,4 +70,4 @@ async def test_a_producer_sees_nothing_of_a_failover_but_a_pause(
 
 
 async def _more(receipts: list[Receipt], count: int) -> None:
-    await until(lambda: len(receipts) >= count)
+    await until(lambda: len(receipts) >= count, timeout_s=60)

@@ -37,7 +37,8 @@ from tests.storage.running import WATERMARKS, pull_request
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+TIMEOUT_S = 20
 
 ROUNDS = 4
 QUEUES = 4
@@ -113,7 +114,7 @@ async def send(
     body = b"%d-%d" % (queue_id, len(sent))
     raw = batch(body, b"x" * 500, queue_id=queue_id, producer=(9, 1), sequence=2 * len(sent))
     try:
-        answer = await stub.Append(pb.AppendRequest(batches=[raw]), timeout=5)
+        answer = await stub.Append(pb.AppendRequest(batches=[raw]), timeout=TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     (outcome,) = answer.outcomes
@@ -141,7 +142,7 @@ async def read(stub: pb_grpc.StorageServiceAsyncStub, queue_id: int) -> list[byt
     offset = 0
     while True:
         request = pull_request(queue_id=queue_id, offset=offset)
-        answer = await stub.Pull(request, timeout=5)
+        answer = await stub.Pull(request, timeout=TIMEOUT_S)
         if answer.next_offset == offset:
             return found
         for raw in answer.batches:
@@ -167,7 +168,7 @@ async def test_kill_9_under_load_loses_nothing_and_doubles_nothing(
                 for queue_id, bodies in sent.items():
                     tasks.create_task(send_until_dead(stub, queue_id, bodies))
                 goal = (number + 1) * 40
-                await until(lambda goal=goal: len(sent[0]) >= goal)  # type: ignore[misc]
+                await until(lambda goal=goal: len(sent[0]) >= goal, 60)  # type: ignore[misc]
                 process.kill()
             await process.wait()
         await here.start()
@@ -195,9 +196,8 @@ async def test_sigterm_ends_held_pulls_and_keeps_everything(
             held = tasks.create_task(held_pull(stub))
 
             async def parked() -> bool:
-                return bool(
-                    (await stub.Describe(pb.DescribeRequest(), timeout=5)).parked_pull_count
-                )
+                described = await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
+                return bool(described.parked_pull_count)
 
             await until(parked)
             process.send_signal(signal.SIGTERM)

@@ -21,9 +21,16 @@ from batonmq.common.errors import BatonError
 from tests.storage.batches import batch
 from tests.storage.replicas import Replica, Scene, replica_set
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 WRITERS, FAULTS = 3, 5
+HASTY = {
+    "master_lease_ms": 2_000,
+    "node_lease_ms": 2_000,
+    "replica_lag_ms_max": 1_000,
+    "segment_bytes": 32 * 1024,
+}
+"""So that what is cut off or held up for a moment is missed."""
 MINE = {"SEQUENCE_GAP", "DUPLICATE_SEQUENCE", "PRODUCER_FENCED", "DATA_LOSS", "INTERNAL"}
 """Refusals that no fault may bring about."""
 
@@ -114,7 +121,7 @@ async def test_what_has_a_receipt_is_there_once_and_in_order(
 ) -> None:
     async with replica_set(etcd_endpoint, secrets.token_hex(8), tmp_path) as scene:
         random = Random(seed)
-        scene.settings |= {"min_in_sync": random.choice((1, 2)), "segment_bytes": 32 * 1024}
+        scene.settings |= HASTY | {"min_in_sync": random.choice((1, 2))}
         await scene.start("a", "b", "c")
         story = Story(scene, random)
         async with asyncio.TaskGroup() as tasks:

@@ -39,6 +39,7 @@ from tests.storage.running import GROUP, pull_request
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timeout(180)
 TIMEOUT_S = 20
 
 

@@ -28,10 +28,10 @@ from tests.streams.reading import by_kind
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 TOPIC, QUEUES = "work", 4
-SOON = {"lockmgr": {"lock_lease_ms": 5_000}, "nameserver": {"session_grace_ms": 1_000}}
+SOON = {"lockmgr": {"lock_lease_ms": 10_000}, "nameserver": {"session_grace_ms": 1_000}}
 
 
 class Told:

@@ -8,8 +8,13 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+WAIT_S = 45
+"""For what comes in a moment: on a machine with other work that may be many seconds."""
 
-async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = 20) -> None:
+
+async def until(
+    condition: Callable[[], object | Awaitable[object]], timeout_s: float = WAIT_S
+) -> None:
     """Return once `condition`, plain or awaitable, is true; TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while True:
@@ -21,7 +26,7 @@ async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: 
             await asyncio.sleep(0.01)
 
 
-def until_now(condition: Callable[[], object], timeout_s: float = 20) -> None:
+def until_now(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
     """`until` for a test without an event loop."""
     pause = threading.Event()
     for _ in range(round(timeout_s * 100)):

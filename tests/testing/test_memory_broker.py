@@ -307,13 +307,16 @@ async def test_messages_shows_each_in_the_order_of_storing_and_knows_no_other_to
             await broker.messages("bills")
 
 
-async def test_settled_tells_what_is_left_when_its_time_is_over() -> None:
-    async with MemoryBroker() as broker, broker.producer() as producer:
-        await broker.create_topic("orders", queues=1)
-        async with broker.consumer("billing", {"orders": "*"}):
-            await producer.send("orders", b"1")
-            with pytest.raises(TimeoutError, match="orders/broker-0/0"):
-                await broker.settled("billing", timeout_s=0.2)
+def test_settled_tells_what_is_left_when_its_time_is_over() -> None:
+    async def run() -> None:
+        async with MemoryBroker() as broker, broker.producer() as producer:
+            await broker.create_topic("orders", queues=1)
+            async with broker.consumer("billing", {"orders": "*"}):
+                await producer.send("orders", b"1")
+                with pytest.raises(TimeoutError, match="orders/broker-0/0"):
+                    await broker.settled("billing", timeout_s=0.2)
+
+    run_virtual(run())
 
 
 async def test_an_admin_sees_a_cluster_of_four_services() -> None:
@@ -344,8 +347,10 @@ async def test_a_service_that_does_not_start_says_why() -> None:
 
 
 async def test_real_time_is_that_of_the_machine() -> None:
+    clock = Clock()
     async with MemoryBroker() as broker:
-        assert abs(broker.clock.unix_ms() - Clock().unix_ms()) < 1_000
+        before_ms = clock.unix_ms()
+        assert before_ms <= broker.clock.unix_ms() <= clock.unix_ms()
 
 
 def used(folder: Path) -> tuple[int, list[threading.Thread], int, list[str]]:
@@ -359,6 +364,7 @@ async def test_no_descriptor_thread_task_or_file_is_left(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gc.collect()  # what others have left is not to go in between
     before = used(tmp_path)
     async with MemoryBroker() as broker:
         handled = await two_members(broker)
@@ -378,11 +384,19 @@ async def test_the_broker_is_collected_after_use() -> None:
     assert not [one for one in gc.get_objects() if isinstance(one, MemoryBroker)]
 
 
-async def test_a_broker_is_there_in_a_moment() -> None:
-    loop = asyncio.get_running_loop()
-    async with MemoryBroker():
-        pass
-    begin_s = loop.time()
-    async with MemoryBroker():
-        assert loop.time() - begin_s < 1
-    assert loop.time() - begin_s < 2
+def test_a_broker_is_there_in_a_moment() -> None:
+    """It waits for little, and needs little of a processor, however busy that is with others."""
+
+    async def run() -> tuple[float, float]:
+        now, begin_s = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
+        async with MemoryBroker():
+            there_s = now() - begin_s
+        return there_s, now() - begin_s
+
+    run_virtual(run())
+    before = os.times()
+    there_s, gone_s = run_virtual(run())
+    after = os.times()
+    assert there_s < 1
+    assert gone_s < 2
+    assert after.user + after.system - before.user - before.system < 1
