@@ -12,10 +12,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 
 import pytest
 import pytest_asyncio
 
+from batonmq.channels import connect
 from batonmq.common.clock import Clock
 from batonmq.common.errors import NoQuorum
 from batonmq.local.etcd import etcd_members as processes
@@ -204,6 +206,23 @@ async def test_member_that_is_slow_is_waited_for_though_the_other_one_is_down(
         slow.goes_on.set()
         async with asyncio.timeout(SOON_S):
             assert await asking is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_members_that_are_all_slow_answer_in_the_end(count: int) -> None:
+    """A try that never got more than the first would be given up each time."""
+
+    async def answer(member: etcd_members.Member) -> str:
+        await asyncio.sleep(1.5 * TRY_S)
+        return member.address
+
+    addresses = [f"127.0.0.1:{number}" for number in range(1, count + 1)]
+    members = etcd_members.Members(addresses, Random(1), connect)
+    try:
+        async with asyncio.timeout(SOON_S):
+            assert await members.ask(answer, MINUTE_MS / 1000, TRY_S) in addresses
+    finally:
+        await members.close()
 
 
 async def test_calls_fail_at_once_when_no_member_is_there(cluster: str) -> None:
