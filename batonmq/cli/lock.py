@@ -202,7 +202,7 @@ def about(detail: LockDetail) -> Iterator[str]:
     lock = detail.lock
     if lock.client_id:
         left = detail.lease_left_ms
-        end = f"ends in {duration(left)}" if left else "has ended: who asks for the queue gets it"
+        end = f"ends in {duration(left)}" if left else "has ended"
         yield f"lease of {lock.client_id} {end}"
     if detail.owner_evicted:
         yield f"{lock.client_id} is no member of the group any more"

@@ -120,4 +120,4 @@ def test_lock_tells_what_its_row_does_not_show() -> None:
         "refused 3s ago: c2: HELD: held by c1",
     ]
     over = replace(detail, lease_left_ms=0)
-    assert next(lock.about(over)) == "lease of c1 has ended: who asks for the queue gets it"
+    assert next(lock.about(over)) == "lease of c1 has ended"
