@@ -38,6 +38,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 2_500),  # left alone a minute, whatever the line above says
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    # Who has not called for 30 to 60 s lets go, and looks the name up anew for the next call; a
+    # server closes after 60 s, of which gRPC would tell everybody's standard error.
+    ("grpc.client_idle_timeout_ms", 30_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
 

@@ -349,6 +349,10 @@ class Directory:
 
         Looks the nodes up again if the error says that somebody moved.
         """
+        if isinstance(error, Unreachable):
+            # Who is away may come back elsewhere: a channel that tries meanwhile knows by then.
+            for channel in self._channels.values():
+                channel.get_state(try_to_connect=True)
         if isinstance(error, GroupMoved):
             self.moved(error)
         await asyncio.sleep(_BACKOFF.delay_ms(failures, self._random, error.retry_after_ms) / 1000)

@@ -70,7 +70,14 @@ class Peer(Generic[Stub]):
         """
         if self._current is not None and self._seen == self._nodes.revision:
             return self._current[2]
-        address = self.address()
+        try:
+            address = self.address()
+        except Unreachable:
+            if (
+                self._current is not None
+            ):  # it may come back elsewhere: have it looked for meanwhile
+                self._current[1].get_state(try_to_connect=True)
+            raise
         if self._current is None or self._current[0] != address:
             if self._current is not None:
                 self._retired.append(self._current[1])

@@ -1,22 +1,29 @@
-"""Goal: whoever names several nameservers is answered as long as one of them is there.
+"""Goal: whoever names several nameservers is answered as long as one of them is there; who is away
+is looked for.
 
-Method: directories made by hand, at addresses where nobody is, and at a real nameserver.
+Method: directories made by hand, at addresses where nobody is, and at real servers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 
+import grpc
+import grpc.aio
 import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 
 from batonmq.admin import Admin
+from batonmq.channels import connect
 from batonmq.common.errors import InvalidArgument, TopicNotFound, Unreachable
 from batonmq.directory import CALL_TIMEOUT_S, Directory
 from batonmq.routes import query_route
+from tests.support.serving import serving_at
 
 NOBODY = "127.0.0.1:1,127.0.0.1:2"
 
@@ -28,6 +35,18 @@ async def directory(nameserver: str) -> AsyncIterator[Directory]:
         yield made
     finally:
         await made.close()
+
+
+class Nameserver(nameserver_grpc.NameserverServiceServicer):
+    """Knows one node of the offsets service."""
+
+    def __init__(self, address: str) -> None:
+        self._node = pb.Node(service=pb.SERVICE_KIND_OFFSETS, address=address, leader=True)
+
+    async def DescribeCluster(
+        self, request: pb.DescribeClusterRequest, context: object
+    ) -> pb.DescribeClusterResponse:
+        return pb.DescribeClusterResponse(nodes=[self._node])
 
 
 @pytest.mark.parametrize("nameserver", ["", " ", ",", " , ,"])
@@ -66,3 +85,25 @@ async def test_every_nameserver_is_asked_once_if_none_answers() -> None:
         with pytest.raises(Unreachable):
             await made.ask_nameserver(ask)
     assert asked == NOBODY.split(",")
+
+
+async def test_while_somebody_is_away_the_ways_to_all_are_tried() -> None:
+    made: dict[str, grpc.aio.Channel] = {}
+
+    def note(address: str) -> grpc.aio.Channel:
+        return made.setdefault(address, connect(address))
+
+    async with serving_at() as offsets:
+        servicer = Nameserver(offsets)  # type: ignore[abstract]
+        async with serving_at(
+            lambda server: nameserver_grpc.add_NameserverServiceServicer_to_server(servicer, server)
+        ) as nameserver:
+            directory = Directory(nameserver, Random(1), note)
+            await directory.offsets("drivers")
+            channel = made[offsets]
+            assert channel.get_state() is grpc.ChannelConnectivity.IDLE
+            await directory.pause(Unreachable("no offsets node is registered"), 0)
+            async with asyncio.timeout(20):
+                while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+                    await channel.wait_for_state_change(state)
+            await directory.close()

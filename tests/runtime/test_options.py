@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from batonmq.channels import connect
+from batonmq.channels import OPTIONS, connect
 from batonmq.local.certificates import Authority, Subject
 from services.runtime.options import HEALTH_OPTIONS, SERVER_OPTIONS
 from services.runtime.tls import server_credentials
@@ -164,3 +164,22 @@ async def test_a_client_that_rests_until_its_connection_is_closed_does_not_notic
                 await asyncio.sleep(rest_s)
                 closed += channel.get_state() is grpc.ChannelConnectivity.IDLE
                 rest_s *= 1.03
+
+
+async def test_a_client_lets_go_of_what_rests_before_it_is_cut_off(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cut, let_go = "grpc.max_connection_idle_ms", "grpc.client_idle_timeout_ms"
+    cut_ms, let_go_ms = dict(SERVER_OPTIONS)[cut], dict(OPTIONS)[let_go]
+    # 25 times faster; of a client gRPC takes no less than a second.
+    ours = tuple(shortened(OPTIONS, {let_go: let_go_ms // 25}))
+    async with (
+        serving(SERVER_OPTIONS, times={cut: cut_ms // 25}) as (port, _),
+        connect(f"127.0.0.1:{port}", ours) as channel,
+    ):
+        method: Any = channel.unary_unary(PATH)
+        assert await method(b"asked", timeout=PATIENCE_S) == b"asked"
+        async with asyncio.timeout(PATIENCE_S):
+            while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
+                await channel.wait_for_state_change(state)
+    assert "goaway" not in capfd.readouterr().err

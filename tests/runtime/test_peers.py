@@ -14,12 +14,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
+from batonmq.channels import connect
 from batonmq.common.clock import Clock
 from batonmq.common.errors import Unreachable
 from batonmq.events import EventHub
@@ -188,3 +190,24 @@ async def test_closing_ends_the_calls(etcd: EtcdSession) -> None:
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
             while True:
                 await call.read()
+
+
+async def test_while_it_is_away_its_channel_looks_for_it(etcd: EtcdSession) -> None:
+    made: list[grpc.aio.Channel] = []
+
+    def note(address: str) -> grpc.aio.Channel:
+        made.append(connect(address))
+        return made[-1]
+
+    async with scene(etcd) as at, server("a") as address:
+        peer = Peer(at.nodes, "offsets", metrics_grpc.MetricsServiceStub, note)
+        await at.register("a", address)
+        peer.stub()
+        (channel,) = made
+        assert channel.get_state() is grpc.ChannelConnectivity.IDLE
+        await at.unregister("a")
+        with pytest.raises(Unreachable):
+            peer.stub()
+        while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(state)
+        await peer.close()
