@@ -313,7 +313,13 @@ async def test_settled_tells_what_is_left_when_its_time_is_over() -> None:
         async with broker.consumer("billing", {"orders": "*"}):
             await producer.send("orders", b"1")
             with pytest.raises(TimeoutError, match="orders/broker-0/0"):
-                await broker.settled("billing", timeout_s=0.2)
+                await broker.settled("billing", timeout_s=3)
+
+
+async def test_settled_that_has_seen_nothing_in_its_time_says_so() -> None:
+    async with MemoryBroker() as broker:
+        with pytest.raises(TimeoutError, match="not known"):
+            await broker.settled("billing", timeout_s=1e-9)
 
 
 async def test_an_admin_sees_a_cluster_of_four_services() -> None:
