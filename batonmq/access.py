@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-import grpc.aio
 from baton.nameserver.v1 import access_service_pb2 as pb
 from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from pydantic import SecretStr
 
 from batonmq.admin import Admin
-from batonmq.common.rpc import from_rpc_error
+from batonmq.common.rpc import answered
 from batonmq.directory import CALL_TIMEOUT_S
 
 
@@ -143,10 +142,7 @@ class AccessControl:
         Asked once: if it fails, a token that nobody has seen may be listed; revoke it.
         """
         request = pb.CreateTokenRequest(identity=identity)
-        try:
-            answer = await self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        answer = await answered(self._stub().CreateToken(request, timeout=CALL_TIMEOUT_S))
         return NewToken(answer.token_id, SecretStr(answer.token))
 
     async def revoke_token(self, token_id: str) -> bool:

@@ -1,7 +1,8 @@
 """The clients for code without asyncio: the same ones, in an event loop of their own.
 
 Each object runs one event loop in one thread. Calls from any thread are handed over to it and
-waited for.
+waited for. An error that leaves the block leaves the client in the loop as well, which ends as it
+does without threads.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Life:
     def __init__(self, thread: _LoopThread, context: AbstractAsyncContextManager[Any]) -> None:
         self._thread, self._context = thread, context
         self._entered: asyncio.Future[None] | None = None
-        self._leave: asyncio.Event | None = None
+        self._leave: asyncio.Future[BaseException | None] | None = None
         self._left: Any = None
 
     def open(self) -> None:
@@ -86,34 +87,43 @@ class _Life:
             self._thread.stop()
             raise
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None) -> None:
+        """Leave by `error`, which is the caller's to raise, if there is one."""
         try:
-            self._thread.call(self._close())
+            self._thread.call(self._close(error))
         finally:
             self._thread.stop()
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
-        self._entered, self._leave = loop.create_future(), asyncio.Event()
+        self._entered, self._leave = loop.create_future(), loop.create_future()
         self._left = asyncio.run_coroutine_threadsafe(self._live(), loop)
         await self._entered
 
-    async def _close(self) -> None:
+    async def _close(self, error: BaseException | None) -> None:
         assert self._leave is not None
-        self._leave.set()
+        self._leave.set_result(error)
         await asyncio.wrap_future(self._left)
 
     async def _live(self) -> None:
         assert self._entered is not None
         assert self._leave is not None
+        failure: BaseException | None = None
+        trace: TracebackType | None = None
         try:
             async with self._context:
                 self._entered.set_result(None)
-                await self._leave.wait()
+                failure = await self._leave
+                if failure is not None:
+                    trace = failure.__traceback__
+                    raise failure
         except BaseException as error:
-            if self._entered.done():
+            if error is failure:
+                error.with_traceback(trace)
+            elif self._entered.done():
                 raise
-            self._entered.set_exception(error)
+            else:
+                self._entered.set_exception(error)
 
 
 class BlockingProducer:
@@ -135,7 +145,7 @@ class BlockingProducer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._life.close()
+        self._life.close(error)
 
     @overload
     def send(
@@ -247,7 +257,7 @@ class BlockingConsumer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._life.close()
+        self._life.close(error)
 
     def __iter__(self) -> Iterator[ReceivedMessage]:
         """Messages, each acknowledged when the next one is asked for."""
@@ -337,7 +347,7 @@ class BlockingPuller:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._life.close()
+        self._life.close(error)
 
     def queues(self, topic: str) -> tuple[QueueId, ...]:
         """See `Puller.queues`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +61,8 @@ class Consumer:
 
     Leaving the block closes gracefully: nothing new starts, what runs ends, acks are committed
     and the queues pass to other members, who go on where this one stopped. `close` does so within
-    the block, and says how long that may take.
+    the block, and says how long that may take. Who is cancelled while the block closes waits no
+    longer: handlers are cut off, and the queues pass to others when their leases have run out.
 
     Args:
         nameserver: host:port of a nameserver; several separated by commas.
@@ -227,13 +229,17 @@ class Consumer:
             await self._close()
             if self._stream is not None:
                 await self._stream.close()
+        except BaseException:
+            kind, error, trace = sys.exc_info()  # it ends what still runs, not only the loops
+            raise
         finally:
             for task in self._loops:
                 task.cancel()
             try:
                 await self._tasks.__aexit__(kind, error, trace)
             except BaseExceptionGroup as group:
-                raise only_error(group) from None
+                if (only := only_error(group)) is not error:
+                    raise only from None
             finally:
                 if self._handling is not None:
                     self._handling.close()

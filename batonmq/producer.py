@@ -108,7 +108,8 @@ class Producer:
             try:
                 await self._tasks.__aexit__(kind, error, trace)
             except BaseExceptionGroup as group:
-                raise only_error(group) from None
+                if (only := only_error(group)) is not error:
+                    raise only from None
             finally:
                 self._placing.abandon()
                 if self._metrics is not None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Literal, SupportsIndex, TypeVar
 
-import grpc.aio
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
@@ -26,7 +24,7 @@ from batonmq.common.errors import (
     QueueNotFound,
     Unreachable,
 )
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.common.rpc import answered, error_from_pb
 from batonmq.consuming.lanes import Extent, Fetched, Lane, OutOfRange, Source
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.pulling import AWAY
@@ -160,7 +158,8 @@ class Puller:
                 task.cancel()
             await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
-            raise only_error(group) from None
+            if (only := only_error(group)) is not error:
+                raise only from None
         finally:
             await self._directory.close()
 
@@ -312,7 +311,7 @@ class Puller:
             request = offsets_pb.QueryRequest(
                 offsets_epoch=self._epochs.of(name), queues=[self._key(queue)]
             )
-            answer = await self._answered(partial(stub.Query, request, timeout=CALL_TIMEOUT_S))
+            answer = await self._answered(stub.Query(request, timeout=CALL_TIMEOUT_S))
             self._see_epoch(name, answer.offsets_epoch)
             (outcome,) = answer.outcomes
             check_kept([outcome])
@@ -396,7 +395,7 @@ class Puller:
         async def ask() -> Sequence[offsets_pb.CommitOutcome]:
             name, stub = await self._directory.keeper(self._group)
             request = offsets_pb.CommitRequest(offsets_epoch=self._epochs.of(name), items=items)
-            answer = await self._answered(partial(stub.Commit, request, timeout=CALL_TIMEOUT_S))
+            answer = await self._answered(stub.Commit(request, timeout=CALL_TIMEOUT_S))
             self._see_epoch(name, answer.offsets_epoch)
             check_kept(answer.outcomes)
             return answer.outcomes
@@ -438,13 +437,13 @@ class Puller:
     async def _search(self, queue: QueueId, unix_ms: int) -> int:
         request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
         stub = await self._directory.query(queue.broker)
-        answer = await self._answered(partial(stub.SearchOffset, request, timeout=CALL_TIMEOUT_S))
+        answer = await self._answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
         return answer.offset
 
     async def _extent(self, queue: QueueId) -> Extent:
         request = pb.QueryOffsetsRequest(queues=[queue_to_pb(queue)])
         stub = await self._directory.storage(queue.broker)
-        answer = await self._answered(partial(stub.QueryOffsets, request, timeout=CALL_TIMEOUT_S))
+        answer = await self._answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
         (outcome,) = answer.outcomes
         if outcome.HasField("error"):
             raise error_from_pb(outcome.error)
@@ -459,7 +458,7 @@ class Puller:
             messages_max=self._settings.pull_messages_max,
         )
         stub = await self._directory.query(queue.broker)
-        answer = await self._answered(partial(stub.Read, request, timeout=CALL_TIMEOUT_S))
+        answer = await self._answered(stub.Read(request, timeout=CALL_TIMEOUT_S))
         extent = Extent(answer.queue_first_offset, answer.queue_next_offset)
         return Fetched(tuple(answer.batches), answer.next_offset, 0, extent)
 
@@ -478,7 +477,7 @@ class Puller:
         stub = await self._directory.reader(queue.broker, reader)
         limit_s = hold_ms / 1000 + CALL_TIMEOUT_S
         try:
-            answer = await self._answered(partial(stub.Pull, request, timeout=limit_s))
+            answer = await self._answered(stub.Pull(request, timeout=limit_s))
         except AWAY:
             self._readers[queue] = self._directory.next_reader(queue.broker, reader)
             raise
@@ -498,13 +497,13 @@ class Puller:
             )
         return lane
 
-    async def _answered(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _answered(self, call: Awaitable[T]) -> T:
         try:
-            return await call()
-        except grpc.aio.AioRpcError as failure:
-            error = self._with_remedy(from_rpc_error(failure))
+            return await answered(call)
+        except BatonError as error:
             self._directory.doubt(error)
-            raise error from failure
+            self._with_remedy(error)
+            raise
 
     def _with_remedy(self, error: BatonError) -> BatonError:
         if isinstance(error, ModeChanged):

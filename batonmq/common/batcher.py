@@ -33,6 +33,7 @@ class Batcher(Generic[Item, Outcome]):
         self._send, self._items_max, self._waiting_max = send, items_max, waiting_max
         self._waiting: deque[tuple[Item, asyncio.Future[Outcome]]] = deque()
         self._arrived = asyncio.Event()
+        self._ended = False
 
     async def call(self, item: Item) -> Outcome:
         """The outcome of `item`. A caller that is cancelled leaves its item in the batch.
@@ -47,12 +48,18 @@ class Batcher(Generic[Item, Outcome]):
                 facts={"limit": self._waiting_max},
             )
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future))
-        self._arrived.set()
+        if self._ended:
+            future.cancel()
+        else:
+            self._waiting.append((item, future))
+            self._arrived.set()
         return await future
 
     async def run(self) -> None:
-        """Send for ever; to be run as one task. On cancellation all waiting callers are too."""
+        """Send for ever; to be run as one task, once.
+
+        On cancellation all waiting callers are cancelled too, and whoever calls afterwards.
+        """
         try:
             while True:
                 await self._arrived.wait()
@@ -60,6 +67,7 @@ class Batcher(Generic[Item, Outcome]):
                     await self._send_next()
                 self._arrived.clear()
         finally:
+            self._ended = True
             for _, future in self._waiting:
                 future.cancel()
             self._waiting.clear()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Awaitable, Iterable
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,6 +18,8 @@ from batonmq.common.handshakes import refusal
 
 ERROR_OF: dict[str, type[BatonError]] = {e.reason: e for e in BatonError.__subclasses__()}
 """Every error class by its reason; finer ones that a module derives for itself are not among it."""
+
+T = TypeVar("T")
 
 _ADDRESS = re.compile(r"ipv[46]:(\S+:\d+)")
 _TRANSIENT = (
@@ -133,3 +135,15 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
     where = _ADDRESS.search(details)
     server = where[1] if where else "the server"
     return Unreachable(f"{server}: {refused.reason}", remedy=refused.remedy)
+
+
+async def answered(call: Awaitable[T]) -> T:
+    """The answer to a call.
+
+    Raises:
+        BatonError: the deliberate error behind its failure, as `from_rpc_error` finds it.
+    """
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
@@ -31,7 +28,7 @@ from batonmq.common.errors import (
     UnknownQueue,
     Unreachable,
 )
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.common.rpc import answered, error_from_pb
 from batonmq.consuming.joint import ACQUIRE_HOLD_MS
 from batonmq.consuming.local_offsets import LocalOffsets, LocalProgress
 from batonmq.consuming.session import queue_to_pb, ranges_from_pb, ranges_to_pb
@@ -43,7 +40,6 @@ from batonmq.directory import CALL_TIMEOUT_S
 if TYPE_CHECKING:
     from batonmq.consuming.runner import QueueRunner
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 RESUME_RANGES_MAX = 4_096
@@ -140,7 +136,7 @@ async def _query(runner: QueueRunner) -> Start:
     request = offsets_pb.QueryRequest(
         offsets_epoch=session.epochs.of(keeper.offsets_set), queues=[runner.key]
     )
-    answer = await _answered(partial(keeper.stub.Query, request, timeout=CALL_TIMEOUT_S))
+    answer = await answered(keeper.stub.Query(request, timeout=CALL_TIMEOUT_S))
     if not session.epochs.saw(keeper.offsets_set, answer.offsets_epoch):
         raise Unreachable("an offsets node of an older epoch has answered")
     outcome = answer.outcomes[0]
@@ -160,7 +156,7 @@ async def _begin_progress(runner: QueueRunner, offset: int) -> None:
             queue=runner.key, reset_epoch=reset_epoch, committed_offset=offset
         )
         request = offsets_pb.CommitRequest(offsets_epoch=session.epochs.of(name), items=[item])
-        answer = await _answered(partial(stub.Commit, request, timeout=CALL_TIMEOUT_S))
+        answer = await answered(stub.Commit(request, timeout=CALL_TIMEOUT_S))
         if not answer.outcomes[0].HasField("error"):
             return
         error = error_from_pb(answer.outcomes[0].error)
@@ -182,13 +178,6 @@ async def _first_offset(runner: QueueRunner, extent: storage_pb.QueueOffsets) ->
             queue=queue_to_pb(queue), unix_ms=session.begin_unix_ms
         )
         stub = await session.directory.query(queue.broker)
-        answer = await _answered(partial(stub.SearchOffset, request, timeout=CALL_TIMEOUT_S))
+        answer = await answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
         found = answer.offset
     return first_offset(place, extent.first_offset, extent.next_offset, found)
-
-
-async def _answered(call: Callable[[], Awaitable[T]]) -> T:
-    try:
-        return await call()
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error

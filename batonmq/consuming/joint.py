@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
@@ -20,7 +19,7 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq.common.aio import unless
 from batonmq.common.batcher import Batcher
 from batonmq.common.errors import BatonError, NotAssigned, Unreachable
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq.consuming.session import Session, queue_of, queue_to_pb
 from batonmq.core.route import QueueId
 from batonmq.directory import CALL_TIMEOUT_S
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 
 ACQUIRE_HOLD_MS = 15_000
 ITEMS_MAX = 1_024
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ class JointCalls:
         )
         try:
             stub = await session.directory.lockmgr()
-            await _answered(stub.ReleaseAll(request, timeout=CALL_TIMEOUT_S))
+            await answered(stub.ReleaseAll(request, timeout=CALL_TIMEOUT_S))
         except BatonError as error:
             log.info("what may be left is not released error=%s", error)
 
@@ -254,7 +252,7 @@ class JointCalls:
             request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, asked))
             try:
                 stub = await self._session.directory.storage(broker)
-                answer = await _answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
+                answer = await answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
                 found.update(zip(asked, answer.outcomes, strict=True))
             except BatonError as error:
                 found.update(dict.fromkeys(asked, error))
@@ -272,17 +270,10 @@ class JointCalls:
         request = offsets_pb.CloseRequest(
             offsets_epoch=session.epochs.of(keeper.offsets_set), items=items
         )
-        return (await _answered(keeper.stub.Close(request, timeout=CALL_TIMEOUT_S))).outcomes
+        return (await answered(keeper.stub.Close(request, timeout=CALL_TIMEOUT_S))).outcomes
 
     async def _release(self, holds: Sequence[lockmgr_pb.Hold]) -> list[None]:
         request = lockmgr_pb.ReleaseRequest(incarnation=self._session.incarnation, holds=holds)
         stub = await self._session.directory.lockmgr()
-        await _answered(stub.Release(request, timeout=CALL_TIMEOUT_S))
+        await answered(stub.Release(request, timeout=CALL_TIMEOUT_S))
         return [None] * len(holds)
-
-
-async def _answered(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error

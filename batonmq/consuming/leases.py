@@ -6,13 +6,12 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-import grpc.aio
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
 from batonmq.common.aio import wait_until
 from batonmq.common.errors import BatonError
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.common.rpc import answered, error_from_pb
 from batonmq.consuming.joint import JointCalls
 from batonmq.consuming.local_offsets import LocalOffsets, LocalProgress
 from batonmq.consuming.notices import Notices
@@ -119,10 +118,7 @@ class Leases:
             ],
         )
         sent_ms = session.clock.monotonic_ms()
-        try:
-            answer = await keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        answer = await answered(keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S))
         if not session.epochs.saw(keeper.offsets_set, answer.offsets_epoch):
             return
         elsewhere: BatonError | None = None
@@ -163,10 +159,7 @@ class Leases:
         )
         sent_ms = session.clock.monotonic_ms()
         stub = await session.directory.lockmgr()
-        try:
-            answer = await stub.KeepAlive(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        answer = await answered(stub.KeepAlive(request, timeout=CALL_TIMEOUT_S))
         orphans = []
         for report in answer.reports:
             queue = queue_of(report.queue)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import grpc.aio
 import numpy as np
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
@@ -25,7 +24,7 @@ from batonmq.common.errors import (
     UnknownQueue,
     Unreachable,
 )
-from batonmq.common.rpc import from_rpc_error
+from batonmq.common.rpc import answered
 from batonmq.consuming.message import ReceivedMessage
 from batonmq.consuming.retrying import restore
 from batonmq.consuming.session import ranges_from_pb, ranges_to_pb
@@ -134,11 +133,8 @@ async def pull(runner: QueueRunner) -> None:
     )
     wanted = runner.filter
     stub = await session.directory.reader(runner.queue.broker, runner.reads_from)
-    sent_ms = session.clock.monotonic_ms()
-    try:
-        answer = await stub.Pull(request, timeout=settings.pull_hold_ms / 1000 + CALL_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+    sent_ms, limit_s = session.clock.monotonic_ms(), settings.pull_hold_ms / 1000 + CALL_TIMEOUT_S
+    answer = await answered(stub.Pull(request, timeout=limit_s))
     runner.reads_from = answer.next_node_id
     if runner.progress is not progress or answer.pull_id != request.pull_id:
         return

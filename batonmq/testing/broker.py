@@ -227,6 +227,7 @@ class MemoryBroker:
         virtual = self._world.virtual
         limit_s = timeout_s or (86_400 if virtual else 20)
         pause_s, pause_s_max = 0.01, 30 if virtual else 0.1
+        left = "not known"
         try:
             async with asyncio.timeout(limit_s):
                 while left := await self._left(group):

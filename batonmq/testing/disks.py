@@ -49,11 +49,20 @@ class MemoryFile(File):
 
     def cut(self, at: int) -> int:
         """See File."""
-        used = len(bytes(self.content[at:]).rstrip(b"\0"))
-        self.content[at:] = bytes(len(self.content) - at)
+        used, size = self.used(at), self.size
+        del self.content[at:]
+        self.resize(size)
+        return used
+
+    def resize(self, size: int) -> None:
+        """See File."""
+        self.content[:] = self.content[:size].ljust(size, b"\0")
         self.sync()
         self.durable[:] = self.content
-        return used
+
+    def used(self, at: int) -> int:
+        """See File."""
+        return len(bytes(self.content[at:]).rstrip(b"\0"))
 
     def sync(self) -> None:
         """See File."""
@@ -199,10 +208,10 @@ class OffsetsDisk:
         await asyncio.sleep(self._write_s(self._random) / 2)
         return [found for found in self.read() if found[0].startswith(prefix)]
 
-    async def snapshot(self) -> list[Found]:
+    async def snapshot(self, but: bytes = b"") -> list[Found]:
         """See Stored."""
         await asyncio.sleep(self._write_s(self._random) / 2)
-        return list(self.read())
+        return list(self.read(but))
 
     async def replace(self, entries: Sequence[Found]) -> None:
         """See Stored."""
@@ -213,6 +222,9 @@ class OffsetsDisk:
 
     async def settled(self) -> None:
         """See Stored: a write whose caller is cancelled has happened by then, or never will."""
+
+    def check_room(self) -> None:
+        """See Stored: there is always room."""
 
     async def write(self, entries: Sequence[Entry]) -> None:
         """See Stored."""

@@ -130,13 +130,20 @@ class _Set:
     async def announce(self) -> dict[QueueKey, int]:
         """See `Offsets.announce`."""
         # Without an epoch, so that OldEpoch can only be about the term.
-        request = pb.AnnounceRequest(term=self._term)
-        try:
-            answer = await self._stub().Announce(request, timeout=RPC_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        self._check_epoch(answer.offsets_epoch)
-        return {key_from_pb(queue.queue): queue.token for queue in answer.queues}
+        request, tokens, epoch = pb.AnnounceRequest(term=self._term), dict[QueueKey, int](), 0
+        while True:
+            try:
+                answer = await self._stub().Announce(request, timeout=RPC_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            self._check_epoch(answer.offsets_epoch)
+            if epoch not in (0, answer.offsets_epoch):
+                raise Unreachable(f"offsets went on under epoch {answer.offsets_epoch} meanwhile")
+            epoch = answer.offsets_epoch
+            tokens.update((key_from_pb(queue.queue), queue.token) for queue in answer.queues)
+            if not answer.more:
+                return tokens
+            request.after_group = answer.queues[-1].queue.group
 
     async def observe(self, key: QueueKey) -> Observation:
         """See `Offsets.observe`."""
@@ -176,13 +183,7 @@ class _Set:
         try:
             answer = await self._stub().Fence(request, timeout=RPC_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            refusal = from_rpc_error(error)
-            if refusal.kind != "INVALID_ARGUMENT":
-                raise refusal from error
-            if len(items) == 1:
-                return [refusal]
-            # One malformed item refuses the whole call: it must not cost the others.
-            return [verdict for item in items for verdict in await self._send_fences([item])]
+            raise from_rpc_error(error) from error
         self._check_epoch(answer.offsets_epoch)
         return [
             error_from_pb(outcome.error)

@@ -18,7 +18,7 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 
 from batonmq.common.errors import BatonError, NotServing, Unreachable
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq.common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq.core.route import TOPICS_REVISION
 from services.nameserver.catalog import Catalog
 from services.nameserver.core.topics import QueueSpread, Topic
@@ -102,10 +102,7 @@ class Shrinking:
     async def _committed(self, group: str, topic: str) -> dict[tuple[str, int], int]:
         """The group's committed offsets on the topic, by broker and queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
-        try:
-            answer = await self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        answer = await answered(self._offsets(group).QueryGroup(request, timeout=CALL_TIMEOUT_S))
         return {
             (found.queue.queue.broker, found.queue.queue.queue_id): found.committed_offset
             for found in answer.queues

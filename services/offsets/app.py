@@ -19,7 +19,7 @@ from services.offsets.following import Following, ReplicationPeer
 from services.offsets.mastership import Mastership
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.persistence import Stored, read_changes
-from services.offsets.replication_server import ReplicationServicer, WhileMaster
+from services.offsets.replication_server import ReplicationServicer
 from services.offsets.role import Role
 from services.offsets.serving import Offsets, Surroundings, alone, elected
 from services.offsets.stream import OffsetsStream
@@ -30,6 +30,7 @@ from services.runtime.places import OFFSETS
 from services.runtime.places import PREFIX as PLACES
 from services.runtime.process import App, Runtime
 from services.runtime.replicas import check_alone
+from services.runtime.role import WhileMaster
 from services.runtime.stuck import Stuck
 
 SERVICE = "baton.offsets.v1.OffsetsService"
@@ -131,15 +132,15 @@ def _replicated(
     """A node that is master at times, and slave at others."""
     disk = following.disk
 
-    def serve_epoch(mastership: Mastership) -> Offsets:
-        offsets = elected(
+    async def serve_epoch(mastership: Mastership) -> Offsets:
+        offsets = await elected(
             disk, mastership.epoch, mastership.write, mastership.keeper.check_room, around
         )
         opened(offsets)
         return offsets
 
     role = Role(settings, runtime, following, serve_epoch, around.metrics)
-    front = cast(pb_grpc.OffsetsServiceServicer, WhileMaster(role))
+    front = cast(pb_grpc.OffsetsServiceServicer, WhileMaster(role, lambda: role.offsets.servicer))
     return App(
         servicers={
             SERVICE: partial(pb_grpc.add_OffsetsServiceServicer_to_server, front),

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-import grpc.aio
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 
 from batonmq.common.aio import wait_until
 from batonmq.common.clock import Clock
 from batonmq.common.errors import BatonError, NoQuorum
-from batonmq.common.rpc import from_rpc_error
+from batonmq.common.rpc import answered
 from services.offsets.codec import (
     META,
     decode_key,
@@ -57,7 +55,6 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 RETRY_MS = 200
 AT_ONCE_MAX = 8
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,8 @@ class Arriving:
         if home is None or home.move < place.move or home.state is HomeState.ARRIVING:
             await self._fetch(group, place)
         forget = pb.ForgetGroupRequest(group=group, move=place.move)
-        await self._answered(place, lambda stub: stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
+        stub = self._origin.stub(place.from_set)
+        await answered(stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
         key = PREFIX + group
         finished = Place(place.offsets_set, place.move)
         done = await self._origin.etcd.txn(
@@ -164,9 +162,8 @@ class Arriving:
             await self._written(HomeKey(group))
         request = pb.HandOverRequest(group=group, move=place.move, to_set=self._origin.offsets_set)
         while True:
-            answer: pb.HandOverResponse = await self._answered(
-                place, lambda stub: stub.HandOver(request, timeout=CALL_TIMEOUT_S)
-            )
+            stub = self._origin.stub(place.from_set)
+            answer = await answered(stub.HandOver(request, timeout=CALL_TIMEOUT_S))
             entries = [(entry.key, entry.value) for entry in answer.entries]
             for key, value in entries:
                 unseal(key, value)
@@ -215,14 +212,6 @@ class Arriving:
         self._commits.check_room()
         self._commits.changed(key)
         await self._commits.settled_all()
-
-    async def _answered(
-        self, place: Place, call: Callable[[pb_grpc.OffsetsServiceAsyncStub], Awaitable[T]]
-    ) -> T:
-        try:
-            return await call(self._origin.stub(place.from_set))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
 
 
 def _decoded(

@@ -123,17 +123,17 @@ class Disk:
         except lmdb.Error as error:
             raise DataLoss(f"stored progress can't be read: {error}") from error
 
-    async def snapshot(self) -> list[Found]:
+    async def snapshot(self, but: bytes = b"") -> list[Found]:
         """`read`, whole, without keeping others waiting.
 
         Raises:
             DataLoss: the file is damaged.
         """
-        return await asyncio.to_thread(self._snapshot)
+        return await asyncio.to_thread(self._snapshot, but)
 
-    def _snapshot(self) -> list[Found]:
+    def _snapshot(self, but: bytes) -> list[Found]:
         with self._access:
-            return list(self.read())
+            return list(self.read(but))
 
     async def write(self, entries: Sequence[Entry]) -> None:
         """Write all entries or none, and return when they are durable.
@@ -169,13 +169,21 @@ class Disk:
         if (error := job.exception()) is not None:  # perhaps nobody waits for it any more
             log.debug("write failed error=%s", error)
 
-    def _write_with_room(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+    def check_room(self) -> None:
+        """Refuse what `write` would refuse at this moment. The kernel knows it: nothing is read.
+
+        Raises:
+            DiskFull: too little is free.
+        """
         free_bytes = self._free_bytes()
         if free_bytes < self._free_bytes_min:
             raise DiskFull(
                 f"{free_bytes} bytes are free on the disk, {self._free_bytes_min} have to be",
                 facts={"free_bytes": free_bytes, "limit": self._free_bytes_min},
             )
+
+    def _write_with_room(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+        self.check_room()
         self.write_now(entries, anew=anew)
 
     def write_now(self, entries: Sequence[Entry], *, anew: bool = False) -> None:

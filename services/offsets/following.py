@@ -17,7 +17,7 @@ from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 
 from batonmq.common.backoff import Backoff
-from batonmq.common.errors import BatonError, DataLoss, OldEpoch, Unreachable
+from batonmq.common.errors import BatonError, DataLoss, DiskFull, OldEpoch, Unreachable
 from batonmq.common.rpc import from_rpc_error
 from services.offsets.config import OffsetsSettings
 from services.offsets.core.changes import Change, ChangeLog, Entry
@@ -46,6 +46,7 @@ class Following:
         writing: Held by whoever may write to `disk`.
         changes: Where this node stands.
         master: The master's last answer: its epoch and version.
+        stuck: Whether it can't follow.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Following:
         runtime: Runtime,
         stuck: Stuck,
     ) -> None:
-        self.disk, self.changes, self._peer, self._stuck = disk, changes, peer, stuck
+        self.disk, self.changes, self._peer, self.stuck = disk, changes, peer, stuck
         self._runtime, self.writing = runtime, asyncio.Lock()
         self._node_id, self._hold_ms = settings.node_id, settings.replica_policy.hold_ms
         self._kept_bytes_max = settings.replica_kept_bytes_max
@@ -70,16 +71,26 @@ class Following:
         await self.disk.settled()
         self.changes.become(read_changes(self.disk, kept_bytes_max=self._kept_bytes_max))
 
+    def has_room(self) -> bool:
+        """Whether the next change could be written here; if not, the master is told."""
+        try:
+            self.disk.check_room()
+        except DiskFull as error:
+            self.stuck.met(error)
+            return False
+        return True
+
     async def run(self) -> None:
         """Follow for ever; waits while this node writes by itself. To be run as one task."""
         failures = 0
         while True:
             try:
                 await self._step()
-                self._stuck.passed()
+                if self.has_room():
+                    self.stuck.passed()
                 failures = 0
             except BatonError as error:
-                self._stuck.met(error)
+                self.stuck.met(error)
                 level = logging.WARNING if failures == 10 else logging.DEBUG
                 log.log(level, "not following position=%s error=%s", self.changes.position, error)
                 delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
@@ -94,7 +105,7 @@ class Following:
             node_id=self._node_id,
             position=pb.Position(epoch=before.epoch, version=before.version),
             hold_ms=self._hold_ms,
-            problem=self._stuck.problem,
+            problem=self.stuck.problem,
         )
         try:
             await self._ask_digest(stub, before)

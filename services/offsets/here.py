@@ -22,6 +22,7 @@ from services.runtime.places import PREFIX, Place, place_of
 log = logging.getLogger(__name__)
 
 FIND_S = 0.5
+AT_ONCE_MAX = 64
 
 
 class Here:
@@ -60,14 +61,29 @@ class Here:
         raise moved(group, place.offsets_set, place.move)
 
     async def find(self, groups: Iterable[str]) -> None:
-        """Ask etcd about groups of which nothing is known here; `check` says what came of it."""
-        for group in sorted(set(groups)):
-            if not self._is_ours(group) and self._place(group) is None:
-                try:
-                    async with asyncio.timeout(FIND_S):
-                        self._found[group] = await self._claimed(group)
-                except (NoQuorum, TimeoutError) as error:
-                    log.info("place not found group=%s error=%s", group, error)
+        """Ask etcd about groups of which nothing is known here; `check` says what came of it.
+
+        For all of them together it is waited no longer than `FIND_S`.
+        """
+        unknown = {
+            group for group in groups if not self._is_ours(group) and self._place(group) is None
+        }
+        if not unknown:
+            return
+        turns = asyncio.Semaphore(AT_ONCE_MAX)
+        try:
+            async with asyncio.timeout(FIND_S), asyncio.TaskGroup() as tasks:
+                for group in sorted(unknown):
+                    tasks.create_task(self._find(group, turns))
+        except TimeoutError:
+            log.info("places not found, etcd is slow groups=%d", len(unknown - self._found.keys()))
+
+    async def _find(self, group: str, turns: asyncio.Semaphore) -> None:
+        try:
+            async with turns:
+                self._found[group] = await self._claimed(group)
+        except NoQuorum as error:
+            log.info("place not found group=%s error=%s", group, error)
 
     def _is_ours(self, group: str) -> bool:
         return self._table.homes.get(group) is not None or self._table.has(group)

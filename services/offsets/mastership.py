@@ -7,22 +7,17 @@ it has come by asking for what follows (protocol section 12).
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 from batonmq.common.aio import wait_until
 from batonmq.common.clock import Clock
-from batonmq.common.errors import DiskFull
 from services.offsets.core.changes import Change, ChangeLog, Entry
 from services.offsets.persistence import Stored, first_change, next_change
 from services.runtime.keeper import Keeper
 from services.runtime.position import Position
 
-log = logging.getLogger(__name__)
-
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 """One answer holds no more changes than this, but one in any case."""
-ROOM_RETRY_S = 1.0
 
 
 class Mastership:
@@ -47,14 +42,12 @@ class Mastership:
         return self._changes.position
 
     async def begin(self) -> None:
-        """Write the first change of the epoch; with it the in-sync set has all that was before."""
-        while True:
-            try:
-                version = await self._write(first_change(self._changes, self.epoch))
-                break
-            except DiskFull as error:
-                log.warning("the new master waits for room error=%s", error)
-                await asyncio.sleep(ROOM_RETRY_S)
+        """Write the first change of the epoch; with it the in-sync set has all that was before.
+
+        Raises:
+            As `Stored.write`.
+        """
+        version = await self._write(first_change(self._changes, self.epoch))
         await self.keeper.begun(version)
         await self.keeper.serve()
 

@@ -37,6 +37,10 @@ class Modes:
                 facts={"group": group, "model": "broadcasting", "ownership": "off"},
             )
 
+    def knows(self, group: str) -> bool:
+        """Whether the group exists, as far as it is known here."""
+        return group in self._mirror.values
+
     async def check_deleted(self, group: str) -> None:
         """Refuse to end the progress of a group that exists at this moment.
 

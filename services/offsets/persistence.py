@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ HOME = META + b"home\0"
 _FORMAT_VERSION = b"3"
 
 
+RECOVERED_AT_ONCE = 2_048
+
+
 class Stored(Protocol):
     """What the service asks of its disk; see `disk.Disk`."""
 
@@ -84,7 +88,7 @@ class Stored(Protocol):
         """The entries whose keys begin with `prefix`."""
         ...
 
-    async def snapshot(self) -> list[Found]:
+    async def snapshot(self, but: bytes = b"") -> list[Found]:
         """`read`, whole, without keeping others waiting."""
         ...
 
@@ -102,6 +106,10 @@ class Stored(Protocol):
 
     async def settled(self) -> None:
         """Return when no write is under way, one whose caller was cancelled included."""
+        ...
+
+    def check_room(self) -> None:
+        """Refuse what `write` would refuse at this moment for want of room."""
         ...
 
 
@@ -164,34 +172,61 @@ def begin_life(
 def recover(
     disk: Stored, limits: Limits, epoch: int, now: Instant
 ) -> tuple[ProgressTable, Records]:
-    """The table as the last life left it, in a new epoch.
+    """The table as the last life left it, in a new epoch. Blocks, as long as it takes.
 
     Raises:
         DataLoss: something stored can't be read or contradicts itself.
     """
+    table, records, queues = _recovered_meta(disk.read(but=HOLDS), limits, epoch, now)
+    _restore_queues(table, queues)
+    return table, records
+
+
+async def recover_meanwhile(
+    disk: Stored, limits: Limits, epoch: int, now: Instant
+) -> tuple[ProgressTable, Records]:
+    """`recover` for a master, which has a lease to keep: lets others go on now and then.
+
+    Raises:
+        DataLoss: something stored can't be read or contradicts itself.
+    """
+    found = await disk.snapshot(but=HOLDS)
+    table, records, queues = _recovered_meta(found, limits, epoch, now)
+    for begin in range(0, len(queues), RECOVERED_AT_ONCE):
+        _restore_queues(table, queues[begin : begin + RECOVERED_AT_ONCE])
+        await asyncio.sleep(0)
+    return table, records
+
+
+def _recovered_meta(
+    found: Iterable[Found], limits: Limits, epoch: int, now: Instant
+) -> tuple[ProgressTable, Records, list[Found]]:
+    """A table without queues, and the queues as they are stored."""
     meta: dict[bytes, bytes] = {}
     queues: list[Found] = []
-    stored = dict(disk.read(but=HOLDS))
+    stored = dict(found)
     version = stored.pop(FORMAT, _FORMAT_VERSION)
     if version != _FORMAT_VERSION:
         raise DataLoss(f"the stored progress has format {version!r}, known is {_FORMAT_VERSION!r}")
     for key, sealed in stored.items():
-        value = unseal(key, sealed)
         if key.startswith(META):
-            meta[key] = value
+            meta[key] = unseal(key, sealed)
         else:
-            queues.append((key, value))
+            queues.append((key, sealed))
     if queues and META + POSITION not in meta:
         raise DataLoss("the stored progress has queues, but no position")
     table = ProgressTable(limits, epoch, _number(meta, TERM), now)
     records = Records()
     _restore_meta(table, records, meta)
-    for key, value in queues:
-        queue = decode_key(key)
+    log.info("recovers queues=%d epoch=%d term=%d", len(queues), table.epoch, table.term)
+    return table, records, queues
+
+
+def _restore_queues(table: ProgressTable, queues: Sequence[Found]) -> None:
+    for key, sealed in queues:
+        value, queue = unseal(key, sealed), decode_key(key)
         if table.homes.keeps(queue.group):
             table.restore(queue, decode_progress(queue, value))
-    log.info("recovered queues=%d epoch=%d term=%d", len(table), table.epoch, table.term)
-    return table, records
 
 
 def _restore_meta(table: ProgressTable, records: Records, meta: dict[bytes, bytes]) -> None:

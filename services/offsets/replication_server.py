@@ -1,26 +1,19 @@
-"""The gRPC face of replication: what the master tells its slaves; and who answers at all."""
+"""The gRPC face of replication: what the master tells its slaves."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 
-from batonmq.common.errors import (
-    BatonError,
-    InvalidArgument,
-    LimitExceeded,
-    OldEpoch,
-    Unreachable,
-)
+from batonmq.common.errors import InvalidArgument, LimitExceeded, OldEpoch
 from services.offsets.core.changes import Change
 from services.offsets.following import digest_of
 from services.offsets.persistence import Stored, log_of
 from services.offsets.role import Role
-from services.offsets.serving import Offsets
 from services.runtime.position import Position
 from services.runtime.stuck import PROBLEM_CHARS_MAX
 
@@ -109,37 +102,6 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             raise OldEpoch(
                 f"this master has epoch {epoch}, the slave has seen {seen_epoch}",
                 facts={"epoch": epoch, "current": seen_epoch},
-            )
-
-
-class WhileMaster:
-    """Stands where a servicer is expected: each call goes to the service of the mastership.
-
-    An answer leaves only if the lease is still good then (protocol section 8). Otherwise nobody
-    knows what has become of the call: that is no refusal, after which nothing would have changed.
-    """
-
-    def __init__(self, role: Role) -> None:
-        self._role = role
-
-    def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
-        async def call(request: Any, context: Context) -> Any:
-            offsets = self._role.offsets
-            try:
-                answer = await getattr(offsets.servicer, method)(request, context)
-            except BatonError:
-                self._check_over(offsets)
-                raise
-            self._check_over(offsets)
-            return answer
-
-        return call
-
-    def _check_over(self, offsets: Offsets) -> None:
-        if not self._role.serves(offsets):
-            raise Unreachable(
-                "this node was master, and it is not known what has become of the call",
-                retry_after_ms=200,
             )
 
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from batonmq.common.errors import NotServing
+from batonmq.common.errors import DiskFull, NotServing
 from services.offsets.config import OffsetsSettings
 from services.offsets.following import Following
 from services.offsets.mastership import Mastership
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.serving import Offsets
 from services.runtime import role
+from services.runtime.keeper import Keeper
 from services.runtime.member import Member
 from services.runtime.process import Runtime
 
 log = logging.getLogger(__name__)
 
-Serve = Callable[[Mastership], Offsets]
+WATCH_INTERVAL_S = 0.5
+
+Serve = Callable[[Mastership], Awaitable[Offsets]]
 
 
 class Role(role.Role[Mastership]):
@@ -52,6 +55,8 @@ class Role(role.Role[Mastership]):
                 position=lambda: following.changes.position,
             )
         )
+        # Without room a master could begin nothing, and would keep from it those that can.
+        self.member.standing_back = lambda: not following.has_room()
         self._offsets: Offsets | None = None
 
     @property
@@ -71,10 +76,6 @@ class Role(role.Role[Mastership]):
         if self._offsets is None:
             raise NotServing("the new master waits for its slaves", retry_after_ms=100)
         return self._offsets
-
-    def serves(self, offsets: Offsets) -> bool:
-        """Whether that is what clients ask, and the lease is good."""
-        return self._offsets is offsets and self.member.election.valid()
 
     async def run(self) -> None:
         """Stand for election and lead for ever; to be run as one task."""
@@ -99,11 +100,31 @@ class Role(role.Role[Mastership]):
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(keeper.tend())
                     await mastership.begin()
-                    self._offsets = self._serve(mastership)
+                    self._following.stuck.passed()
+                    self._offsets = await self._serve(mastership)
                     tasks.create_task(self._offsets.arriving.run())
+                    tasks.create_task(self._watch(self._offsets, keeper))
                     await self._offsets.commits.run()
+            except* DiskFull as errors:
+                self.member.step_back(f"an epoch can't be begun: {errors.exceptions[0]}")
             finally:
                 self._mastership = self._offsets = None
                 self.member.registration.leads(0)
                 self._metrics.follow()
                 await self._following.reload()
+
+    async def _watch(self, offsets: Offsets, keeper: Keeper) -> None:
+        """Step back once the disk has been full for a while and another member could go on.
+
+        If none could, this one stays: what it has is read meanwhile.
+        """
+        clock = self._runtime.clock
+        room_ms = clock.monotonic_ms()
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            now_ms, full = clock.monotonic_ms(), offsets.commits.full
+            if full is None:
+                room_ms = now_ms
+            elif now_ms - room_ms > keeper.policy.lag_ms_max and keeper.successors():
+                self.member.step_back(f"others have room: {full}")
+                return

@@ -54,10 +54,12 @@ from services.offsets.leaving import Leaving
 from services.offsets.modes import Modes, group_in_use
 from services.offsets.persistence import DurableKey, HandedOver
 from services.offsets.telemetry import Telemetry
-from services.offsets.wire import Reader, check_single, number, topic_or_all
+from services.offsets.wire import Reader, check_single, number, outcomes_of, topic_or_all
 
 log = logging.getLogger(__name__)
 
+ANNOUNCED_MAX = 10_000
+"""Nobody else is answered while so many queues are told; the lease is to outlast it by far."""
 Context = grpc.aio.ServicerContext[Any, Any]
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -92,18 +94,20 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
+        after = check_group(request.after_group) if request.after_group else ""
         if self._table.announce(number(request.term, "term", 1)):
             self._commits.changed(None)
             log.info("lock manager announced term=%d", request.term)
-        queues = [token_pb(key, progress) for key, progress in self._table.items()]
+        found, more = self._table.after(after, ANNOUNCED_MAX)
+        queues = [token_pb(key, progress) for key, progress in found]
         await self._commits.settled_all()
-        return pb.AnnounceResponse(offsets_epoch=self._table.epoch, queues=queues)
+        return pb.AnnounceResponse(offsets_epoch=self._table.epoch, queues=queues, more=more)
 
     async def Fence(self, request: pb.FenceRequest, context: Context) -> pb.FenceResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
         term = number(request.term, "term", 1)
-        wishes = self._read.items(request.items, self._read.fence)
+        wishes, malformed = self._read.shared_items(request.items, self._read.fence)
         await self._find(key for key, _ in wishes)
         now, outcomes = self._now(), []
         for key, wish in wishes:
@@ -117,28 +121,31 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
                 self._handed_over(key)
             outcomes.append(pb.FenceOutcome(fenced=fenced_pb(grant)))
         await self._commits.settled([None, *(key for key, _ in wishes)])
-        return pb.FenceResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
+        return pb.FenceResponse(
+            offsets_epoch=self._table.epoch,
+            outcomes=outcomes_of(outcomes, malformed, pb.FenceOutcome),
+        )
 
     async def RecordDelivered(
         self, request: pb.RecordDeliveredRequest, context: Context
     ) -> pb.RecordDeliveredResponse:
         """See the proto."""
         self._check_change(request.offsets_epoch)
-        items = self._read.items(request.items, self._read.delivery)
-        await self._find(item[0] for item in items)
+        items, malformed = self._read.shared_items(request.items, self._read.delivery)
         now = self._now()
         results = [self._deliver(*item, now) for item in items]
         await self._commits.settled(item[0] for item in items)
         acked = [(item[:2], each[1]) for item, each in zip(items, results, strict=True) if each[1]]
         self._telemetry.commits("pull", [one[0] for one in acked], [one[1] for one in acked])
-        outcomes = [outcome for outcome, _ in results]
-        return pb.RecordDeliveredResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
+        return pb.RecordDeliveredResponse(
+            offsets_epoch=self._table.epoch,
+            outcomes=outcomes_of([one for one, _ in results], malformed, pb.DeliveryOutcome),
+        )
 
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
         """See the proto."""
         self._table.check_epoch(request.offsets_epoch)
-        touches = self._read.items(request.items, self._read.touch)
-        await self._find(key for key, _ in touches)
+        touches, malformed = self._read.shared_items(request.items, self._read.touch)
         now, outcomes = self._now(), []
         for key, token in touches:
             error = _attempt(self._touch, key, token, now)
@@ -147,7 +154,10 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             )
             outcomes.append(pb.TouchOutcome(error=refused))
         await self._commits.settled(key for key, _ in touches)
-        return pb.TouchResponse(offsets_epoch=self._table.epoch, outcomes=outcomes)
+        return pb.TouchResponse(
+            offsets_epoch=self._table.epoch,
+            outcomes=outcomes_of(outcomes, malformed, pb.TouchOutcome),
+        )
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """See the proto."""
@@ -155,7 +165,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.commit)
         check_single(item[0] for item in items)
-        await self._find(item[0] for item in items)
+        unowned = (key for key, token, _ in items if not token)
+        await self._find(key for key in unowned if self._modes.knows(key.group))
         now, outcomes = self._now(), []
         results = [_attempt(self._commit, *item, now, Source.COMMIT) for item in items]
         for item, result in zip(items, results, strict=True):
@@ -174,7 +185,6 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._check_change(request.offsets_epoch)
         items = self._read.items(request.items, self._read.close)
         check_single(item[0] for item in items)
-        await self._find(item[0] for item in items)
         now, outcomes = self._now(), []
         results = [_attempt(self._close, *item, now) for item in items]
         for item, result in zip(items, results, strict=True):
@@ -395,8 +405,8 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def _commit(
         self, key: QueueKey, token: int, acks: Acks, now: Instant, source: Source
     ) -> Committed:
-        self._here.check(key.group)
         self._modes.check(key.group, token)
+        self._here.check(key.group)
         if token:
             committed = self._table.commit(key, token, acks, now, source)
         else:
@@ -428,7 +438,10 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
 
     async def _find(self, keys: Iterable[QueueKey]) -> None:
-        """Before anything is applied: learn where groups are of which nothing is known here."""
+        """Before anything is applied: learn where groups are of which nothing is known here.
+
+        Not for calls under a token: it was given to nobody if there is no progress here.
+        """
         await self._here.find({key.group for key in keys})
 
     async def _check_here(self, group: str) -> None:

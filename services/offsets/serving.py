@@ -27,7 +27,7 @@ from services.offsets.persistence import (
     entries_of,
     find_handovers,
     next_change,
-    recover,
+    recover_meanwhile,
 )
 from services.offsets.server import OffsetsServicer, Parts
 from services.offsets.stream import OffsetsStream
@@ -81,7 +81,7 @@ def alone(disk: Stored, around: Surroundings) -> Offsets:
     return _serving(disk, (table, records), write, lambda: None, around)
 
 
-def elected(
+async def elected(
     disk: Stored,
     epoch: int,
     write: Write,
@@ -97,7 +97,7 @@ def elected(
     Raises:
         DataLoss: what is stored can't be read.
     """
-    recovered = recover(disk, around.limits, epoch, _now(around.clock))
+    recovered = await recover_meanwhile(disk, around.limits, epoch, _now(around.clock))
     return _serving(disk, recovered, write, check_room, around)
 
 

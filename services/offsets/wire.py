@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 
 from batonmq.common.errors import BatonError, InvalidArgument, LimitExceeded
+from batonmq.common.rpc import error_to_pb
 from batonmq.core.names import check_broker, check_client_id, check_group, check_topic
 from services.offsets.core.calls import (
     Acks,
@@ -41,6 +42,7 @@ _CONDITIONS = {
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+Outcome = TypeVar("Outcome")
 
 
 class ResetWish(NamedTuple):
@@ -63,10 +65,29 @@ class Reader:
         self._known, self._ranges_max = known, ranges_max
 
     def items(self, items: Sequence[Item], read: Callable[[Item], Value]) -> list[Value]:
-        """Every item read; if one can't be, none of the call counts.
+        """Every item of one caller read; if one can't be, none of the call counts.
 
         Raises:
             InvalidArgument, InvalidName, LimitExceeded: the fact `field` says where.
+        """
+        values, malformed = self.shared_items(items, read)
+        for place, error in malformed.items():
+            raise type(error)(
+                f"items[{place}]: {error.message}",
+                remedy=error.remedy,
+                facts=error.facts | {"field": f"items[{place}].{error.facts['field']}"},
+            )
+        return values
+
+    def shared_items(
+        self, items: Sequence[Item], read: Callable[[Item], Value]
+    ) -> tuple[list[Value], dict[int, BatonError]]:
+        """The items that can be read, and by place, ascending, why the others can't.
+
+        They are of many clients, so nobody pays for another's; see `outcomes_of`.
+
+        Raises:
+            InvalidArgument, LimitExceeded: there are none, or too many.
         """
         if not items:
             raise InvalidArgument("the call has no items", facts={"field": "items"})
@@ -76,17 +97,13 @@ class Reader:
                 facts={"field": "items", "limit": ITEMS_MAX, "actual": len(items)},
             )
         values: list[Value] = []
+        malformed: dict[int, BatonError] = {}
         for place, item in enumerate(items):
             try:
                 values.append(read(item))
             except BatonError as error:
-                field = f"items[{place}].{error.facts['field']}"
-                raise type(error)(
-                    f"items[{place}]: {error.message}",
-                    remedy=error.remedy,
-                    facts=error.facts | {"field": field},
-                ) from error
-        return values
+                malformed[place] = error
+        return values, malformed
 
     def queue(self, queue: queue_pb2.GroupQueue) -> QueueKey:
         """Key of the queue."""
@@ -210,6 +227,15 @@ class Reader:
                 raise _bad_range(first, next_, field)
             lowest = next_
         return RangeSet.merged(runs)
+
+
+def outcomes_of(
+    outcomes: list[Outcome], malformed: Mapping[int, BatonError], refused: Callable[..., Outcome]
+) -> list[Outcome]:
+    """Those of all items in the order of the call, from those of the items that could be read."""
+    for place, error in malformed.items():
+        outcomes.insert(place, refused(error=error_to_pb(error)))
+    return outcomes
 
 
 def check_single(keys: Iterable[QueueKey]) -> None:

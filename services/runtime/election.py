@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batonmq.common.aio import wait_until
 from batonmq.common.errors import NoQuorum
 from services.runtime.etcd import Compare, EtcdSession, Lease, Put
 
@@ -61,15 +62,19 @@ class Election:
         self.term = 0
         self.reachable = True
         self._valid_until_ms = 0
-        self._resigns = False
+        self._resigns = asyncio.Event()
 
     def valid(self) -> bool:
         """Leading, with more than a second of the lease left, by our own monotonic clock."""
         return self._session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
 
     def resign(self) -> None:
-        """Lead no more; the lease is given back soon, and whoever may be elected then is."""
-        self._resigns, self._valid_until_ms = True, 0
+        """Lead no more: `lead` is cancelled and the lease given back at once.
+
+        A master that led on, and heard no slave any more, would let all of them out of its set.
+        """
+        self._resigns.set()
+        self._valid_until_ms = 0
 
     def compare(self) -> Compare:
         """Condition for transactions that only this term may make; never met if not leading."""
@@ -82,7 +87,7 @@ class Election:
         """
         while True:
             lease: Lease | None = None
-            self._resigns = False
+            self._resigns.clear()
             try:
                 sent_ms = self._session.clock.monotonic_ms()
                 lease = await self._session.lease(self._ttl_ms)
@@ -157,15 +162,16 @@ class Election:
     async def _hold(self, lease: Lease) -> None:
         """Refresh the lease until it is lost or can't be known to live."""
         while self.valid():
-            await asyncio.sleep(self._ttl_ms / (5_000 if self.reachable else 15_000))
+            if await wait_until(self._resigns, self._ttl_ms // (5 if self.reachable else 15)):
+                return
             sent_ms = self._session.clock.monotonic_ms()
             left_ms = self._valid_until_ms - SAFETY_MS - sent_ms
             try:
                 async with asyncio.timeout(max(0, left_ms) / 1_000):
-                    if self._resigns or not await lease.refresh():
+                    if not await lease.refresh():
                         return
             except (NoQuorum, TimeoutError):
                 self.reachable = False
                 continue
             self.reachable = True
-            self._valid_until_ms = 0 if self._resigns else sent_ms + self._ttl_ms
+            self._valid_until_ms = 0 if self._resigns.is_set() else sent_ms + self._ttl_ms

@@ -116,6 +116,11 @@ class Keeper:
         """Why slave `name` can't follow, by its own account; empty if it can."""
         self._problems[name] = problem
 
+    def successors(self) -> frozenset[str]:
+        """Members in sync, and up, that have been heard of and say that they can follow."""
+        able = {name for name, problem in self._problems.items() if not problem}
+        return (self.books.in_sync & self._up() & able) - {self.books.me}
+
     def looked_at(self) -> None:
         """The books have changed."""
         for call in self.on_news:

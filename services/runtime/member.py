@@ -47,6 +47,7 @@ class Member:
         self._runtime, self._node_id, self._members = runtime, runtime.settings.node_id, members
         self.name, self._position = name, position
         self.standing_back: Callable[[], bool] = lambda: False
+        self._lease_ms, self._back_to_ms = lease_ms, 0
         self._left = False
         self.registration = Registration(runtime, position, room=room, replica_set=name)
         self.set = ReplicaSet(
@@ -96,6 +97,13 @@ class Member:
         self._left = True
         self.election.resign()
 
+    def step_back(self, why: str) -> None:
+        """Be master no more, and not at once again: whoever else has everything goes first."""
+        if self.election.term:
+            log.error("resigns: %s", why)
+        self._back_to_ms = self._runtime.clock.monotonic_ms() + 3 * self._lease_ms
+        self.election.resign()
+
     def lacks(self, keeper: Keeper) -> bool:
         """Whether this node has lost, since it stood for election, what it stood with.
 
@@ -117,7 +125,8 @@ class Member:
         return self._node_id in (await self.set.read()).in_sync
 
     async def _stand(self) -> Candidacy | None:
-        return None if self._left or self.standing_back() else await self.set.stand()
+        back = self._runtime.clock.monotonic_ms() < self._back_to_ms
+        return None if self._left or back or self.standing_back() else await self.set.stand()
 
     def _up(self) -> frozenset[str]:
         if not self._runtime.nodes.revision:

@@ -18,6 +18,8 @@ Stub = TypeVar("Stub")
 class Peer(Generic[Stub]):
     """Follows the leader node of one service through the `nodes/` mirror.
 
+    The channel to an address is kept when the leader moves: for calls under way, and its return.
+
     Args:
         service: Folder name of the service, such as "offsets".
         stub: Makes the stub from a channel.
@@ -37,8 +39,8 @@ class Peer(Generic[Stub]):
         self._nodes, self._service, self._make_stub = nodes, service, stub
         self._replica_set = replica_set
         self._connect = connect
-        self._current: tuple[str, grpc.aio.Channel, Stub] | None = None
-        self._retired: list[grpc.aio.Channel] = []
+        self._made: dict[str, tuple[grpc.aio.Channel, Stub]] = {}
+        self._current: Stub | None = None
         self._seen = -1
 
     def address(self) -> str:
@@ -69,29 +71,26 @@ class Peer(Generic[Stub]):
             Unreachable: none is registered.
         """
         if self._current is not None and self._seen == self._nodes.revision:
-            return self._current[2]
+            return self._current
         try:
             address = self.address()
         except Unreachable:
-            if (
-                self._current is not None
-            ):  # it may come back elsewhere: have it looked for meanwhile
-                self._current[1].get_state(try_to_connect=True)
+            for channel, _ in self._made.values():  # who is away may come back elsewhere
+                channel.get_state(try_to_connect=True)
             raise
-        if self._current is None or self._current[0] != address:
-            if self._current is not None:
-                self._retired.append(self._current[1])
+        made = self._made.get(address)
+        if made is None:
             channel = self._connect(address)
-            self._current = (address, channel, self._make_stub(channel))
-        self._seen = self._nodes.revision
-        return self._current[2]
+            made = self._made[address] = channel, self._make_stub(channel)
+        self._current, self._seen = made[1], self._nodes.revision
+        return self._current
 
     async def close(self) -> None:
         """Close the channels; calls under way are cancelled."""
-        current = [self._current[1]] if self._current is not None else []
-        for channel in current + self._retired:
+        for channel, _ in self._made.values():
             await channel.close()
-        self._current, self._retired = None, []
+        self._made.clear()
+        self._current = None
 
 
 class Peers(Generic[Stub]):

@@ -30,15 +30,14 @@ class Stuck:
         """A step was in vain. Errors that pass by themselves say nothing about the others."""
         if not isinstance(error, DataLoss | DiskFull):
             return
-        problem = f"{error.reason}: {error.message}"[:PROBLEM_CHARS_MAX]
-        if problem != self.problem:
-            log.error("can't follow the master error=%s remedy=%r", error, error.remedy)
-        self.problem = problem
+        if not self.problem.startswith(f"{error.reason}:"):
+            log.error("can't follow a master error=%s remedy=%r", error, error.remedy)
+        self.problem = f"{error.reason}: {error.message}"[:PROBLEM_CHARS_MAX]
         self._gauge.set(1)
 
     def passed(self) -> None:
-        """A step was made."""
+        """A step was made, and the next one can be."""
         if self.problem:
-            log.warning("follows the master again")
+            log.warning("can follow a master again")
         self.problem = ""
         self._gauge.set(0)

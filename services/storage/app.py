@@ -32,7 +32,7 @@ from services.storage.core.recovery import RecoveryReport
 from services.storage.deliveries import Deliveries
 from services.storage.delivery_sets import DeliverySets
 from services.storage.disk import RealDisk, locked
-from services.storage.flush import InThread
+from services.storage.flush import InThread, in_thread
 from services.storage.following import Following
 from services.storage.guarantee import Alone
 from services.storage.metrics import StorageMetrics
@@ -78,7 +78,7 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 
 @asynccontextmanager
 async def served(
-    settings: StorageSettings, runtime: Runtime, node: Node, in_thread: InThread = asyncio.to_thread
+    settings: StorageSettings, runtime: Runtime, node: Node, in_thread: InThread = in_thread
 ) -> AsyncIterator[App]:
     """The app that serves `node`, which has no replicas.
 
@@ -126,7 +126,7 @@ async def replicated(
     settings: StorageSettings,
     runtime: Runtime,
     disk: Disk,
-    in_thread: InThread = asyncio.to_thread,
+    in_thread: InThread = in_thread,
     on_open: Callable[[Node], None] = lambda _: None,
 ) -> AsyncIterator[App]:
     """The app of a node that is master at times, and slave at others.

@@ -78,7 +78,7 @@ class Cleaner:
         *,
         clock: Clock,
         interval_ms: int,
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread,
     ) -> None:
         self._store, self._disk, self._retention, self._bounds = store, disk, retention, bounds
         self._metrics, self._clock, self._in_thread = metrics, clock, in_thread

@@ -31,7 +31,7 @@ class Copy:
     Args:
         recovered: Opens what is on `disk`; blocks.
         serve: Makes the parts that work on an open directory.
-        in_thread: Calls what blocks away from the event loop.
+        in_thread: Calls what blocks away from the event loop; also who is cancelled waits for it.
 
     Attributes:
         writing: Held by whoever may write to the log, or change the directory.
@@ -89,7 +89,7 @@ class Copy:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._work(loop)) for loop in serving.loops]
                 await self._closing.wait()
-                # No thread may be at work on the directory once these have ended.
+                # Nobody may be at work on the directory any more after this, not even `drain`.
                 async with (
                     serving.cleaner.one_at_a_time,
                     serving.checkpointer.one_at_a_time,

@@ -1,7 +1,8 @@
 """Record before reply: what storage asks of offsets (protocol, sections 6.3 to 6.5).
 
-One call is in flight; what arrives meanwhile rides in the next one. Only a verdict that is
-fresh and comes from the newest known epoch of offsets lets bytes leave.
+One call is in flight; what arrives meanwhile rides in the next one, of all groups together: what
+one puller claims must not cost the others their verdicts. Only a verdict that is fresh and comes
+from the newest known epoch of offsets lets bytes leave.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from batonmq.common.rpc import error_from_pb, from_rpc_error
 from services.storage.pulls import Holder
 
 ITEMS_MAX = 256
+CALL_BYTES_MAX = 8 * 1024 * 1024
+"""A call holds no more than this, but one item in any case."""
 TOUCHES_MAX = 1_024
 
 
@@ -120,7 +123,7 @@ class Deliveries:
                 answer = await self._stub().Touch(request, timeout=self._age_ms_max / 1000)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
-            self._check_answer(answer.offsets_epoch, self._epoch, len(answer.outcomes), len(chunk))
+            self._check_answer(answer.offsets_epoch, len(answer.outcomes), len(chunk))
             verdicts += [
                 error_from_pb(outcome.error) if outcome.HasField("error") else None
                 for outcome in answer.outcomes
@@ -128,42 +131,29 @@ class Deliveries:
         return verdicts
 
     async def _send(self, deliveries: Sequence[Delivery]) -> list[Verdict | BatonError]:
-        """Verdicts in order. Pullers who claim an epoch that nobody here has seen ride apart:
-        if the claim is wrong, only they are refused.
+        """Verdicts in order. For an epoch that a puller claims only its own verdict has to answer:
+        a claim may be wrong.
         """
-        known = [one for one in deliveries if one.offsets_epoch <= self._epoch]
-        ahead = [one for one in deliveries if one.offsets_epoch > self._epoch]
-        verdicts: dict[int, Verdict | BatonError] = {}
-        for part in (known, ahead):
-            if part:
-                outcomes = await self._ask(part)
-                verdicts.update(zip(map(id, part), outcomes, strict=True))
-        return [verdicts[id(one)] for one in deliveries]
+        verdicts: list[Verdict | BatonError] = []
+        for items in _calls([_item(one) for one in deliveries]):
+            verdicts += await self._ask(items)
+        return [
+            unrecorded(_over(verdict.offsets_epoch))
+            if isinstance(verdict, Verdict) and verdict.offsets_epoch < one.offsets_epoch
+            else verdict
+            for one, verdict in zip(deliveries, verdicts, strict=True)
+        ]
 
-    async def _ask(self, deliveries: Sequence[Delivery]) -> Sequence[Verdict | BatonError]:
-        epoch = max(self._epoch, *(one.offsets_epoch for one in deliveries))
-        request = pb.RecordDeliveredRequest(
-            offsets_epoch=epoch,
-            items=[
-                pb.DeliveryItem(
-                    queue=one.holder.queue(),
-                    token=one.holder.token,
-                    first_offset=one.first_offset,
-                    next_offset=one.next_offset,
-                    subscription_generation=one.subscription_generation,
-                    progress=one.progress,
-                )
-                for one in deliveries
-            ],
-        )
+    async def _ask(self, items: Sequence[pb.DeliveryItem]) -> Sequence[Verdict | BatonError]:
+        request = pb.RecordDeliveredRequest(offsets_epoch=self._epoch, items=items)
         sent_ms = self._clock.monotonic_ms()
         try:
             answer = await self._stub().RecordDelivered(request, timeout=self._age_ms_max / 1000)
-            self._check_answer(answer.offsets_epoch, epoch, len(answer.outcomes), len(deliveries))
+            self._check_answer(answer.offsets_epoch, len(answer.outcomes), len(items))
         except grpc.aio.AioRpcError as error:
-            return [unrecorded(from_rpc_error(error)) for _ in deliveries]
+            return [unrecorded(from_rpc_error(error)) for _ in items]
         except BatonError as error:
-            return [unrecorded(error) for _ in deliveries]
+            return [unrecorded(error) for _ in items]
         return [
             error_from_pb(outcome.error)
             if outcome.HasField("error")
@@ -171,12 +161,41 @@ class Deliveries:
             for outcome in answer.outcomes
         ]
 
-    def _check_answer(self, epoch: int, epoch_min: int, count: int, count_asked: int) -> None:
-        if epoch < max(epoch_min, self._epoch):
-            raise DeliveryUnrecorded(f"offsets answers under epoch {epoch}, which is over")
+    def _check_answer(self, epoch: int, count: int, count_asked: int) -> None:
+        if epoch < self._epoch:
+            raise _over(epoch)
         if count != count_asked:
             raise DeliveryUnrecorded(f"offsets answers {count} of {count_asked} items")
         self._epoch = epoch
+
+
+def _item(delivery: Delivery) -> pb.DeliveryItem:
+    return pb.DeliveryItem(
+        queue=delivery.holder.queue(),
+        token=delivery.holder.token,
+        first_offset=delivery.first_offset,
+        next_offset=delivery.next_offset,
+        subscription_generation=delivery.subscription_generation,
+        progress=delivery.progress,
+    )
+
+
+def _calls(items: Sequence[pb.DeliveryItem]) -> list[list[pb.DeliveryItem]]:
+    """The items of each call, in order."""
+    calls: list[list[pb.DeliveryItem]] = []
+    room = 0
+    for item in items:
+        size = item.ByteSize()
+        if size > room:
+            calls.append([])
+            room = CALL_BYTES_MAX
+        calls[-1].append(item)
+        room -= size
+    return calls
+
+
+def _over(epoch: int) -> DeliveryUnrecorded:
+    return DeliveryUnrecorded(f"offsets answers under epoch {epoch}, which is over")
 
 
 def unrecorded(error: BatonError) -> DeliveryUnrecorded:

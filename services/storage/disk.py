@@ -80,12 +80,21 @@ class RealFile(File):
 
     def cut(self, at: int) -> int:
         """See File."""
-        size, used = self.size, self._used(at)
+        size, used = self.size, self.used(at)
         if used:
             os.ftruncate(self._fd, at)
-            os.posix_fallocate(self._fd, 0, size)
-            os.fsync(self._fd)
+            self.resize(size)
         return used
+
+    def resize(self, size: int) -> None:
+        """See File."""
+        os.ftruncate(self._fd, size)
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise  # without room it is the write that is refused
+        os.fsync(self._fd)
 
     def sync(self) -> None:
         """See File."""
@@ -100,8 +109,8 @@ class RealFile(File):
         """See File."""
         os.close(self._fd)
 
-    def _used(self, at: int) -> int:
-        """Bytes from `at` to the last that is not zero; holes are not read."""
+    def used(self, at: int) -> int:
+        """See File. Holes are not read."""
         used_to = at
         for begin, end in list(self._data(at)):  # a list: reading makes the kernel fill holes
             for position in range(begin, end, len(_ZEROS)):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from batonmq.common.errors import NotServing
+from services.storage.core.commitlog import Unsynced
 from services.storage.core.producers import QueueKey
 from services.storage.node import Node
 
@@ -21,15 +22,20 @@ log = logging.getLogger(__name__)
 InThread = Callable[[Callable[[Any], None], Any], Awaitable[None]]
 
 
-class OneThread:
-    """Makes blocking calls in a thread of its own: a pool would wake another one for each call."""
+async def in_thread(call: Callable[[Any], None], argument: Any) -> None:
+    """Until `call` has returned in another thread, even for who is cancelled meanwhile.
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "sync")
-
-    def __call__(self, call: Callable[[Any], None], argument: Any) -> Awaitable[None]:
-        """Until `call` has returned."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, call, argument)
+    So nobody is at work any more on what a caller gives back, or closes, once it has ended. What
+    `call` raises after the cancellation is lost.
+    """
+    job = asyncio.get_running_loop().run_in_executor(None, call, argument)
+    try:
+        await asyncio.shield(job)
+    except asyncio.CancelledError:
+        while not job.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([job])
+        raise
 
 
 class Flusher:
@@ -39,7 +45,7 @@ class Flusher:
         grown: Called with the queues in which readers see more than before.
         took: Called with the seconds that a sync took.
         interval_ms: Time between syncs nobody waits for; 0 syncs at once.
-        in_thread: Makes the blocking call that syncs; by default a thread of its own.
+        in_thread: Makes the blocking call that syncs.
 
     Attributes:
         one_at_a_time: Held while the disk syncs.
@@ -52,15 +58,16 @@ class Flusher:
         grown: Callable[[frozenset[QueueKey]], None],
         took: Callable[[float], None],
         interval_ms: int = 0,
-        in_thread: InThread | None = None,
+        in_thread: InThread = in_thread,
     ) -> None:
-        self._in_thread = in_thread or OneThread()
-        self._store, self._sync, self._grown = node.store, node.sync, grown
+        self._in_thread = in_thread
+        self._store, self._node, self._grown = node.store, node, grown
         self._took, self._interval_ms = took, interval_ms
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._wrote, self._urgent = asyncio.Event(), asyncio.Event()
         self.one_at_a_time = asyncio.Lock()
         self._failure: Exception | None = None
+        self._sync_failure: OSError | None = None
         self._closed = ""
         self.on_sync: list[Callable[[int], None]] = []
 
@@ -141,12 +148,14 @@ class Flusher:
             await self.sync()
 
     async def sync(self) -> None:
-        """Sync what is written now.
+        """Sync what is written now; not after `close`, when the files may be closed, too.
 
         Raises:
             OSError: the disk has failed.
         """
         async with self.one_at_a_time:
+            if self._closed:
+                return
             if self._failure is not None:
                 raise self._failure
             unsynced = self._store.log.unsynced()
@@ -154,14 +163,21 @@ class Flusher:
             begin = now()
             try:
                 await self._in_thread(self._sync, unsynced)
-            except OSError as error:
-                self.fail(error)
-                raise
+            finally:
+                if self._sync_failure is not None:
+                    self.fail(self._sync_failure)
             self._took(now() - begin)
             self._grown(self._store.synced(unsynced.position))
             for call in self.on_sync:
                 call(unsynced.position)
             self._release()
+
+    def _sync(self, unsynced: Unsynced) -> None:
+        try:
+            self._node.sync(unsynced)
+        except OSError as error:
+            self._sync_failure = error  # known also if who waits for it is cancelled
+            raise
 
     async def _pause(self) -> None:
         try:

@@ -178,10 +178,12 @@ class Following:
         batches = check_received(recovery, log_.next_position, data, segment)
         try:
             log_.copy(data, segment)
+        except OSError as error:
+            serving.flusher.fail(error)
+            raise
+        try:
             for header, batch in batches:
                 recovery.take(header, batch)
-        except DiskFull:
-            raise
         except Exception as error:
             serving.flusher.fail(error)  # log and indexes may disagree: recovery has to look
             raise

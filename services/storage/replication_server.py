@@ -1,4 +1,4 @@
-"""The gRPC face of replication: what the master tells its slaves; and who answers at all."""
+"""The gRPC face of replication: what the master tells its slaves; and who answers what."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from batonmq.common.errors import (
     OldEpoch,
     WrongBroker,
 )
+from services.runtime.role import WhileMaster
 from services.runtime.stuck import PROBLEM_CHARS_MAX
 from services.storage.core.epochs import History, read_history
 from services.storage.mastership import Wish
@@ -113,8 +114,6 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
 class Front:
     """Stands where a servicer is expected: each call goes to the one on the copy that is open now.
 
-    An answer leaves only if the lease is still good then (protocol section 8).
-
     Args:
         anywhere: Methods that slaves answer too.
     """
@@ -123,14 +122,14 @@ class Front:
         self, role: Role, pick: Callable[[Serving], Any], anywhere: frozenset[str] = frozenset()
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
+        self._at_master = WhileMaster(role, lambda: pick(role.acting))
 
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        if method not in self._anywhere:
+            at_master: Callable[[Any, Context], Awaitable[Any]] = getattr(self._at_master, method)
+            return at_master
+
         async def call(request: Any, context: Context) -> Any:
             return await getattr(self._pick(self._role.copy.serving), method)(request, context)
 
-        async def call_at_master(request: Any, context: Context) -> Any:
-            answer = await getattr(self._pick(self._role.acting), method)(request, context)
-            self._role.check()
-            return answer
-
-        return call if method in self._anywhere else call_at_master
+        return call

@@ -62,15 +62,14 @@ class Role(role.Role[Mastership], Guarantee):
                 room=settings.room,
             )
         )
-        self.member.standing_back = self._stands_back
+        self.member.standing_back = lambda: self.copy.failed
         self._following: Following | None = None
         self._acting = False
-        self._stands_back_to_ms = 0
 
     def begin(self, copy: Copy, following: Following) -> None:
         """The copy, and what keeps it like the master's while that is another node."""
         self.copy, self._following = copy, following
-        copy.on_failure.append(lambda: self._step_back("its disk has failed"))
+        copy.on_failure.append(lambda: self.member.step_back("its disk has failed"))
 
     @property
     def acting(self) -> Serving:
@@ -140,24 +139,12 @@ class Role(role.Role[Mastership], Guarantee):
         """Stand for election and lead for ever; to be run as one task."""
         await self.member.election.run(self._lead)
 
-    def _stands_back(self) -> bool:
-        """Whether this node can't lead, or has resigned, and lets others go first for a while."""
-        return self.copy.failed or self._runtime.clock.monotonic_ms() < self._stands_back_to_ms
-
-    def _step_back(self, why: str) -> None:
-        """Be master no more, and not at once again: whoever else has everything goes first."""
-        if self._mastership is not None:
-            log.error("resigns: %s", why)
-        now_ms = self._runtime.clock.monotonic_ms()
-        self._stands_back_to_ms = now_ms + 3 * self._settings.master_lease_ms
-        self.member.election.resign()
-
     async def _lead(self, revision: int) -> None:
         async with self.copy.writing:
             try:
                 mastership = await self._begun(revision)
             except (OSError, BatonError) as error:
-                self._step_back(f"an epoch can't be begun: {error}")
+                self.member.step_back(f"an epoch can't be begun: {error}")
                 return
             if mastership is None:
                 return
@@ -216,5 +203,5 @@ class Role(role.Role[Mastership], Guarantee):
             others = books.holders(serving.node.store.readable_position + 1) > 1
             rotten = serving.damage.rotten
             if rotten is not None and rotten >= serving.node.store.log.first_position and others:
-                self._step_back(f"its log is damaged at position {rotten}")
+                self.member.step_back(f"its log is damaged at position {rotten}")
                 return

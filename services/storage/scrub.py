@@ -7,7 +7,7 @@ import logging
 
 from services.storage.core.scrub import Piece, Scrub
 from services.storage.damage import Damage
-from services.storage.flush import InThread
+from services.storage.flush import InThread, in_thread
 from services.storage.node import Node
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Scrubber:
         damage: Damage,
         *,
         bytes_per_s: int,
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread = in_thread,
     ) -> None:
         self._scrub = Scrub(node.disk, node.store.log)
         self._damage, self._bytes_per_s, self._in_thread = damage, bytes_per_s, in_thread

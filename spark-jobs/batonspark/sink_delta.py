@@ -2,7 +2,9 @@
 
 Tasks write Parquet files; the driver then makes them part of the table in one commit, which also
 notes the query and the number of its micro-batch. What is written again after a crash finds its
-number there, and its files are thrown away. Files that nobody ever committed are removed by vacuum.
+number there, and its files are thrown away. A commit may stand although it failed: the table then
+says so, and as long as it does not say the opposite no file is thrown away. Files that nobody ever
+committed are removed by vacuum.
 
 With `view` `metrics` the rows that come are messages of BATON_SYS_METRICS, and the table has the
 events in them: tasks open what they write.
@@ -11,19 +13,14 @@ events in them: tasks open what they write.
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from secrets import token_hex
-from typing import Any
-from urllib.parse import quote
 
 import deltalake
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from deltalake.exceptions import TableNotFoundError
 from deltalake.transaction import AddAction, CommitProperties, Transaction
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
@@ -40,13 +37,21 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from batonmq.common.clock import Clock
-from batonspark.bronze import DATED, events_of
+from batonspark.bronze import DATED
 from batonspark.decode import MESSAGES
+from batonspark.delta_files import (
+    Target,
+    WrittenFile,
+    has_transaction,
+    remove,
+    stands,
+    write_files,
+)
 from batonspark.delta_stream import DeltaStreamReader, delta_reading, delta_schema
 from batonspark.options import BadOption
 
-_ROWS_PER_GROUP = 128 * 1024
-_NULL = "__HIVE_DEFAULT_PARTITION__"
+log = logging.getLogger(__name__)
+
 _QUERY_ID = "sql.streaming.queryId"
 _OPTIONS = {"path", "partitionby", "txnappid", "txnversion", "compression", "view"}
 _SPARKS_OWN = {"checkpointlocation", "queryname"}
@@ -80,39 +85,6 @@ class DeltaDataSource(DataSource):
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where rows go.
-
-    Attributes:
-        path: Folder of the table, the same on all nodes.
-        schema: Of the table's rows, in Arrow's terms.
-        partition_by: Columns by whose values the files are put into folders.
-        opened: Whether messages come, and the table has the events in them.
-    """
-
-    path: str
-    schema: pa.Schema
-    partition_by: tuple[str, ...]
-    compression: str
-    opened: bool = False
-
-    @property
-    def file_schema(self) -> pa.Schema:
-        """Of the files: without the columns that their folders tell."""
-        return pa.schema([each for each in self.schema if each.name not in self.partition_by])
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """A Parquet file, not part of the table yet."""
-
-    path: str
-    bytes_count: int
-    partition: Mapping[str, str | None]
-    stats: str
-
-
-@dataclass(frozen=True)
 class Written(WriterCommitMessage):
     """What one task has written."""
 
@@ -138,8 +110,8 @@ class DeltaWriter(DataSourceArrowWriter):
         commit_files(self._target, _files(messages), self._transaction, mode=mode)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Throw the files away."""
-        _remove(self._target, _files(messages))
+        """Throw the files away, if they are certainly not part of the table."""
+        discard_files(self._target, _files(messages), self._transaction)
 
 
 class DeltaStreamWriter(DataSourceStreamArrowWriter):
@@ -158,14 +130,18 @@ class DeltaStreamWriter(DataSourceStreamArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Make all files part of the table, unless an earlier try of the micro-batch did."""
-        ids = {one.query_id for one in messages if isinstance(one, Written)}
-        if ids:
-            app_id = self._app_id or ids.pop()
+        if (app_id := self._app_of(messages)) is not None:
             commit_files(self._target, _files(messages), (app_id, batchId))
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Throw the files away."""
-        _remove(self._target, _files(messages))
+        """Throw the files away, if they are certainly not part of the table."""
+        if (app_id := self._app_of(messages)) is not None:
+            discard_files(self._target, _files(messages), (app_id, batchId))
+
+    def _app_of(self, messages: list[WriterCommitMessage | None]) -> str | None:
+        """Who writes; None if no task has written."""
+        ids = {one.query_id for one in messages if isinstance(one, Written)}
+        return (self._app_id or ids.pop()) if ids else None
 
 
 def read_delta(
@@ -191,23 +167,6 @@ def read_delta(
     return rows.select(schema.fieldNames())  # Spark puts the columns of folders last
 
 
-def write_files(target: Target, batches: Iterator[pa.RecordBatch]) -> list[WrittenFile]:
-    """One Parquet file for each partition of the table that has rows."""
-    files: dict[tuple[str | None, ...], _File] = {}
-    try:
-        for batch in events_of(batches) if target.opened else batches:
-            rows = batch.cast(target.schema) if batch.schema != target.schema else batch
-            for values, part in _split(rows, target.partition_by):
-                if values not in files:
-                    files[values] = _File(target, values)
-                files[values].write(part.select(target.file_schema.names))
-        return [one.close() for one in files.values()]
-    except BaseException:
-        for one in files.values():
-            one.discard()
-        raise
-
-
 def commit_files(
     target: Target,
     files: Sequence[WrittenFile],
@@ -226,126 +185,44 @@ def commit_files(
     table = _table(target)
     properties = None
     if transaction is not None:
-        app_id, version = transaction
-        done = table.transaction_version(app_id)
-        if done is not None and done >= version:
-            _remove(target, files)
+        if has_transaction(table, transaction):
+            remove(target, files)
             return False
-        properties = CommitProperties(app_transactions=[Transaction(app_id, version)])
+        properties = CommitProperties(app_transactions=[Transaction(*transaction)])
     unix_ms = Clock().unix_ms()
     actions = [
         AddAction(one.path, one.bytes_count, dict(one.partition), unix_ms, True, one.stats)
         for one in files
     ]
-    table.create_write_transaction(
-        list(actions),
-        mode,
-        deltalake.Schema.from_arrow(target.schema),
-        list(target.partition_by),
-        commit_properties=properties,
-    )
+    try:
+        table.create_write_transaction(
+            list(actions),
+            mode,
+            deltalake.Schema.from_arrow(target.schema),
+            list(target.partition_by),
+            commit_properties=properties,
+        )
+    except Exception as error:
+        # Behind the commit a checkpoint is made now and then, which may fail by itself.
+        if not stands(deltalake.DeltaTable(target.path), files, transaction):
+            raise
+        log.warning("commit stands although it failed path=%s error=%s", target.path, error)
     return True
 
 
-class _File:
-    """A Parquet file that is being written."""
-
-    def __init__(self, target: Target, values: tuple[str | None, ...]) -> None:
-        self._target = target
-        self._partition = dict(zip(target.partition_by, values, strict=True))
-        folder = "/".join(
-            f"{name}={_NULL if value is None else quote(value, safe='')}"
-            for name, value in self._partition.items()
-        )
-        name = f"part-{token_hex(16)}.{target.compression}.parquet"
-        self._name = f"{folder}/{name}" if folder else name
-        self._path = Path(target.path) / self._name
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("wb")
-        texts = [each.name for each in target.file_schema if each.type == pa.string()]
-        self._writer = pq.ParquetWriter(
-            self._file,
-            target.file_schema,
-            compression=target.compression,
-            use_dictionary=texts or False,  # numbers are smaller and quicker without
-        )
-        self._waiting: list[pa.RecordBatch] = []
-
-    def write(self, rows: pa.RecordBatch) -> None:
-        self._waiting.append(rows)
-        if sum(each.num_rows for each in self._waiting) >= _ROWS_PER_GROUP:
-            self._flush()
-
-    def close(self) -> WrittenFile:
-        """The file, durable."""
-        self._flush()
-        self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        stats = _stats(pq.read_metadata(self._path))
-        return WrittenFile(self._name, self._path.stat().st_size, self._partition, stats)
-
-    def discard(self) -> None:
-        self._writer.close()
-        self._file.close()
-        self._path.unlink(missing_ok=True)
-
-    def _flush(self) -> None:
-        if self._waiting:
-            self._writer.write_table(pa.Table.from_batches(self._waiting))
-            self._waiting = []
-
-
-def _split(
-    rows: pa.RecordBatch, names: Sequence[str]
-) -> Iterator[tuple[tuple[str | None, ...], pa.RecordBatch]]:
-    """The rows of each partition, and the partition's values as Delta writes them."""
-    if not names:
-        yield (), rows
+def discard_files(
+    target: Target, files: Sequence[WrittenFile], transaction: tuple[str, int] | None
+) -> None:
+    """Remove files, or none if any may be part of the table: what stays is left to a vacuum."""
+    try:
+        standing = stands(deltalake.DeltaTable(target.path), files, transaction)
+    except TableNotFoundError:
+        standing = False
+    except Exception as error:  # noqa: BLE001  whatever it is: nobody knows what is committed
+        log.warning("files are left to a vacuum path=%s error=%s", target.path, error)
         return
-    columns = [rows.column(name).cast(pa.string()) for name in names]
-    wanted = pa.table(dict(zip(names, columns, strict=True))).group_by(list(names)).aggregate([])
-    found = [tuple(row[name] for name in names) for row in wanted.to_pylist()]
-    if len(found) == 1:
-        yield found[0], rows
-        return
-    for values in found:
-        kept = None
-        for column, value in zip(columns, values, strict=True):
-            same = (
-                pc.is_null(column)
-                if value is None
-                else pc.fill_null(pc.equal(column, value), False)
-            )
-            kept = same if kept is None else pc.and_(kept, same)
-        yield values, rows.filter(kept)
-
-
-def _stats(metadata: Any) -> str:
-    """What readers may skip a file by, as the protocol of Delta wants it: counts and bounds."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    least: dict[str, int | str] = {}
-    most: dict[str, int | str] = {}
-    for number in range(metadata.num_columns):
-        columns = [group.column(number) for group in groups]
-        name, found = columns[0].path_in_schema, [each.statistics for each in columns]
-        if "." in name or not all(each is not None and each.has_min_max for each in found):
-            continue
-        try:
-            low, high = min(each.min for each in found), max(each.max for each in found)
-            after = high + timedelta(milliseconds=1) if isinstance(high, datetime) else None
-        except OverflowError:  # a time that Python does not know
-            continue
-        if after is not None:
-            least[name], most[name] = _bound(low), _bound(after)
-        elif isinstance(low, int):
-            least[name], most[name] = low, high
-    return json.dumps({"numRecords": metadata.num_rows, "minValues": least, "maxValues": most})
-
-
-def _bound(time: datetime) -> str:
-    return f"{time.astimezone(UTC).isoformat(timespec='milliseconds')[:-6]}Z"
+    if not standing:
+        remove(target, files)
 
 
 def _table(target: Target) -> deltalake.DeltaTable:
@@ -400,8 +277,3 @@ def _transaction(options: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _files(messages: Sequence[WriterCommitMessage | None]) -> list[WrittenFile]:
     return [file for one in messages if isinstance(one, Written) for file in one.files]
-
-
-def _remove(target: Target, files: Sequence[WrittenFile]) -> None:
-    for one in files:
-        (Path(target.path) / one.path).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from batonspark import alerts, latency, rollup, schemas
+from batonspark.delta_files import has_transaction
 from batonspark.events import struct
 
 log = logging.getLogger(__name__)
@@ -98,9 +99,7 @@ class Upsert:
 
     def done(self) -> bool:
         """Whether this write, or a later one, is in the table already."""
-        app_id, number = self.transaction
-        version = deltalake.DeltaTable(self.path).transaction_version(app_id)
-        return version is not None and version >= number
+        return has_transaction(deltalake.DeltaTable(self.path), self.transaction)
 
     def apply(
         self, columns: Sequence[str], base: str, made: Callable[[pa.Table], pa.Table]
@@ -118,6 +117,8 @@ class Upsert:
         where = _within(self.minutes)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             table = deltalake.DeltaTable(self.path)
+            if has_transaction(table, self.transaction):
+                return  # somebody else has written the same meanwhile
             found = pa.table(table.scan(list(columns), f"{where} AND {base}").read_all())
             try:
                 deltalake.write_deltalake(

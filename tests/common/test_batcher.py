@@ -165,3 +165,19 @@ async def test_one_item_more_than_may_wait_is_refused() -> None:
     assert refused.value.facts == {"limit": "2"}
     assert refused.value.retry_after_ms > 0
     assert [item for batch in far.batches for item in batch] == [0, 1, 2]
+
+
+async def test_who_calls_after_the_end_of_run_is_cancelled_too() -> None:
+    far = Far()
+    batcher = Batcher(far.send)
+    async with asyncio.TaskGroup() as tasks:
+        loop = tasks.create_task(batcher.run())
+        await Callers(batcher, tasks).call(0)
+        await until(lambda: far.batches)
+        loop.cancel()
+    async with asyncio.TaskGroup() as tasks:
+        (late,) = await Callers(batcher, tasks).call(1)
+        await asyncio.wait({late}, timeout=20)
+        assert late.cancelled()
+        late.cancel()
+    assert far.batches == [[0]]

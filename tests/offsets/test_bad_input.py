@@ -1,5 +1,6 @@
-"""Goal: malformed calls are refused with the field that is wrong, and change nothing. Method: the
-real service behind a real channel; every batched call with one bad item behind a good one.
+"""Goal: what is malformed is refused with the field that is wrong, and changes nothing: the call,
+or only the item if the call brings items of many clients. Method: the real service behind a real
+channel; every batched call with one bad item behind a good one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import pytest
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 
+from batonmq.common.errors import BatonError
+from batonmq.common.rpc import error_from_pb
 from services.offsets.wire import ITEMS_MAX, NUMBER_MAX
 from tests.offsets.service import (
     GOOD,
@@ -43,6 +46,25 @@ ITEMS: dict[str, Callable[..., Any]] = {
     ),
 }
 BATCHED = sorted(GOOD)
+SHARED = {"Fence", "RecordDelivered", "Touch"}
+"""Calls in which items of many clients come."""
+
+
+async def refused_item(service: Service, method: str, bad: Any) -> BatonError:
+    """Why an item behind a good one is refused; the fact `field` as the call would tell it."""
+    request = ITEMS[method](bad)
+    if method not in SHARED:
+        code, error = await refusal(service, method, request)
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        return error
+    known = len(service.offsets.table)
+    good, refused = (await call(service, method, request)).outcomes
+    assert not good.HasField("error") or reasons([good]) == ["REASON_TOKEN_MISMATCH"]
+    assert len(service.offsets.table) == known
+    error = error_from_pb(refused.error)
+    assert error.kind == "INVALID_ARGUMENT"
+    error.facts["field"] = f"items[1].{error.facts['field']}"
+    return error
 
 
 def named(group: str = "g", topic: str = "t", broker: str = "b", queue_id: int = 0) -> Any:
@@ -70,10 +92,8 @@ BAD_QUEUES = {
 async def test_a_malformed_queue_is_refused(service: Service, method: str, case: str) -> None:
     await service.held()
     bad, reason, field = BAD_QUEUES[case]
-    request = ITEMS[method](GOOD[method](queue=bad))
-    code, error = await refusal(service, method, request)
-    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
-    assert error.facts["field"] == f"items[1].{field}"
+    error = await refused_item(service, method, GOOD[method](queue=bad))
+    assert (error.reason, error.facts["field"]) == (reason, f"items[1].{field}")
 
 
 @pytest.mark.parametrize("case", BAD_QUEUES)
@@ -162,13 +182,11 @@ BAD_ITEMS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "fields", "field"), BAD_ITEMS)
-async def test_a_malformed_item_refuses_the_call(
+async def test_a_malformed_item_is_refused(
     service: Service, method: str, fields: dict[str, Any], field: str
 ) -> None:
     await service.held()
-    request = ITEMS[method](GOOD[method](**fields))
-    code, error = await refusal(service, method, request)
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    error = await refused_item(service, method, GOOD[method](**fields))
     assert error.facts["field"] == f"items[1].{field}"
 
 
@@ -202,8 +220,8 @@ async def test_a_call_with_too_many_items_is_refused(service: Service, method: s
 async def test_too_many_ranges_are_refused(service: Service, method: str, field: str) -> None:
     await service.held()
     runs = [run(at, at + 1) for at in range(0, 2_002, 2)]
-    code, error = await refusal(service, method, ITEMS[method](GOOD[method](**{field: runs})))
-    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
+    error = await refused_item(service, method, GOOD[method](**{field: runs}))
+    assert error.reason == "LIMIT_EXCEEDED"
     assert error.facts == {"field": f"items[1].{field}", "limit": "1000", "actual": "1001"}
 
 
@@ -347,10 +365,8 @@ async def test_a_malformed_group_or_topic_is_refused(service: Service, request_p
 
 
 async def test_nobody_resumes_nothing(service: Service) -> None:
+    await service.held()
     item = wish(resume=[run(0, 1)])
     item.ClearField("holder")
-    code, error = await refusal(service, "Fence", pb.FenceRequest(term=TERM, items=[item]))
-    assert (code, error.facts) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        {"field": "items[0].resume"},
-    )
+    error = await refused_item(service, "Fence", item)
+    assert (error.reason, error.facts) == ("INVALID_ARGUMENT", {"field": "items[1].resume"})

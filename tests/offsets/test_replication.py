@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from services.offsets.core.calls import QueueKey
 from services.offsets.disk import Entry
 from tests.offsets.replicas import (
     LAG_MS_MAX,
+    TIMEOUT_S,
     Replica,
     ReplicaSet,
     commit,
@@ -165,28 +167,32 @@ async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refus
     for name in others(scene, first):
         await scene.nodes[name].stop()
     await scene.in_sync(first.name)
-    over, write = asyncio.Event(), first.disk.write
+    before = first.stored()
+    begun, over, write_now = threading.Event(), threading.Event(), first.disk.write_now
 
-    async def slow(entries: Sequence[Entry]) -> None:
-        await over.wait()
-        await write(entries)
+    def slow(entries: Sequence[Entry], *, anew: bool = False) -> None:
+        begun.set()
+        over.wait(TIMEOUT_S)  # in a thread, as a disk that stands still: who waits may be cancelled
+        write_now(entries, anew=anew)
 
-    monkeypatch.setattr(first.disk, "write", slow)
-    first.session.silent = True
+    monkeypatch.setattr(first.disk, "write_now", slow)
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(refusal(first, 20))
+        await until(begun.is_set)
+        first.session.silent = True
 
         async def lease_over() -> bool:
             try:
                 await committed(first, queue_id=1)
             except grpc.aio.AioRpcError as error:
-                assert from_rpc_error(error).reason in ("NOT_LEADER", "NO_QUORUM")
-                return True
+                # UNREACHABLE: this call, too, had begun by then.
+                return from_rpc_error(error).reason in ("NOT_LEADER", "NO_QUORUM")
             return False
 
         await until(lease_over)
         over.set()
     assert isinstance(waiting.result(), Unreachable), "it is on the disk, and will count"
+    await until(lambda: first.stored() != before)
     await first.crash()
     await scene.start(first.name)
     assert await committed(await scene.master()) == 20

@@ -109,7 +109,7 @@ async def test_record_delivered_answers_maybe_seen(service: Service) -> None:
         pb.DeliveryItem(queue=queue(), token=2, first_offset=12, next_offset=20),
         pb.DeliveryItem(queue=queue(), token=2, first_offset=21, next_offset=22),
         pb.DeliveryItem(queue=queue(), token=1, first_offset=20, next_offset=22),
-        pb.DeliveryItem(queue=queue("nobody"), token=1, first_offset=0, next_offset=1),
+        pb.DeliveryItem(queue=queue(queue_id=9), token=1, first_offset=0, next_offset=1),
     ]
     answer = await call(service, "RecordDelivered", pb.RecordDeliveredRequest(items=items))
     assert [list(outcome.delivered.maybe_seen) for outcome in answer.outcomes[:2]] == [
@@ -137,7 +137,7 @@ async def test_touch_answers_an_error_or_nothing(service: Service) -> None:
     items = [
         pb.TouchItem(queue=queue(), token=1),
         pb.TouchItem(queue=queue(), token=2),
-        pb.TouchItem(queue=queue("nobody"), token=2),
+        pb.TouchItem(queue=queue(queue_id=9), token=2),
     ]
     answer = await call(service, "Touch", pb.TouchRequest(items=items))
     assert not answer.outcomes[0].HasField("error")

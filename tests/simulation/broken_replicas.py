@@ -65,7 +65,7 @@ def _candidacy(replicas: ReplicaSet, before: Standing, in_sync: frozenset[str]) 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:
     """Who was elected answers until it hears that it is over."""
     patch.setattr(Role, "check", lambda _: None)
-    patch.setattr(Role, "serves", lambda *_: True)
+    patch.setattr(Role, "check_still", lambda *_: None)
 
 
 def histories_without_epochs(patch: pytest.MonkeyPatch) -> None:

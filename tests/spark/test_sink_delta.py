@@ -19,8 +19,9 @@ from pyspark.sql import SparkSession
 
 from batonspark.bronze import DATED
 from batonspark.decode import MESSAGES
+from batonspark.delta_files import Target, write_files
 from batonspark.options import BadOption
-from batonspark.sink_delta import Target, commit_files, read_delta, write_files
+from batonspark.sink_delta import commit_files, read_delta
 from tests.spark.metric_events import NOON, batch, event
 
 SCHEMA = pa.schema(

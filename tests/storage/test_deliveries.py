@@ -26,7 +26,9 @@ HOLDER = Holder("billing", "orders", "broker-a", 0, 1)
 
 
 @asynccontextmanager
-async def asking(clock: Clock) -> AsyncIterator[tuple[Deliveries, OffsetsTwin]]:
+async def asking(
+    clock: Clock, age_ms_max: int = 2_000
+) -> AsyncIterator[tuple[Deliveries, OffsetsTwin]]:
     twin = OffsetsTwin()  # type: ignore[abstract]
     async with (
         serving(
@@ -35,7 +37,7 @@ async def asking(clock: Clock) -> AsyncIterator[tuple[Deliveries, OffsetsTwin]]:
         asyncio.TaskGroup() as tasks,
     ):
         stub = offsets_grpc.OffsetsServiceStub(channel)
-        deliveries = Deliveries(lambda: stub, clock)
+        deliveries = Deliveries(lambda: stub, clock, age_ms_max=age_ms_max)
         running = tasks.create_task(deliveries.run())
         yield deliveries, twin
         running.cancel()

@@ -62,7 +62,7 @@ async def test_a_master_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
     await first.append(*numbered(0, 3))
     failing = disks.failing[first.folder] = Failing(errno.EIO, SYNC, left=1)
     error = await first.refusal(*numbered(3, 1))
-    assert error.reason == "NOT_SERVING"
+    assert error.reason == "UNREACHABLE"
     assert failing.met == 1
     second = await scene.master()
     assert second is not first

@@ -317,7 +317,7 @@ async def test_a_master_that_ends_in_good_order_lets_nobody_out_of_the_set(scene
 
         await until(written)
         await master.stop()
-    assert refused.result().reason == "NOT_SERVING"
+    assert refused.result().reason == "UNREACHABLE"
     assert (await scene.master()).name in slaves
     await scene.in_sync(*slaves)
 

@@ -319,6 +319,12 @@ def test_settled_tells_what_is_left_when_its_time_is_over() -> None:
     run_virtual(run())
 
 
+async def test_settled_that_has_seen_nothing_in_its_time_says_so() -> None:
+    async with MemoryBroker() as broker:
+        with pytest.raises(TimeoutError, match="not known"):
+            await broker.settled("billing", timeout_s=1e-9)
+
+
 async def test_an_admin_sees_a_cluster_of_four_services() -> None:
     async with MemoryBroker(broker_count=2) as broker, broker.admin() as admin:
         nodes = (await admin.cluster()).nodes

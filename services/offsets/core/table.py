@@ -262,6 +262,27 @@ class ProgressTable:
         yield from self._queues.items()
         yield from self._tombstones.items()
 
+    def after(
+        self, group: str, count: int
+    ) -> tuple[list[tuple[QueueKey, Progress | Tombstone]], bool]:
+        """About `count` queues of the groups with greater names, by group, each group whole.
+
+        Returns:
+            The queues, those of deleted topics and groups too; and whether there are more.
+        """
+        ended: dict[str, list[QueueKey]] = {}
+        for key in self._tombstones:
+            if key.group > group:
+                ended.setdefault(key.group, []).append(key)
+        names = sorted({name for name in self._groups if name > group} | ended.keys())
+        found: list[tuple[QueueKey, Progress | Tombstone]] = []
+        for name in names:
+            if len(found) >= count:
+                return found, True
+            found.extend(self._groups.get(name, {}).items())
+            found.extend((key, self._tombstones[key]) for key in ended.get(name, ()))
+        return found, False
+
     def _check_topic_id(self, key: QueueKey, topic_id: int) -> None:
         """Refuse a start offset that was found before the topic was created anew.
 

@@ -169,17 +169,13 @@ class CommitLog:
 
         Raises:
             DiskFull: there is no space; nothing was written.
-            DataLoss: the segments of this log lie elsewhere.
+            DataLoss: the segments of this log lie elsewhere; nothing was written.
             OSError: the disk has failed; what was written is not known.
         """
-        first_position, end = segment
-        if self._segments and self._end() == end and self._firsts[-1] == first_position:
-            found = self._segments[-1]
-        else:
-            found = self._follow(first_position, end)
+        found = self._shared(*segment)
         position = self.next_position
         try:
-            self._writable(found).write(position - first_position, [data])
+            self._writable(found).write(position - found.first_position, [data])
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
@@ -266,7 +262,7 @@ class CommitLog:
         while self._segments and self._segments[-1].first_position > position:
             segment = self._segments.pop()
             self._firsts.pop()
-            dropped += self._writable(segment).cut(0)
+            dropped += self._writable(segment).used(0)
             self._close(segment)
             self._cache.forget(segment.path)
             self._disk.remove(segment.path)
@@ -303,15 +299,27 @@ class CommitLog:
         self._segments.append(segment)
         self._firsts.append(segment.first_position)
 
-    def _follow(self, first_position: int, end: int) -> _Segment:
-        """The next segment, as the other log has it; one that is still empty makes way.
+    def _shared(self, first_position: int, end: int) -> _Segment:
+        """The segment [first_position, end) of another log, which holds what follows there.
+
+        The last one here gets the end that it has there: either may have met with a crash while its
+        tail was cut. One that is still empty makes way.
 
         Raises:
+            DiskFull: there is no space for it.
             DataLoss: it does not follow what is here.
         """
-        last = self._segments[-1] if self._segments else None
-        if last is not None and last.first_position == self.next_position:
-            self.drop_empty()
+        if self._segments:
+            last = self._segments[-1]
+            empty = last.first_position == self.next_position
+            fits = last.next_position == end or (not empty and self.next_position <= end)
+            if last.first_position == first_position and fits:
+                self._resize(last, end)
+                return last
+            if empty:
+                self.drop_empty()
+            elif self.next_position == first_position:
+                self._resize(last, first_position)
         if not self.next_position == self._end() == first_position:
             raise DataLoss(
                 f"the other log has a segment [{first_position}, {end}); this one has others",
@@ -324,6 +332,13 @@ class CommitLog:
         self._segments.append(segment)
         self._firsts.append(first_position)
         return segment
+
+    def _resize(self, segment: _Segment, end: int) -> None:
+        """Let a segment end there, behind which nothing is written."""
+        if segment.next_position != end:
+            size = end - segment.first_position
+            self._writable(segment).resize(size)
+            segment.size = size
 
     def drop_empty(self) -> None:
         """Remove the last segment, in which nothing is written yet. Durable on return."""

@@ -34,9 +34,22 @@ class File(Protocol):
     def cut(self, at: int) -> int:
         """Make everything from byte `at` on zero; the size stays. Durable on return.
 
+        A crash may leave any of these bytes as they were, or the file without some of them.
+
         Returns:
-            How many bytes from `at` to the last one that was not zero.
+            `used(at)`, before.
         """
+        ...
+
+    def resize(self, size: int) -> None:
+        """Make the file that long; what is added is zero, and allocated if there is room.
+
+        Durable on return.
+        """
+        ...
+
+    def used(self, at: int) -> int:
+        """How many bytes from byte `at` to the last one that is not zero."""
         ...
 
     def sync(self) -> None:

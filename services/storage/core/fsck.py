@@ -322,6 +322,12 @@ class _ComparedFile(File):
     def cut(self, at: int) -> int:
         raise AssertionError(self._path)
 
+    def resize(self, size: int) -> None:
+        raise AssertionError(self._path)
+
+    def used(self, at: int) -> int:
+        raise AssertionError(self._path)
+
     def sync(self) -> None:
         return
 

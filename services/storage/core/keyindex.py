@@ -143,7 +143,8 @@ class KeyIndex:
     """See the module. One owner; `Unsaved` may be written by another thread.
 
     Args:
-        segment_end: Position at which the segment that holds, or will hold, a position ends.
+        segment_end: Position at which the segment that holds, or will hold, a position ends. The
+            last segment may get another end as long as nothing lies behind it.
         first_position: Of the log.
     """
 
@@ -162,7 +163,7 @@ class KeyIndex:
         self._ended: list[Ended] = []
         self._handed_out: tuple[Ended, ...] = ()
         self._saved_path = ""
-        self._open = _Open(first_position, segment_end(first_position))
+        self._open = _Open(first_position)
 
     def append(
         self,
@@ -178,8 +179,8 @@ class KeyIndex:
             keys: For every key the index of its message in the batch, and its hash.
         """
         position, next_position = span
-        while position >= self._open.segment_end:
-            self._end(self._open.segment_end)
+        while position >= (end := self._segment_end(self._open.first_position)):
+            self._end(end)
         if len(keys[0]):
             self._open.add(position, topic_id, keys, store_unix_ms)
             if self._open.count >= self._run_entries:
@@ -244,7 +245,7 @@ class KeyIndex:
                 runs.append(run)
         if position != at.first_position:
             raise BadIndex(f"no key index from position {position} on")
-        self._open = _Open(at.first_position, self._segment_end(at.first_position))
+        self._open = _Open(at.first_position)
         self._open.resume(at, self._read_open(open_run))
         self._runs, self._saved_path = runs, open_path(at.first_position)
         kept = {run.path for run in runs} | {open_path(at.first_position)}
@@ -277,7 +278,7 @@ class KeyIndex:
                 with suppress(OSError):  # as on a full disk: then they stay in memory, for now
                     self.settle()
             self._ended.append(Ended(self._open.stretch(next_position), self._open.rows))
-        self._open = _Open(next_position, self._segment_end(next_position))
+        self._open = _Open(next_position)
 
     def _names(self) -> Sequence[str]:
         return self._disk.names(FOLDER)
@@ -302,8 +303,8 @@ class Found:
 class _Open:
     """The run that takes entries. Its rows are never changed, only added to."""
 
-    def __init__(self, first_position: int, segment_end: int) -> None:
-        self.first_position, self.segment_end = first_position, segment_end
+    def __init__(self, first_position: int) -> None:
+        self.first_position = first_position
         self.count = self.saved_count = 0
         self._first_unix_ms = self._last_unix_ms = 0
         self._all = np.empty(_ENTRIES_MIN, ROW)

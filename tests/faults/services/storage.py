@@ -40,6 +40,13 @@ class UpsetFile(File):
         self._upsets.sync()
         return self._file.cut(at)
 
+    def resize(self, size: int) -> None:
+        self._upsets.sync()
+        self._file.resize(size)
+
+    def used(self, at: int) -> int:
+        return self._file.used(at)
+
     def sync(self) -> None:
         unsynced, self._unsynced = self._unsynced, []
         try:

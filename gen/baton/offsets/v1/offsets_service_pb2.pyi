@@ -303,19 +303,23 @@ class AnnounceRequest(_message.Message):
 
     TERM_FIELD_NUMBER: _builtins.int
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
+    AFTER_GROUP_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """Term of the leader: create revision of its election key; positive. Required."""
     offsets_epoch: _builtins.int
     """Highest epoch of offsets the caller has seen; 0 for none."""
+    after_group: _builtins.str
+    """Tell only of groups with greater names; empty for the first part."""
     def __init__(
         self,
         *,
         term: _builtins.int = ...,
         offsets_epoch: _builtins.int = ...,
+        after_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_group", b"after_group", "offsets_epoch", b"offsets_epoch", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,21 +333,25 @@ class AnnounceResponse(_message.Message):
 
     OFFSETS_EPOCH_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     offsets_epoch: _builtins.int
     """Epoch of this replica set."""
+    more: _builtins.bool
+    """True if there are groups with greater names than the last one's."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueToken]:
-        """Token and holder of every queue, those of deleted topics included."""
+        """Token and holder of every queue, those of deleted topics included; by group, each group whole."""
 
     def __init__(
         self,
         *,
         offsets_epoch: _builtins.int = ...,
         queues: _abc.Iterable[Global___QueueToken] | None = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_epoch", b"offsets_epoch", "queues", b"queues"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "offsets_epoch", b"offsets_epoch", "queues", b"queues"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,12 +30,14 @@ class OffsetsServiceStub:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
-    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
+    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
+    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
+    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
 
     A group is kept by one replica set at a time. What is asked of another one about it is refused, by
     item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here, UNAVAILABLE (NOT_SERVING).
+    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
     """
 
     def __init__(self, channel):
@@ -131,16 +133,19 @@ class OffsetsServiceServicer:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
-    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
+    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
+    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
+    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
 
     A group is kept by one replica set at a time. What is asked of another one about it is refused, by
     item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here, UNAVAILABLE (NOT_SERVING).
+    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
     """
 
     def Announce(self, request, context):
-        """A new lock manager leader makes its term known; nothing of an older term is accepted again.
+        """A new lock manager leader makes its term known; nothing of an older term is accepted again. The
+        answer tells of about 10,000 queues: with many it takes several calls, each like the first.
 
         Statuses: FAILED_PRECONDITION (OLD_EPOCH) if a newer term has announced itself.
         """
@@ -153,7 +158,7 @@ class OffsetsServiceServicer:
 
         Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
         NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
-        nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
+        nobody), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,7 +171,7 @@ class OffsetsServiceServicer:
         is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
 
         Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
-        NOT_FOUND (UNKNOWN_QUEUE).
+        NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +180,7 @@ class OffsetsServiceServicer:
     def Touch(self, request, context):
         """Storage keeps the holders of parked pulls alive.
 
-        Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -413,12 +418,14 @@ class OffsetsService:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
-    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
+    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
+    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
+    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
 
     A group is kept by one replica set at a time. What is asked of another one about it is refused, by
     item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here, UNAVAILABLE (NOT_SERVING).
+    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
     """
 
     @staticmethod

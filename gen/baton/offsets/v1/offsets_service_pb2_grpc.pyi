@@ -31,12 +31,14 @@ class OffsetsServiceStub:
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
-    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
+    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
+    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
+    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
 
     A group is kept by one replica set at a time. What is asked of another one about it is refused, by
     item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here, UNAVAILABLE (NOT_SERVING).
+    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
     """
 
     @_typing.overload
@@ -44,7 +46,8 @@ class OffsetsServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OffsetsServiceAsyncStub: ...
     Announce: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.AnnounceRequest, _offsets_service_pb2.AnnounceResponse]
-    """A new lock manager leader makes its term known; nothing of an older term is accepted again.
+    """A new lock manager leader makes its term known; nothing of an older term is accepted again. The
+    answer tells of about 10,000 queues: with many it takes several calls, each like the first.
 
     Statuses: FAILED_PRECONDITION (OLD_EPOCH) if a newer term has announced itself.
     """
@@ -53,7 +56,7 @@ class OffsetsServiceStub:
 
     Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
     NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
-    nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
+    nobody), INVALID_ARGUMENT.
     """
     RecordDelivered: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.RecordDeliveredRequest, _offsets_service_pb2.RecordDeliveredResponse]
     """Storage records what it is about to deliver; no bytes leave before the answer.
@@ -62,12 +65,12 @@ class OffsetsServiceStub:
     is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
 
     Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
-    NOT_FOUND (UNKNOWN_QUEUE).
+    NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
     Touch: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]
     """Storage keeps the holders of parked pulls alive.
 
-    Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]
     """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back. A
@@ -164,17 +167,20 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
-    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
+    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
+    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
+    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
 
     A group is kept by one replica set at a time. What is asked of another one about it is refused, by
     item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here, UNAVAILABLE (NOT_SERVING).
+    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Announce: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.AnnounceRequest, _offsets_service_pb2.AnnounceResponse]  # type: ignore[assignment]
-    """A new lock manager leader makes its term known; nothing of an older term is accepted again.
+    """A new lock manager leader makes its term known; nothing of an older term is accepted again. The
+    answer tells of about 10,000 queues: with many it takes several calls, each like the first.
 
     Statuses: FAILED_PRECONDITION (OLD_EPOCH) if a newer term has announced itself.
     """
@@ -183,7 +189,7 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
 
     Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
     NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
-    nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
+    nobody), INVALID_ARGUMENT.
     """
     RecordDelivered: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.RecordDeliveredRequest, _offsets_service_pb2.RecordDeliveredResponse]  # type: ignore[assignment]
     """Storage records what it is about to deliver; no bytes leave before the answer.
@@ -192,12 +198,12 @@ class OffsetsServiceAsyncStub(OffsetsServiceStub):
     is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
 
     Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
-    NOT_FOUND (UNKNOWN_QUEUE).
+    NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
     Touch: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.TouchRequest, _offsets_service_pb2.TouchResponse]  # type: ignore[assignment]
     """Storage keeps the holders of parked pulls alive.
 
-    Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
+    Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_offsets_service_pb2.CommitRequest, _offsets_service_pb2.CommitResponse]  # type: ignore[assignment]
     """Acknowledges handled offsets: a set union, so repeating is harmless and nothing moves back. A
@@ -293,12 +299,14 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     carries the highest epoch of this replica set its caller has seen: a server with a lower one
     refuses with FAILED_PRECONDITION (OLD_EPOCH). Batched calls answer one outcome per item, in
     request order. All but RecordDelivered and Touch answer only when the change is durable.
-    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. While the disk is full
-    every call that may change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
+    Batches hold 1 to 1,024 items; an empty or larger one is INVALID_ARGUMENT. So is one with a
+    malformed item, but for Fence, RecordDelivered and Touch: their items are of many clients, and only
+    the malformed ones are refused, with INVALID_ARGUMENT. While the disk is full every call that may
+    change something is refused with RESOURCE_EXHAUSTED (DISK_FULL).
 
     A group is kept by one replica set at a time. What is asked of another one about it is refused, by
     item or as a whole: FAILED_PRECONDITION (GROUP_MOVED, with the set to be asked) or, while the group
-    is on its way here, UNAVAILABLE (NOT_SERVING).
+    is on its way here or its place is not known, UNAVAILABLE (NOT_SERVING).
     """
 
     @_abc_1.abstractmethod
@@ -307,7 +315,8 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _offsets_service_pb2.AnnounceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_offsets_service_pb2.AnnounceResponse, _abc.Awaitable[_offsets_service_pb2.AnnounceResponse]]:
-        """A new lock manager leader makes its term known; nothing of an older term is accepted again.
+        """A new lock manager leader makes its term known; nothing of an older term is accepted again. The
+        answer tells of about 10,000 queues: with many it takes several calls, each like the first.
 
         Statuses: FAILED_PRECONDITION (OLD_EPOCH) if a newer term has announced itself.
         """
@@ -322,7 +331,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Item errors: ABORTED (TOKEN_MISMATCH, SUPERSEDED), FAILED_PRECONDITION (UNACKED, NOT_IDLE,
         NOT_HOLDER, OLD_EPOCH, OLD_TOPIC), NOT_FOUND (UNKNOWN_QUEUE: it has no progress, and was to be passed to
-        nobody). Statuses: INVALID_ARGUMENT if any item is malformed.
+        nobody), INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod
@@ -337,7 +346,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
         is not recorded. If the delivery is refused, acks that were taken stay: repeating them is harmless.
 
         Item errors: FAILED_PRECONDITION (FENCED, DELIVERY_GAP, ACK_CAP, MODE_CHANGED, BEYOND_DELIVERED),
-        NOT_FOUND (UNKNOWN_QUEUE).
+        NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod
@@ -348,7 +357,7 @@ class OffsetsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_offsets_service_pb2.TouchResponse, _abc.Awaitable[_offsets_service_pb2.TouchResponse]]:
         """Storage keeps the holders of parked pulls alive.
 
-        Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE).
+        Item errors: FAILED_PRECONDITION (FENCED), NOT_FOUND (UNKNOWN_QUEUE), INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod

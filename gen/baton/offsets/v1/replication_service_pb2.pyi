@@ -60,7 +60,9 @@ class FetchRequest(_message.Message):
     hold_ms: _builtins.int
     """Hold the call this long if there is nothing, 0 to 10,000 ms."""
     problem: _builtins.str
-    """Why the slave could do nothing with the last answers, if that does not pass by itself; else empty."""
+    """Why the slave could do nothing with the last answers, or can do nothing with the next, if that does
+    not pass by itself; else empty.
+    """
     @_builtins.property
     def position(self) -> Global___Position:
         """Last change the slave has, durably."""

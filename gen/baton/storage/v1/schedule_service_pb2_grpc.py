@@ -57,7 +57,7 @@ class ScheduleServiceServicer:
 
         Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
         was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-        or too large, UNAVAILABLE (NOT_SERVING).
+        or too large, UNAVAILABLE as Append.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,7 +69,7 @@ class ScheduleServiceServicer:
 
         Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
         FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-        scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
+        scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

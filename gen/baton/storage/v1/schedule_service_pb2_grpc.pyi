@@ -39,7 +39,7 @@ class ScheduleServiceStub:
 
     Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
     was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-    or too large, UNAVAILABLE (NOT_SERVING).
+    or too large, UNAVAILABLE as Append.
     """
     CancelScheduled: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]
     """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
@@ -47,7 +47,7 @@ class ScheduleServiceStub:
 
     Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-    scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
+    scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
     """
 
 @_typing.type_check_only
@@ -61,7 +61,7 @@ class ScheduleServiceAsyncStub(ScheduleServiceStub):
 
     Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
     was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-    or too large, UNAVAILABLE (NOT_SERVING).
+    or too large, UNAVAILABLE as Append.
     """
     CancelScheduled: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.CancelScheduledRequest, _schedule_service_pb2.CancelScheduledResponse]  # type: ignore[assignment]
     """Takes a scheduled batch back. As long as that is not safe, a repeated call waits for it as the
@@ -69,7 +69,7 @@ class ScheduleServiceAsyncStub(ScheduleServiceStub):
 
     Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
     FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-    scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
+    scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
     """
 
 class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -86,7 +86,7 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Item errors: as Append; INVALID_ARGUMENT (LIMIT_EXCEEDED) more than 40 days ahead; DATA_LOSS (it
         was stored by an earlier try, and is damaged). Statuses: INVALID_ARGUMENT if the request is empty
-        or too large, UNAVAILABLE (NOT_SERVING).
+        or too large, UNAVAILABLE as Append.
         """
 
     @_abc_1.abstractmethod
@@ -100,7 +100,7 @@ class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Statuses: NOT_FOUND (NOT_SCHEDULED) if it is delivered, cancelled or unknown;
         FAILED_PRECONDITION (WRONG_BROKER), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (DISK_FULL: it is still
-        scheduled), UNAVAILABLE (NOT_SERVING: not known whether it is).
+        scheduled), UNAVAILABLE (NOT_SERVING, UNREACHABLE: not known whether it is).
         """
 
 def add_ScheduleServiceServicer_to_server(servicer: ScheduleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

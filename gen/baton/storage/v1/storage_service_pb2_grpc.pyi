@@ -43,9 +43,10 @@ class StorageServiceStub:
     DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
     known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
     than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
-    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed or
-    the mastership has ended: then it is not known what was stored; UNAVAILABLE (NOT_LEADER) from a
-    slave, and from a master that may be none any more: then neither.
+    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
+    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a slave, and from a
+    master that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
+    while it was at work on the call: not known.
     """
     Pull: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]
     """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
@@ -94,9 +95,10 @@ class StorageServiceAsyncStub(StorageServiceStub):
     DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
     known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
     than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
-    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed or
-    the mastership has ended: then it is not known what was stored; UNAVAILABLE (NOT_LEADER) from a
-    slave, and from a master that may be none any more: then neither.
+    large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
+    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a slave, and from a
+    master that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
+    while it was at work on the call: not known.
     """
     Pull: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]  # type: ignore[assignment]
     """Reads stored batches from `offset`, records the delivery at offsets under `token`, and only
@@ -148,9 +150,10 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         DUPLICATE_SEQUENCE, NOT_WRITABLE), RESOURCE_EXHAUSTED (DISK_FULL), UNAVAILABLE (NO_QUORUM: not
         known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
         than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
-        large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed or
-        the mastership has ended: then it is not known what was stored; UNAVAILABLE (NOT_LEADER) from a
-        slave, and from a master that may be none any more: then neither.
+        large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
+        it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a slave, and from a
+        master that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
+        while it was at work on the call: not known.
         """
 
     @_abc_1.abstractmethod

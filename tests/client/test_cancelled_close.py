@@ -1,0 +1,85 @@
+"""A consumer that is cancelled while it closes.
+
+Goal: whoever does not want to wait for the drain any longer, waits no longer.
+Method: a real cluster, and a handler that never ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from batonmq.consuming.message import ReceivedMessage
+from tests.client.group import QUICK, Scene, scene
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+FOR_EVER = replace(QUICK, drain_timeout_ms=None)
+
+
+class Closing:
+    """A consumer whose block has ended while its handler runs.
+
+    Attributes:
+        limit: The time that the whole block may take.
+        handling: Whether the handler runs.
+    """
+
+    def __init__(self, at: Scene) -> None:
+        self._at = at
+        self.limit = asyncio.timeout(None)
+        self.handling = False
+
+    async def run(self) -> None:
+        begun = asyncio.Event()
+
+        async def hang(_: ReceivedMessage) -> None:
+            self.handling = True
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.handling = False
+
+        with suppress(TimeoutError):
+            async with (
+                self.limit,
+                self._at.consumer("a", settings=FOR_EVER) as consumer,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(consumer.run(hang))
+                await begun.wait()
+                consumer.stop()
+
+    async def draining(self) -> None:
+        """Wait until it drains."""
+        await until(lambda: "draining" in [event.kind for _, event in self._at.events])
+        assert self.handling
+
+
+async def test_consumer_that_is_cancelled_while_it_drains_ends(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at, asyncio.TaskGroup() as tasks:
+        await at.send(["hangs"])
+        closing = Closing(at)
+        task = tasks.create_task(closing.run())
+        await closing.draining()
+        task.cancel()
+        await asyncio.wait({task}, timeout=20)
+        assert task.cancelled()
+        assert not closing.handling
+
+
+async def test_time_limit_around_the_block_holds_for_its_end_too(nameserver: str) -> None:
+    async with scene(nameserver, queue_count=1) as at, asyncio.TaskGroup() as tasks:
+        await at.send(["hangs"])
+        closing = Closing(at)
+        task = tasks.create_task(closing.run())
+        await closing.draining()
+        closing.limit.reschedule(0)
+        await asyncio.wait({task}, timeout=20)
+        assert task.done()
+        assert closing.limit.expired()
+        assert not closing.handling

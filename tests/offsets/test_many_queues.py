@@ -1,0 +1,105 @@
+"""Goal: a great number of queues holds up neither a new lock manager nor the lease of a master.
+
+Method: parts that are small, behind a real channel; and a task beside that counts its turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+from baton.offsets.v1 import offsets_service_pb2 as pb
+
+from batonmq.testing.disks import OffsetsDisk
+from services.offsets import persistence, server
+from services.offsets.core.calls import Acks, Instant, Limits, QueueKey
+from services.offsets.core.ranges import EMPTY
+from services.offsets.persistence import begin_life, recover_meanwhile
+from tests.offsets.service import TERM, Service, call, deletion, queue, wish
+
+GROUPS = [f"group-{number}" for number in range(7)]
+NOW = Instant(0, 0)
+
+
+async def fenced(service: Service) -> dict[tuple[str, int], int]:
+    """Three queues of each group get an owner; token by group and queue id."""
+    await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    queues = [(group, queue_id) for group in GROUPS for queue_id in range(3)]
+    items = [wish(queue=queue(*one)) for one in queues]
+    await call(service, "Fence", pb.FenceRequest(term=TERM, items=items))
+    return dict.fromkeys(queues, 1)
+
+
+async def parts(service: Service) -> list[pb.AnnounceResponse]:
+    """What is told of all queues."""
+    found = []
+    request = pb.AnnounceRequest(term=TERM)
+    while True:
+        found.append(await call(service, "Announce", request))
+        if not found[-1].more:
+            return found
+        request.after_group = found[-1].queues[-1].queue.group
+
+
+def told(found: list[pb.AnnounceResponse]) -> list[tuple[tuple[str, int], int]]:
+    tokens = [one for part in found for one in part.queues]
+    return [((one.queue.group, one.queue.queue.queue_id), one.token) for one in tokens]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 6, 21, 100])
+async def test_parts_of_an_announce_tell_every_queue_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    tokens = await fenced(service)
+    monkeypatch.setattr(server, "ANNOUNCED_MAX", count)
+    found = await parts(service)
+    assert sorted(told(found)) == sorted(tokens.items())
+    groups_at_once = -(-count // 3)
+    assert len(found) == -(-len(GROUPS) // groups_at_once)
+
+
+async def test_what_ends_between_two_parts_hides_no_other_queue(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = await fenced(service)
+    monkeypatch.setattr(server, "ANNOUNCED_MAX", 4)
+    first = await call(service, "Announce", pb.AnnounceRequest(term=TERM))
+    assert first.more
+    await call(service, "DeleteTopic", deletion())
+    request = pb.AnnounceRequest(term=TERM, after_group=first.queues[-1].queue.group)
+    found = [first]
+    while found[-1].more:
+        found.append(await call(service, "Announce", request))
+        request.after_group = found[-1].queues[-1].queue.group
+    seen = told(found)
+    assert sorted(key for key, _ in seen) == sorted(tokens)
+    assert {token for _, token in seen[len(first.queues) :]} == {2}
+
+
+async def test_a_master_lets_others_go_on_while_it_reads_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(persistence, "RECOVERED_AT_ONCE", 10)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    disk = OffsetsDisk(Random(1), lambda _: 0.0)
+    _, table, records = begin_life(disk, Limits(), NOW)
+    entries_of = persistence.entries_of(table, records)
+    keys = [QueueKey("readers", "news", "broker-a", number) for number in range(200)]
+    for key in keys:
+        table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
+    disk.write_now([entry for key in keys for entry in entries_of(key)])
+    async with asyncio.TaskGroup() as tasks:
+        counting = tasks.create_task(count())
+        found, _ = await recover_meanwhile(disk, Limits(), 3, NOW)
+        counting.cancel()
+    assert sorted(key for key, _ in found.items()) == keys
+    assert {found.query(key).committed_offset for key in keys} == {5}
+    assert turns >= len(keys) // 10

@@ -1,0 +1,153 @@
+"""Goal: a node whose disk is full leads only as long as no other member could.
+
+Method: nodes of one set in this process, with real etcd, disks and channels; only how much is free
+on a disk is decided by the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from baton.offsets.v1 import replication_service_pb2 as replication_pb
+
+from batonmq.common.errors import BatonError, Unreachable
+from services.offsets.disk import FREE_BYTES_MIN
+from tests.offsets.replicas import (
+    TIMEOUT_S,
+    Replica,
+    ReplicaSet,
+    commit,
+    committed,
+    hold,
+    replica_set,
+)
+from tests.support.waiting import until
+
+PATIENCE_S = 45.0
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]:
+    cluster = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, cluster, tmp_path) as scene:
+        yield scene
+
+
+class Rooms:
+    """What is free on the disks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def fill(self, node: Replica) -> None:
+        self._patch.setattr(node.disk, "_free_bytes", lambda: FREE_BYTES_MIN - 1)
+
+    def clear(self, node: Replica) -> None:
+        self._patch.setattr(node.disk, "_free_bytes", lambda: FREE_BYTES_MIN)
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
+    return Rooms(monkeypatch)
+
+
+async def caught(node: Replica, offset: int) -> BatonError | None:
+    """What becomes of an ack that the node has applied when it finds its disk full."""
+    try:
+        await commit(node, offset, timeout_s=PATIENCE_S)
+    except BatonError as error:
+        return error
+    return None
+
+
+async def problems(master: Replica) -> list[str]:
+    """What keeps each of the slaves from following, by their own account."""
+    answer = await master.replication.DescribeReplicas(
+        replication_pb.DescribeReplicasRequest(), timeout=TIMEOUT_S
+    )
+    return [one.problem.partition(":")[0] for one in answer.replicas if not one.master]
+
+
+async def next_master(scene: ReplicaSet, before: Replica) -> Replica:
+    """The master that serves after this one, which may still say that it does."""
+
+    async def look() -> bool:
+        name = (await scene.standing()).master
+        return name != before.name and await scene.nodes[name].serves()
+
+    await until(look, PATIENCE_S)
+    return scene.nodes[(await scene.standing()).master]
+
+
+async def test_who_has_no_room_does_not_keep_another_from_leading(
+    scene: ReplicaSet, rooms: Rooms
+) -> None:
+    await scene.start("a", "b", "c")
+    master = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    await hold(master, 0)
+    full, away = (node for node in scene.nodes.values() if node is not master)
+    await away.stop()
+    await scene.in_sync(master.name, full.name)
+    rooms.fill(full)
+    await master.stop()  # now nobody else could be elected
+    (again,) = await scene.start(master.name)
+    await until(again.serves, PATIENCE_S)
+    await commit(again, 10)
+    rooms.clear(full)
+    await scene.in_sync(again.name, full.name)
+
+
+async def test_a_master_whose_disk_fills_gives_way_to_one_that_has_room(
+    scene: ReplicaSet, rooms: Rooms
+) -> None:
+    await scene.start("a", "b", "c")
+    master = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    await hold(master, 0)
+    rooms.fill(master)
+    async with asyncio.TaskGroup() as tasks:
+        late = tasks.create_task(caught(master, 5))
+        other = await next_master(scene, master)
+        assert isinstance(await late, Unreachable), "it is not known, so it is not called refused"
+    await commit(other, 10)
+    rooms.clear(master)
+    await scene.in_sync("a", "b", "c")
+    await scene.alike("a", "b", "c")
+
+
+async def test_a_master_without_room_stays_while_nobody_has_any_and_is_read_from(
+    scene: ReplicaSet, rooms: Rooms
+) -> None:
+    scene.settings = {
+        "replica_lag_ms_max": 1_000,
+        "master_lease_ms": 8_000,
+        "node_lease_ms": 8_000,
+    }
+    await scene.start("a", "b", "c")
+    master = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    await hold(master, 0, 1)
+    epoch = (await scene.standing()).epoch
+    one, other = (node for node in scene.nodes.values() if node is not master)
+    rooms.fill(one)
+    rooms.fill(other)
+
+    async def both_say_so() -> bool:
+        return set(await problems(master)) == {"DISK_FULL"}
+
+    await until(both_say_so)
+    rooms.fill(master)
+    async with asyncio.TaskGroup() as tasks:
+        late = tasks.create_task(caught(master, 5))
+        await asyncio.sleep(3)  # so that it could have given way in vain
+        assert (await scene.standing()).epoch == epoch
+        assert await committed(master, queue_id=1) == 0
+        rooms.clear(one)
+        assert await next_master(scene, master) is one
+        assert isinstance(await late, Unreachable)
+    await commit(one, 10)

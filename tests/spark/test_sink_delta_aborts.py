@@ -1,0 +1,169 @@
+"""Goal: no row that is committed is lost when a write is told that it failed.
+
+Method: commits that fail behind the point from which they stand, because the checkpoint that is due
+can't be written; aborts as Spark calls them, in a process that only knows what was written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import deltalake
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake.exceptions import DeltaError
+from pyspark.sql import SparkSession
+from pyspark.sql.datasource import WriterCommitMessage
+
+from batonspark.delta_files import Target, write_files
+from batonspark.sink_delta import (
+    DeltaStreamWriter,
+    DeltaWriter,
+    Written,
+    commit_files,
+    read_delta,
+)
+
+SCHEMA = pa.schema([("id", pa.int64())])
+TRANSACTIONS = [None, ("query", 1)]
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Target:
+    """A table with one row, of which each commit makes a checkpoint."""
+    made = Target(str(tmp_path / "table"), SCHEMA, (), "zstd")
+    configuration = {"delta.checkpointInterval": "1"}
+    deltalake.DeltaTable.create(
+        made.path, deltalake.Schema.from_arrow(SCHEMA), configuration=configuration
+    )
+    assert commit_files(made, written(made, 0).files, ("query", 0))
+    return made
+
+
+def written(where: Target, *ids: int) -> Written:
+    """What a task has written."""
+    batch = pa.RecordBatch.from_pylist([{"id": number} for number in ids], SCHEMA)
+    return Written("query", write_files(where, iter([batch])))
+
+
+def told(where: Target, *ids: int) -> list[WriterCommitMessage | None]:
+    """What the driver hears of its tasks; one of them had no rows, and was not asked."""
+    return [written(where, *ids), None]
+
+
+def found(where: Target) -> list[int]:
+    files = deltalake.DeltaTable(where.path).file_uris()
+    return sorted(n for file in files for n in pq.read_table(file)["id"].to_pylist())
+
+
+def lying(where: Target) -> int:
+    """How many files there are, of the table or not."""
+    return len(list(Path(where.path).glob("*.parquet")))
+
+
+@contextmanager
+def no_checkpoints(where: Target) -> Iterator[None]:
+    """Something is in the place of the file that names the last checkpoint."""
+    log = Path(where.path) / "_delta_log"
+    place, aside = log / "_last_checkpoint", log / "aside"
+    place.rename(aside)
+    (place / "in the way").mkdir(parents=True)
+    yield
+    shutil.rmtree(place)
+    aside.rename(place)
+
+
+@pytest.mark.parametrize("transaction", TRANSACTIONS)
+def test_a_commit_stands_whatever_fails_behind_it(
+    where: Target, transaction: tuple[str, int] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with no_checkpoints(where):
+        assert commit_files(where, written(where, 1, 2).files, transaction)
+    assert "commit stands although it failed" in caplog.text
+    assert found(where) == [0, 1, 2]
+
+
+def test_a_micro_batch_is_not_repeated_when_its_commit_stands(where: Target) -> None:
+    writer = DeltaStreamWriter(where, "")
+    with no_checkpoints(where):
+        writer.commit(told(where, 1, 2), 1)
+    version = deltalake.DeltaTable(where.path).version()
+    writer.commit(told(where, 1, 2), 1)
+    table = deltalake.DeltaTable(where.path)
+    assert (table.version(), table.transaction_version("query")) == (version, 1)
+    assert found(where) == [0, 1, 2]
+    assert lying(where) == len(table.file_uris())
+
+
+@pytest.mark.parametrize("transaction", TRANSACTIONS)
+def test_an_abort_leaves_what_is_committed(
+    where: Target, transaction: tuple[str, int] | None
+) -> None:
+    """As when the process ended behind the commit, and could not say so."""
+    writer, tasks = DeltaWriter(where, transaction, overwrite=False), told(where, 1)
+    writer.commit(tasks)
+    writer.abort(tasks)
+    assert found(where) == [0, 1]
+
+
+def test_an_abort_leaves_what_was_committed_and_merged_into_other_files_since(
+    where: Target,
+) -> None:
+    writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
+    writer.commit(tasks, 1)
+    before = deltalake.DeltaTable(where.path)
+    deltalake.DeltaTable(where.path).optimize.compact()
+    writer.abort(tasks, 1)
+    assert found(where) == [0, 1]
+    assert all(Path(uri.removeprefix("file://")).exists() for uri in before.file_uris())
+
+
+def aborts(where: Target) -> None:
+    """Whatever may be aborted, has been."""
+    DeltaWriter(where, None, overwrite=True).abort(told(where, 1))
+    DeltaWriter(where, ("other", 0), overwrite=False).abort(told(where, 1))
+    DeltaStreamWriter(where, "").abort(told(where, 1), 1)
+    DeltaStreamWriter(where, "other").abort([None], 0)
+
+
+def test_an_abort_removes_what_was_never_committed(where: Target) -> None:
+    aborts(where)
+    assert lying(where) == 1
+    assert found(where) == [0]
+
+
+def test_an_abort_removes_what_was_written_for_a_table_that_was_not_made(tmp_path: Path) -> None:
+    nowhere = Target(str(tmp_path / "table"), SCHEMA, (), "zstd")
+    aborts(nowhere)
+    assert lying(nowhere) == 0
+
+
+def test_an_abort_that_can_not_read_the_table_removes_nothing(where: Target) -> None:
+    last = Path(where.path) / "_delta_log" / f"{2:020}.json"
+    last.write_text("torn")
+    aborts(where)
+    assert lying(where) == 4
+    last.unlink()
+    assert found(where) == [0]
+
+
+def test_a_commit_that_does_not_stand_is_an_error_and_leaves_no_file(where: Target) -> None:
+    (Path(where.path) / "_delta_log" / f"{2:020}.json" / "in the way").mkdir(parents=True)
+    writer, tasks = DeltaStreamWriter(where, ""), told(where, 1)
+    with pytest.raises(DeltaError):
+        writer.commit(tasks, 1)
+    writer.abort(tasks, 1)
+    assert lying(where) == 1
+    assert found(where) == [0]
+
+
+@pytest.mark.spark
+def test_spark_does_not_undo_a_commit_that_stands(spark: SparkSession, where: Target) -> None:
+    ids = spark.range(1, 100, numPartitions=2)
+    with no_checkpoints(where):
+        ids.write.format("batondelta").options(path=where.path).mode("append").save()
+    assert sorted(row.id for row in read_delta(spark, where.path).collect()) == list(range(100))

@@ -1,0 +1,51 @@
+"""Goal: what a micro-batch adds to a table is added once, also when it is written twice at once.
+
+Method: the second writer comes while the first one makes its rows.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import deltalake
+import pyarrow as pa
+
+from batonspark.tables import Upsert
+
+MINUTE = datetime(2026, 1, 1, 12, tzinfo=UTC)
+SCHEMA = pa.schema(
+    [("date", pa.date32()), ("minute", pa.timestamp("us", tz="UTC")), ("n", pa.int64())]
+)
+
+
+def rows(n: int) -> pa.Table:
+    return pa.Table.from_pylist([{"date": MINUTE.date(), "minute": MINUTE, "n": n}], SCHEMA)
+
+
+def add(path: str, first: Upsert, second: Upsert) -> tuple[list[str], list[int]]:
+    """Each adds 1 to a row, `second` while `first` does: who has counted, and what is there."""
+    deltalake.write_deltalake(path, rows(5), partition_by=["date"])
+    made: list[str] = []
+
+    def added(found: pa.Table, who: str) -> pa.Table:
+        made.append(who)
+        if made == ["first"]:
+            second.apply(SCHEMA.names, "true", lambda found: added(found, "second"))
+        return rows(sum(found["n"].to_pylist()) + 1)
+
+    first.apply(SCHEMA.names, "true", lambda found: added(found, "first"))
+    table = pa.table(deltalake.DeltaTable(path).scan(["n"]).read_all())
+    return made, [row["n"] for row in table.to_pylist()]
+
+
+def test_one_micro_batch_that_two_write_at_once_is_added_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "table")
+    again = Upsert(path, [MINUTE], ("query", 7))
+    assert add(path, again, again) == (["first", "second"], [6])
+
+
+def test_what_others_have_written_meanwhile_is_added_to(tmp_path: Path) -> None:
+    path = str(tmp_path / "table")
+    one, other = (Upsert(path, [MINUTE], (query, 7)) for query in ("one", "other"))
+    assert add(path, one, other) == (["first", "second", "first"], [7])

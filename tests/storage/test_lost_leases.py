@@ -1,0 +1,65 @@
+"""A master that loses its lease while it is at work on a call.
+
+Goal: who called is told that nothing is known, and never what a refusal promises: that nothing was
+changed. What was refused before anything was done is called a refusal.
+Method: three real nodes in one process (tests/storage/replicas.py); the answer to a batch that is
+safe already waits until the lease is over. tests/offsets/test_replication.py has the same of
+offsets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.storage.flush import Flusher
+from tests.storage.batches import batch
+from tests.storage.replicas import Scene, replica_set
+from tests.storage.test_replication import numbered, others, three
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
+    name = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
+        yield scene
+
+
+async def test_a_batch_that_is_stored_when_the_lease_has_run_out_is_not_called_refused(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await three(scene)
+    await first.append(*numbered(0, 3))
+    for name in others(scene, first):
+        await scene.nodes[name].stop()
+    await scene.in_sync(first.name)
+    safe, over, reached = asyncio.Event(), asyncio.Event(), Flusher.reached
+
+    async def late(flusher: Flusher, position: int) -> None:
+        await reached(flusher, position)
+        safe.set()
+        await over.wait()
+
+    async def lease_over() -> bool:
+        return not await first.serves()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Flusher, "reached", late)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(first.refusal(*numbered(3, 1), timeout_s=60))
+            await safe.wait()
+            first.session.cut = True
+            await until(lease_over)
+            over.set()
+    assert waiting.result().reason == "UNREACHABLE", "it is on the disk, and will count"
+    refused = await first.refusal(batch(b"later"))
+    assert refused.reason in ("NOT_LEADER", "NO_QUORUM"), "nothing was done for this one"
+    await first.crash()
+    await scene.start(first.name)
+    master = await scene.master()
+    assert await master.bodies() == [b"0", b"1", b"2", b"3"]

@@ -1,0 +1,230 @@
+"""A last segment that ends too early, as a crash within a cut, or a full disk, once left it.
+
+Goal: nothing that stops a cut makes a segment of it that others can't follow, and two logs whose
+last segments end in different places go on together, with the same bytes and good indexes.
+Method: the real files with system calls that fail; the log on a disk in memory; three real nodes in
+one process (tests/storage/replicas.py), one of which gets such a segment while it is down.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batonmq.common.errors import DataLoss
+from batonmq.core.records import Message
+from batonmq.testing.disks import MemoryDisk
+from services.storage.core.commitlog import CommitLog, segment_path
+from services.storage.core.files import FileCache
+from services.storage.core.fsck import Fsck
+from services.storage.disk import RealDisk
+from tests.storage.batches import batch, bodies, open_store, stored
+from tests.storage.replicas import Replica, Scene, replica_set
+
+SIZE = 64 * 1024
+CALLS = ("ftruncate", "posix_fallocate", "fsync")
+
+
+@pytest.fixture
+async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
+    name = f"test-{secrets.token_hex(8)}"
+    async with replica_set(etcd_endpoint, name, tmp_path) as scene:
+        yield scene
+
+
+def opened(disk: MemoryDisk | RealDisk) -> CommitLog:
+    return CommitLog(disk, FileCache(disk), SIZE)
+
+
+def fail_call(patch: pytest.MonkeyPatch, number: int, error: int) -> list[str]:
+    """Let call `number` of those that change a file fail; the names of all, as they are made."""
+    calls: list[str] = []
+    for name in CALLS:
+        real = getattr(os, name)
+
+        def call(*arguments: Any, name: str = name, real: Any = real) -> Any:
+            calls.append(name)
+            if len(calls) == number:
+                raise OSError(error, os.strerror(error))
+            return real(*arguments)
+
+        patch.setattr(os, name, call)
+    return calls
+
+
+def test_a_cut_without_room_to_allocate_anew_is_a_cut_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RealDisk(tmp_path).create("log/x", SIZE)
+    file.write(0, [b"keep, torn"])
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert file.cut(4) == 6
+    assert file.size == SIZE
+    assert file.read(0, SIZE) == b"keep".ljust(SIZE, b"\0")
+    file.close()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_wherever_a_cut_is_stopped_the_log_goes_on_like_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    segment = 0, SIZE
+    log = opened(RealDisk(tmp_path))
+    log.copy(b"a" * 1_000, segment)
+    log.copy(b"b" * 1_000, segment)
+    with monkeypatch.context() as patch:
+        calls = fail_call(patch, number, errno.EIO)
+        with pytest.raises(OSError, match="Input/output"):
+            log.truncate(1_000)
+        assert len(calls) == number
+    log.close()
+    log = opened(RealDisk(tmp_path))  # recovery finds the first 1,000 bytes good
+    log.truncate(1_000)
+    log.copy(b"c" * 2_000, segment)
+    assert log.read(0, 4_000) == (b"a" * 1_000 + b"c" * 2_000).ljust(4_000, b"\0")
+    assert log.end_position == (tmp_path / segment_path(0)).stat().st_size == SIZE
+    log.close()
+
+
+def test_a_segment_that_is_removed_is_not_allocated_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = opened(RealDisk(tmp_path))
+    for number in range(3):
+        log.copy(b"a" * SIZE, (number * SIZE, (number + 1) * SIZE))
+    with monkeypatch.context() as patch:
+        calls = fail_call(patch, 0, errno.EIO)
+        assert log.truncate(SIZE - 10) == 2 * SIZE + 10
+    assert calls.count("posix_fallocate") == 1
+    log.close()
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(1_000, SIZE), (SIZE, 1_000), (SIZE, 2 * SIZE)])
+def test_the_last_segment_gets_the_end_that_it_has_in_the_other_log(mine: int, theirs: int) -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    log.copy(b"a" * 700, (0, mine))
+    log.copy(b"b" * 300, (0, theirs))
+    assert (log.next_position, log.end_position) == (1_000, theirs)
+    again = opened(disk.killed())
+    assert again.end_position == theirs
+    assert again.read(0, 1_001) == (b"a" * 700 + b"b" * 300).ljust(min(theirs, 1_001), b"\0")
+
+
+def test_a_segment_ends_where_the_other_log_has_begun_the_next_one() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    log.copy(b"a" * 1_000, (0, SIZE))
+    log.copy(b"b" * 10, (1_000, 1_000 + SIZE))
+    again = opened(disk.killed())
+    assert again.end_position == 1_000 + SIZE
+    assert (again.read(0, SIZE), again.read(1_000, 10)) == (b"a" * 1_000, b"b" * 10)
+
+
+@pytest.mark.parametrize("segment", [(0, 999), (1, SIZE), (999, SIZE), (1_001, SIZE)])
+def test_nothing_is_changed_for_a_segment_that_can_not_be_the_next(
+    segment: tuple[int, int],
+) -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    log.copy(b"a" * 1_000, (0, SIZE))
+    with pytest.raises(DataLoss):
+        log.copy(b"b", segment)
+    assert (log.next_position, log.end_position) == (1_000, SIZE)
+    assert bytes(disk.files[segment_path(0)].content) == (b"a" * 1_000).ljust(SIZE, b"\0")
+
+
+@pytest.mark.parametrize("end", [1_024, 4_096])
+def test_runs_of_the_key_index_end_where_the_segment_ends_in_the_end(end: int) -> None:
+    """As if the segment had been made like that: else the index would differ from one made anew."""
+    disk = MemoryDisk()
+    first = open_store(disk, segment_bytes=2_048).store
+    stored(first, keyed(0))
+    first.log.copy(b"", (0, end))
+    assert first.log.end_position == end
+    for number in range(1, 40):
+        stored(first, keyed(number))
+    anew = open_store(disk.killed(), segment_bytes=2_048).store
+    assert bodies(anew) == [b"%d" % number for number in range(40)]
+    one, other = (store.keys.unsaved(store.log.next_position) for store in (first, anew))
+    assert len(one.ended) > 0
+    assert [run.stretch for run in one.ended] == [run.stretch for run in other.ended]
+    assert one.open_run == other.open_run
+
+
+def keyed(number: int) -> bytes:
+    return batch(Message(b"%d" % number, keys=(f"key-{number}",)))
+
+
+def numbers(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+def shorten(node: Replica) -> None:
+    """End its last segment behind the last batch; the node is down."""
+    last = max((node.folder / "log").iterdir())
+    os.truncate(last, len(last.read_bytes().rstrip(b"\0")))
+
+
+def assert_good(node: Replica) -> None:
+    """A look at everything that it has, as `baton fsck` takes; the node is down."""
+    report = Fsck(RealDisk(node.folder), 0).run()
+    assert not report.problems
+
+
+async def together(scene: Scene) -> None:
+    """All follow, without having ended; each one's indexes are those of its log."""
+    await scene.in_sync("a", "b", "c")
+    await scene.alike()
+    assert not [name for name, node in scene.nodes.items() if node.ended.is_set()]
+    await scene.stop()
+    for node in scene.nodes.values():
+        assert_good(node)
+
+
+async def test_a_slave_with_a_short_segment_follows_again(scene: Scene) -> None:
+    await scene.start("a", "b", "c")
+    master = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    await master.append(*map(keyed, range(3)))
+    await scene.alike()
+    slave = next(node for node in scene.nodes.values() if node is not master)
+    await slave.stop()
+    shorten(slave)
+    await scene.start(slave.name)
+    await master.append(*map(keyed, range(3, 6)))
+    await scene.in_sync("a", "b", "c")
+    assert await master.bodies() == numbers(6)
+    await together(scene)
+
+
+async def test_slaves_follow_a_master_with_a_short_segment(scene: Scene) -> None:
+    scene.settings |= {"min_in_sync": 2}
+    await scene.start("a", "b", "c")
+    first = await scene.master()
+    await scene.in_sync("a", "b", "c")
+    await first.append(*map(keyed, range(3)))
+    await scene.alike()
+    for name in sorted(scene.nodes.keys() - {first.name}):
+        await scene.nodes[name].stop()
+    await scene.in_sync(first.name)
+    await first.stop()
+    shorten(first)
+    await scene.start(first.name)  # nobody else may be elected
+    master = await scene.master()
+    await scene.start(*sorted(scene.nodes.keys() - {first.name}))
+    await scene.in_sync("a", "b", "c")
+    await master.append(*map(keyed, range(3, 6)))
+    assert await master.bodies() == numbers(6)
+    assert len(list((master.folder / "log").iterdir())) == 2
+    await together(scene)

@@ -1,0 +1,65 @@
+"""Goal: what one puller claims costs the others that ride in the same call nothing.
+
+Method: the offsets twin behind a real channel; while it holds its answer back, deliveries gather.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+
+from batonmq.channels import MESSAGE_BYTES_MAX
+from batonmq.common.clock import Clock
+from batonmq.common.errors import BatonError, DeliveryUnrecorded
+from services.storage import deliveries
+from services.storage.deliveries import CALL_BYTES_MAX, Deliveries, Delivery
+from tests.storage.offsets_twin import OffsetsTwin
+from tests.storage.test_deliveries import HOLDER, asking, refusal_of
+from tests.support.waiting import until
+
+PATIENT_MS = 20_000
+
+
+async def together(
+    asked: Deliveries, twin: OffsetsTwin, *some: Delivery
+) -> Sequence[BatonError | None]:
+    """What becomes of deliveries that gather while the first of them is under way."""
+    twin.answering.clear()
+    async with asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(refusal_of(asked, some[0]))]
+        await until(lambda: twin.calls == [1])
+        waiting += [tasks.create_task(refusal_of(asked, one)) for one in some[1:]]
+        await asyncio.sleep(0)  # now they are in the queue
+        twin.answering.set()
+    return [one.result() for one in waiting]
+
+
+async def test_who_claims_an_epoch_to_come_costs_no_other_that_has_seen_a_new_one() -> None:
+    """As after a restart of storage, which has seen none yet."""
+    liar, honest = Delivery(HOLDER, 1, 2, 1 << 40), Delivery(HOLDER, 2, 3, 7)
+    async with asking(Clock(), PATIENT_MS) as (asked, twin):
+        twin.epoch = 7
+        refused = await together(asked, twin, liar, liar, honest, liar)
+        assert [type(one) for one in refused] == [
+            DeliveryUnrecorded,
+            DeliveryUnrecorded,
+            type(None),
+            DeliveryUnrecorded,
+        ]
+
+
+async def test_acks_without_end_ride_in_calls_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC refuses a whole message that is too large."""
+    assert 2 * CALL_BYTES_MAX < MESSAGE_BYTES_MAX
+    monkeypatch.setattr(deliveries, "CALL_BYTES_MAX", 1_000)
+    acks = pb.Acks(acked=[queue_pb2.OffsetRange(first_offset=1 << 40, next_offset=1 << 41)] * 50)
+    few = Delivery(HOLDER, 0, 1, 0)
+    many = Delivery(HOLDER, 0, 1, 0, progress=acks)
+    async with asking(Clock(), PATIENT_MS) as (asked, twin):
+        refused = await together(asked, twin, few, few, many, many, few, many, few, few)
+        assert refused == [None] * 8
+        assert twin.calls == [1, 2, 2, 3]
