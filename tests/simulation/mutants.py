@@ -138,7 +138,9 @@ MUTANTS = (
     ),
     Mutant("record after sending", broken_serving.record_after_sending, CALM, ("V8",)),
     Mutant("record in memory", broken_offsets.record_in_memory, CALM, ("V8",)),
-    Mutant("renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",)),
+    Mutant(
+        "renew while taken", broken_lockmgr.renew_while_taken, UNDERWAY, ("section 5",), first=4
+    ),
     Mutant("old request", broken_lockmgr.old_request, LATE, ("story 8",)),
     Mutant("idle untested", broken_offsets.idle_untested, ZOMBIES, ("section 4", "V6")),
     Mutant("maybe-seen forgotten", broken_offsets.maybe_seen_forgotten, ZOMBIES, ("V7",), first=3),
@@ -256,6 +258,7 @@ MUTANTS = (
         broken_moves.adopt_without_seal,
         MOVES,
         ("V1", "V3", "V5", "V7", "V8", "V9", "section 5"),
+        first=1,
     ),
     Mutant(
         "serve a group after its seal",
