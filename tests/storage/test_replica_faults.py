@@ -105,14 +105,19 @@ class Story:
             node.gate.shut.clear()
 
     async def _rot(self, node: Replica) -> None:
-        """Damage it, if another in sync never was: one that was is listed until it is let out."""
-        if not (await self.scene.standing()).in_sync - self.rotted - {node.name}:
+        """Damage it, if another in sync never was: one that was is listed until it is let out.
+
+        Where something is written: what lies behind the last batch of a segment nobody reads, so
+        nobody mends it.
+        """
+        stored = node.log()
+        if not stored or not (await self.scene.standing()).in_sync - self.rotted - {node.name}:
             return
         self.rotted.add(node.name)
-        path = self.random.choice(sorted((node.folder / "log").iterdir()))
-        content = bytearray(path.read_bytes())
-        content[self.random.randrange(len(content))] ^= 1
-        path.write_bytes(content)
+        name = self.random.choice(sorted(stored))
+        content = bytearray(stored[name])
+        content[self.random.randrange(len(stored[name].rstrip(b"\0")))] ^= 1
+        (node.folder / "log" / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
