@@ -69,7 +69,8 @@ class Election:
         return self._session.clock.monotonic_ms() + SAFETY_MS < self._valid_until_ms
 
     def resign(self) -> None:
-        """Lead no more: `lead` is cancelled and the lease given back at once.
+        """Lead no more: `lead` is cancelled and the lease given back at once, or when etcd has
+        answered the refresh that is under way, or would have had to.
 
         A master that led on, and heard no slave any more, would let all of them out of its set.
         """
