@@ -67,7 +67,7 @@ class Surroundings:
 
 
 class Keeper(NamedTuple):
-    """Who keeps a group's progress: an offsets set, and its master."""
+    """Who keeps a group's progress: an offsets set, and its leader."""
 
     offsets_set: str
     stub: offsets_grpc.OffsetsServiceAsyncStub
@@ -153,7 +153,7 @@ class Directory:
         return (await self._ask(ask))[1]
 
     async def storage(self, broker: str) -> storage_grpc.StorageServiceAsyncStub:
-        """A stub for the storage master of `broker`.
+        """A stub for the storage leader of `broker`.
 
         Raises:
             Unreachable: it is not registered, or no nameserver answers.
@@ -186,10 +186,10 @@ class Directory:
         return storage_grpc.StorageServiceStub(channel)
 
     async def reader(self, broker: str, node_id: str) -> storage_grpc.StorageServiceAsyncStub:
-        """A stub for pulling from a node of `broker`; from the master if there is no such node.
+        """A stub for pulling from a node of `broker`; from the leader if there is no such node.
 
         Args:
-            node_id: As the last answer, or `next_reader`, named it; empty for the master.
+            node_id: As the last answer, or `next_reader`, named it; empty for the leader.
 
         Raises:
             Unreachable: it is not registered, or no nameserver answers.
@@ -200,13 +200,13 @@ class Directory:
         return await self.storage(broker)
 
     def next_reader(self, broker: str, node_id: str) -> str:
-        """Whom to ask after `node_id` did not answer: each node in turn, and then the master."""
+        """Whom to ask after `node_id` did not answer: each node in turn, and then the leader."""
         names = ["", *sorted(node.node_id for node in self._of_broker(broker))]
         at = names.index(node_id) if node_id in names else -1
         return names[(at + 1) % len(names)]
 
     async def schedule(self, broker: str) -> schedule_grpc.ScheduleServiceAsyncStub:
-        """A stub for messages for later at the storage master of `broker`.
+        """A stub for messages for later at the storage leader of `broker`.
 
         Raises:
             Unreachable: it is not registered, or no nameserver answers.
@@ -218,7 +218,7 @@ class Directory:
         """A stub for looking messages up at `broker`.
 
         Args:
-            node_id: Which of its nodes, if that is registered; else, and if empty, the master.
+            node_id: Which of its nodes, if that is registered; else, and if empty, the leader.
 
         While nobody leads, at another node: it has what all in sync have.
 
@@ -229,14 +229,14 @@ class Directory:
         try:
             address = there[0] if there else await self._address(pb.SERVICE_KIND_STORAGE, broker)
         except Unreachable:
-            slaves = self._of_broker(broker)
-            if not slaves:
+            followers = self._of_broker(broker)
+            if not followers:
                 raise
-            address = self._random.choice(slaves).address
+            address = self._random.choice(followers).address
         return query_grpc.QueryServiceStub(self._channel(address))
 
-    async def slaves(self, broker: str) -> list[str]:
-        """Node ids of the slaves of `broker`, ascending, as a nameserver knows them now.
+    async def followers(self, broker: str) -> list[str]:
+        """Node ids of the followers of `broker`, ascending, as a nameserver knows them now.
 
         Raises:
             Unreachable: no nameserver answers.
@@ -245,7 +245,7 @@ class Directory:
         return sorted(node.node_id for node in self._of_broker(broker) if not node.leader)
 
     async def offsets(self, group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
-        """A stub for the master of the offsets set that keeps `group`.
+        """A stub for the leader of the offsets set that keeps `group`.
 
         Raises:
             Unreachable: none is registered, or no nameserver answers.
@@ -293,7 +293,7 @@ class Directory:
     async def storage_replication(
         self, broker: str
     ) -> storage_replication_grpc.ReplicationServiceAsyncStub:
-        """A stub for the replication of `broker`, at its master; a node without slaves has none.
+        """A stub for the replication of `broker`, at its leader; a node without followers has none.
 
         Raises:
             Unreachable: it is not registered, or no nameserver answers.
@@ -304,7 +304,7 @@ class Directory:
     async def offsets_replication(
         self, offsets_set: str
     ) -> replication_grpc.ReplicationServiceAsyncStub:
-        """A stub for the replication of an offsets set, at its master; a node alone has none.
+        """A stub for the replication of an offsets set, at its leader; a node alone has none.
 
         Raises:
             Unreachable: none is registered, or no nameserver answers.

@@ -1,4 +1,4 @@
-"""How far the copies of a cluster's state have come, as their masters tell it; and what to do when
+"""How far the copies of a cluster's state have come, as their leaders tell it; and what to do when
 all that have everything are lost."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from batonmq.common.rpc import from_rpc_error
 from batonmq.reports import Node
 
 ELECT_TIMEOUT_S = 10.0
-MASTER_TIMEOUT_S = 3.0
-"""Bound of the question to a master: that there is none just now is an answer, too."""
+LEADER_TIMEOUT_S = 3.0
+"""Bound of the question to a leader: that there is none just now is an answer, too."""
 
 
 _WITH_COPIES = ("offsets", "storage")
@@ -32,8 +32,8 @@ class Replica:
     """One node of a replica set.
 
     Attributes:
-        master: Whether it is the one that answers.
-        epoch: Of the master.
+        leader: Whether it is the one that answers.
+        epoch: Of the leader.
         in_sync: Whether it has everything that was answered for, and so may be elected.
         position: Up to where it has everything, durably: a version, or bytes of the log.
         lag: What it lacks, in the same unit.
@@ -45,7 +45,7 @@ class Replica:
     replica_set: str
     node_id: str
     epoch: int
-    master: bool
+    leader: bool
     in_sync: bool
     position: int
     lag: int
@@ -56,7 +56,7 @@ class Replica:
 async def replicas(
     admin: Admin, nodes: Iterable[Node]
 ) -> tuple[dict[tuple[str, str], Replica], list[str]]:
-    """Every copy, by service and node id, and which masters do not answer.
+    """Every copy, by service and node id, and which leaders do not answer.
 
     Args:
         nodes: All that are up.
@@ -67,7 +67,7 @@ async def replicas(
 
     async def ask(service: str, name: str) -> None:
         try:
-            copies = await replicas_of(admin, service, name, timeout_s=MASTER_TIMEOUT_S)
+            copies = await replicas_of(admin, service, name, timeout_s=LEADER_TIMEOUT_S)
         except BatonError as error:
             problems.append(f"{service} {name}: {error.reason}: {error.message}")
         else:
@@ -82,7 +82,7 @@ async def replicas(
 async def replicas_of(
     admin: Admin, service: str, replica_set: str, *, timeout_s: float | None = None
 ) -> list[Replica]:
-    """The nodes of a replica set, by node id; none if it is a single node without slaves.
+    """The nodes of a replica set, by node id; none if it is a single node without followers.
 
     Args:
         service: `offsets` or `storage`.
@@ -90,7 +90,7 @@ async def replicas_of(
         timeout_s: Another bound than the usual one.
 
     Raises:
-        BatonError: the master does not answer.
+        BatonError: the leader does not answer.
     """
 
     async def ask(limit_s: float) -> _Described | None:
@@ -117,7 +117,7 @@ async def replicas_of(
             replica_set,
             one.node_id,
             answer.epoch,
-            one.master,
+            one.leader,
             one.in_sync,
             one.position,
             one.lag,
@@ -153,7 +153,7 @@ class ElectionPlan:
     """What is given up if a node is elected that is not in sync.
 
     Attributes:
-        epoch: Of the last master.
+        epoch: Of the last leader.
         served_epoch: The last one in which anything was answered.
         lost: Those that are in sync, none of them up: what only they have is given up.
         up: Who could be elected in their place.

@@ -33,11 +33,11 @@ _SYNC_S = 120
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """A cluster whose broker has so many copies, and its master."""
+    """A cluster whose broker has so many copies, and its leader."""
 
     cluster: LocalCluster
     admin: Admin
-    master: storage_grpc.StorageServiceAsyncStub
+    leader: storage_grpc.StorageServiceAsyncStub
     requests: list[pb.AppendRequest]
 
     async def write(self, count: int) -> float:
@@ -47,7 +47,7 @@ class _Set:
         async def sender() -> None:
             for number in left:
                 request = self.requests[number % len(self.requests)]
-                answer = await self.master.Append(request, timeout=TIMEOUT_S)
+                answer = await self.leader.Append(request, timeout=TIMEOUT_S)
                 assert all(outcome.HasField("receipt") for outcome in answer.outcomes), answer
 
         await asyncio.to_thread(os.sync)  # else the disk is busy with the round before
@@ -59,12 +59,12 @@ class _Set:
         return count * size / MIB / (perf_counter() - begin)
 
     async def copies(self) -> list[Replica]:
-        """As the master tells of them."""
+        """As the leader tells of them."""
         return await replicas_of(self.admin, "storage", BROKER)
 
 
 async def replication(setup: Setup) -> list[Figure]:
-    """Appends of 512 KiB of 100 B messages; and a slave that was away for a while.
+    """Appends of 512 KiB of 100 B messages; and a follower that was away for a while.
 
     All copies are on one disk here: there is no more to be had than one share for each.
     """
@@ -110,12 +110,12 @@ async def _set(stack: AsyncExitStack, folder: Path, copies: int) -> _Set:
     cluster = await stack.enter_async_context(LocalCluster(folder, options, start=execute))
     admin = await stack.enter_async_context(Admin(cluster.nameserver))
     await admin.create_topic(TOPIC, QUEUES)
-    (master,) = [
+    (leader,) = [
         node.address
         for node in (await admin.cluster()).nodes
         if node.service == "storage" and node.leader
     ]
-    channel = await stack.enter_async_context(connect(master))
+    channel = await stack.enter_async_context(connect(leader))
     requests = [
         pb.AppendRequest(batches=[batch(100, queue_id=queue_id)], durability=pb.DURABILITY_FSYNCED)
         for queue_id in range(QUEUES)
@@ -124,10 +124,10 @@ async def _set(stack: AsyncExitStack, folder: Path, copies: int) -> _Set:
 
 
 async def _catch_up(one: _Set, count: int) -> tuple[float, float]:
-    """MiB a second that a slave gets which was away while `count` appends were written, and that a
-    writer at full speed writes meanwhile: from when the slave begins to get something.
+    """MiB a second that a follower gets which was away while `count` appends were written, and that a
+    writer at full speed writes meanwhile: from when the follower begins to get something.
     """
-    name, behind = await _slave(one), await _position(one)
+    name, behind = await _follower(one), await _position(one)
     await one.cluster.stop(name)
     await one.write(count)
     over = asyncio.Event()
@@ -137,7 +137,7 @@ async def _catch_up(one: _Set, count: int) -> tuple[float, float]:
         nonlocal written
         while not over.is_set():
             request = one.requests[written % len(one.requests)]
-            await one.master.Append(request, timeout=TIMEOUT_S)
+            await one.leader.Append(request, timeout=TIMEOUT_S)
             written += 1
 
     async with asyncio.TaskGroup() as tasks:
@@ -158,13 +158,13 @@ async def _catch_up(one: _Set, count: int) -> tuple[float, float]:
 
 
 async def _position(one: _Set) -> int:
-    """Of the slave's copy, in bytes."""
+    """Of the follower's copy, in bytes."""
     return min(copy.position for copy in await one.copies())
 
 
-async def _slave(one: _Set) -> str:
+async def _follower(one: _Set) -> str:
     """Name of the process that follows."""
     nodes = {node.node_id: node.address for node in (await one.admin.cluster()).nodes}
-    (slave,) = [nodes[copy.node_id] for copy in await one.copies() if not copy.master]
+    (follower,) = [nodes[copy.node_id] for copy in await one.copies() if not copy.leader]
     names = one.cluster.options.names_of("storage")
-    return next(name for name in names if one.cluster.addresses[name] == slave)
+    return next(name for name in names if one.cluster.addresses[name] == follower)

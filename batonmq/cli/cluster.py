@@ -104,7 +104,7 @@ def status(
 ) -> None:
     """Show every process that is registered, and whether it answers at this moment.
 
-    Of offsets and storage also who is in sync, and how far each copy is behind its master: LAG is
+    Of offsets and storage also who is in sync, and how far each copy is behind its leader: LAG is
     in changes at offsets, in bytes of the log at storage.
     The exit status is 1 if one does not serve, a service has no leader, or a copy can't follow.
     """
@@ -178,7 +178,7 @@ def brokers(
 async def _brokers(session: Session, seconds: float) -> None:
     now_s = asyncio.get_running_loop().time
     async with session.admin() as admin:
-        nodes = _masters((await admin.cluster()).nodes)
+        nodes = _leaders((await admin.cluster()).nodes)
         begin_s = now_s()
         before, problems = await _described(admin, nodes)
         after = before
@@ -207,7 +207,7 @@ def replication(
     """Show who leads, in which epoch or term, who stands by, and how far each copy has come.
 
     POSITION and LAG count changes at offsets, and bytes of the log at storage; of a node without
-    slaves LAG is what is not synced yet. lockmgr and nameserver keep nothing: etcd has it.
+    followers LAG is what is not synced yet. lockmgr and nameserver keep nothing: etcd has it.
     """
     session = open_session(context, nameserver, form)
     session.run(_replication(session))
@@ -216,7 +216,7 @@ def replication(
 async def _replication(session: Session) -> None:
     async with session.admin() as admin:
         nodes = (await admin.cluster()).nodes
-        brokers, problems = await _described(admin, _masters(nodes))
+        brokers, problems = await _described(admin, _leaders(nodes))
         copies, unheard = await replicas(admin, nodes)
     up = {(node.service, node.node_id) for node in nodes}
     problems += [*unheard, *_stuck(copies)]
@@ -225,7 +225,7 @@ async def _replication(session: Session) -> None:
     session.output.problems(problems)
 
 
-def _masters(nodes: Iterable[Node]) -> list[Node]:
+def _leaders(nodes: Iterable[Node]) -> list[Node]:
     """Of each broker the node that answers for it."""
     storage = [node for node in nodes if node.service == "storage"]
     newest = {
@@ -323,7 +323,7 @@ def _copy_of(node: Node, copies: Mapping[tuple[str, str], Replica]) -> dict[str,
 
 def _stuck(copies: Mapping[tuple[str, str], Replica]) -> list[str]:
     return [
-        f"{service} {name} can't follow its master: {copy.problem}"
+        f"{service} {name} can't follow its leader: {copy.problem}"
         for (service, name), copy in sorted(copies.items())
         if copy.problem
     ]

@@ -1,6 +1,6 @@
 """The epochs that a client has seen, of the offsets sets that have kept its group.
 
-An epoch says which of two masters of one set is newer, and nothing about another set: when a group
+An epoch says which of two leaders of one set is newer, and nothing about another set: when a group
 has been moved, its new set may well have a lower one. Pure.
 """
 

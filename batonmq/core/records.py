@@ -16,7 +16,7 @@ All numbers are big-endian.
     24     8  queue offset of the first record                  storage
     32     8  store time, Unix milliseconds                     storage
     40     8  topic id                                          storage
-    48     4  epoch of the master                               storage
+    48     4  epoch of the leader                               storage
     52     4  CRC-32C of [56, length)                           producer
     56     8  producer id, 0 for none                           producer
     64     4  producer epoch

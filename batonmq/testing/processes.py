@@ -104,7 +104,7 @@ class World(Watcher):
     # ---- what happens to processes
 
     def offsets_opened(self, offsets: Offsets) -> None:
-        """A life of offsets, or a mastership, begins to serve what is on its disk."""
+        """A life of offsets, or a leadership, begins to serve what is on its disk."""
 
     def storage_opened(self, node_id: str, node: Node) -> None:
         """A life of storage has; or a replica has opened its copy, again if it was cut."""

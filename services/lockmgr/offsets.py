@@ -38,7 +38,7 @@ OffsetsPeers: TypeAlias = "Peers[pb_grpc.OffsetsServiceAsyncStub]"
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """A queue that was passed on, by a master of `offsets_set` in its epoch."""
+    """A queue that was passed on, by a leader of `offsets_set` in its epoch."""
 
     answer: pb.Fenced
     offsets_set: str

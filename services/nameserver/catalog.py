@@ -226,9 +226,9 @@ class Catalog:
 
 
 def _present(nodes: list[pb.Node]) -> dict[str, pb.Node]:
-    """The node of every broker that is alive: its master, or while there is none a slave.
+    """The node of every broker that is alive: its leader, or while there is none a follower.
 
-    So a route keeps a broker whose next master is about to be elected.
+    So a route keeps a broker whose next leader is about to be elected.
     """
     found: dict[str, pb.Node] = {}
     for node in nodes:

@@ -16,7 +16,7 @@ from services.offsets.arriving import Origin
 from services.offsets.config import OffsetsSettings
 from services.offsets.disk import Disk, set_aside_damage
 from services.offsets.following import Following, ReplicationPeer
-from services.offsets.mastership import Mastership
+from services.offsets.leadership import Leadership
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.persistence import Stored, read_changes
 from services.offsets.replication_server import ReplicationServicer
@@ -30,7 +30,7 @@ from services.runtime.places import OFFSETS
 from services.runtime.places import PREFIX as PLACES
 from services.runtime.process import App, Runtime
 from services.runtime.replicas import check_alone
-from services.runtime.role import WhileMaster
+from services.runtime.role import WhileLeader
 from services.runtime.stuck import Stuck
 
 SERVICE = "baton.offsets.v1.OffsetsService"
@@ -103,7 +103,7 @@ def _alone(
     around: Surroundings,
     opened: Callable[[Offsets], None],
 ) -> App:
-    """A node without slaves: it serves from its start to its end."""
+    """A node without followers: it serves from its start to its end."""
     offsets = alone(disk, around)
     opened(offsets)
     return App(
@@ -129,18 +129,18 @@ def _replicated(
     around: Surroundings,
     opened: Callable[[Offsets], None],
 ) -> App:
-    """A node that is master at times, and slave at others."""
+    """A node that is leader at times, and follower at others."""
     disk = following.disk
 
-    async def serve_epoch(mastership: Mastership) -> Offsets:
+    async def serve_epoch(leadership: Leadership) -> Offsets:
         offsets = await elected(
-            disk, mastership.epoch, mastership.write, mastership.keeper.check_room, around
+            disk, leadership.epoch, leadership.write, leadership.keeper.check_room, around
         )
         opened(offsets)
         return offsets
 
     role = Role(settings, runtime, following, serve_epoch, around.metrics)
-    front = cast(pb_grpc.OffsetsServiceServicer, WhileMaster(role, lambda: role.offsets.servicer))
+    front = cast(pb_grpc.OffsetsServiceServicer, WhileLeader(role, lambda: role.offsets.servicer))
     return App(
         servicers={
             SERVICE: partial(pb_grpc.add_OffsetsServiceServicer_to_server, front),

@@ -1,4 +1,4 @@
-"""Groups come from another replica set, as etcd says: the master of the new set fetches them.
+"""Groups come from another replica set, as etcd says: the leader of the new set fetches them.
 
     1  ARRIVING is written: nothing about the group is answered yet
     2  the old set seals it and hands it over, part by part; each is written
@@ -6,7 +6,7 @@
     4  the old set forgets what it has handed over
     5  etcd notes that the move is finished, so that another one may follow
 
-Each step may be repeated, and is, from the first one that was not done: by this master, or the
+Each step may be repeated, and is, from the first one that was not done: by this leader, or the
 next.
 """
 
@@ -64,7 +64,7 @@ class Origin:
     Attributes:
         offsets_set: Name of this replica set.
         places: Mirror of the places, run by somebody else.
-        stub: Of the master of a set; raises `Unreachable` if there is none.
+        stub: Of the leader of a set; raises `Unreachable` if there is none.
     """
 
     offsets_set: str

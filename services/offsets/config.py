@@ -31,16 +31,16 @@ class OffsetsSettings(ServiceSettings):
     """Replica set the node belongs to."""
     replicas: str = Field("", pattern=r"^([a-z0-9-]{1,63}(,[a-z0-9-]{1,63}){0,4})?$")
     """Node ids of the replica set, this one among them, separated by commas, up to 5; empty for a
-    node without slaves."""
+    node without followers."""
     min_in_sync: int = Field(1, ge=1, le=5)
-    """With fewer replicas in sync, the master among them, every change is refused with
+    """With fewer replicas in sync, the leader among them, every change is refused with
     NOT_ENOUGH_REPLICAS."""
-    master_lease_ms: int = Field(5_000, ge=2_000)
-    """After so long without a word of the master another replica is elected, in milliseconds."""
+    leader_lease_ms: int = Field(5_000, ge=2_000)
+    """After so long without a word of the leader another replica is elected, in milliseconds."""
     replica_lag_ms_max: int = Field(3_000, ge=500)
-    """A slave that has not had everything for so long is out of sync, in milliseconds."""
+    """A follower that has not had everything for so long is out of sync, in milliseconds."""
     replica_kept_bytes_max: int = Field(64 * 1024 * 1024, ge=0)
-    """So much of the newest changes is kept for slaves that come back, in bytes."""
+    """So much of the newest changes is kept for followers that come back, in bytes."""
 
     @property
     def members(self) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""A slave's part: fetch what the master has changed, make it durable, ask for more.
+"""A follower's part: fetch what the leader has changed, make it durable, ask for more.
 
-Asking tells the master how far the slave has come. Where the two have parted, or lie too far apart,
-the slave begins anew with everything the master has. It never goes back to an older epoch.
+Asking tells the leader how far the follower has come. Where the two have parted, or lie too far apart,
+the follower begins anew with everything the leader has. It never goes back to an older epoch.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ log = logging.getLogger(__name__)
 ReplicationPeer: TypeAlias = "Peer[pb_grpc.ReplicationServiceAsyncStub]"
 CALL_TIMEOUT_S = 5.0
 READ_ALL_TIMEOUT_S, PART_TIMEOUT_S = 120.0, 10.0
-"""A master that is dead, and has not said so, is not waited for any longer."""
+"""A leader that is dead, and has not said so, is not waited for any longer."""
 SYNC_ALL_FIRST_MS, SYNC_ALL_MS = 10_000, 60_000
-"""When a slave compares all it has with the master. Source: RocketMQ SlaveSynchronize."""
+"""When a follower compares all it has with the leader. Source: RocketMQ SlaveSynchronize."""
 DIGESTED_AT_ONCE = 4_096
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 
 
 class Following:
-    """Keeps this node's copy like the master's.
+    """Keeps this node's copy like the leader's.
 
     Attributes:
         writing: Held by whoever may write to `disk`.
         changes: Where this node stands.
-        master: The master's last answer: its epoch and version.
+        leader: The leader's last answer: its epoch and version.
         stuck: Whether it can't follow.
     """
 
@@ -62,17 +62,17 @@ class Following:
         self._runtime, self.writing = runtime, asyncio.Lock()
         self._node_id, self._hold_ms = settings.node_id, settings.replica_policy.hold_ms
         self._kept_bytes_max = settings.replica_kept_bytes_max
-        self.master = Position(0, 0)
+        self.leader = Position(0, 0)
         self._compare_ms = runtime.clock.monotonic_ms() + SYNC_ALL_FIRST_MS
         self._expected: tuple[Position, bytes] | None = None
 
     async def reload(self) -> None:
-        """This node is no master any more: go on from what is on the disk."""
+        """This node is no leader any more: go on from what is on the disk."""
         await self.disk.settled()
         self.changes.become(read_changes(self.disk, kept_bytes_max=self._kept_bytes_max))
 
     def has_room(self) -> bool:
-        """Whether the next change could be written here; if not, the master is told."""
+        """Whether the next change could be written here; if not, the leader is told."""
         try:
             self.disk.check_room()
         except DiskFull as error:
@@ -115,13 +115,13 @@ class Following:
             raise from_rpc_error(error) from error
         if answer.epoch < before.epoch:
             raise OldEpoch(
-                f"the master has epoch {answer.epoch}, this node {before.epoch}",
+                f"the leader has epoch {answer.epoch}, this node {before.epoch}",
                 facts={"epoch": answer.epoch, "current": before.epoch},
             )
         async with self.writing:
             if self.changes.position != before:
-                return  # it was master meanwhile
-            self.master = Position(answer.epoch, answer.version)
+                return  # it was leader meanwhile
+            self.leader = Position(answer.epoch, answer.version)
             if everything is not None:
                 await self._begin_anew(everything)
             else:
@@ -132,7 +132,7 @@ class Following:
         at = self.changes.position
         for change in found:
             if change.position.version != at.version + 1 or change.position.epoch < at.epoch:
-                raise DataLoss(f"the master sent {change.position} after {at}")
+                raise DataLoss(f"the leader sent {change.position} after {at}")
             at = change.position
         if self._expected is not None:
             until = self._expected[0].version - self.changes.position.version
@@ -165,8 +165,8 @@ class Following:
                     if part.last:
                         return entries
         except TimeoutError:
-            log.warning("the master fell silent entries=%d", len(entries))
-        raise Unreachable("the master ended before it had sent everything", retry_after_ms=200)
+            log.warning("the leader fell silent entries=%d", len(entries))
+        raise Unreachable("the leader ended before it had sent everything", retry_after_ms=200)
 
     async def _begin_anew(self, entries: list[tuple[bytes, bytes]]) -> None:
         changes = log_of(dict(entries), kept_bytes_max=self._kept_bytes_max)
@@ -180,7 +180,7 @@ class Following:
     async def _ask_digest(
         self, stub: pb_grpc.ReplicationServiceAsyncStub, before: Position
     ) -> None:
-        """From time to time learn what the master's state comes to, at a position still to come."""
+        """From time to time learn what the leader's state comes to, at a position still to come."""
         now_ms = self._runtime.clock.monotonic_ms()
         if now_ms < self._compare_ms or not before.version:
             return
@@ -198,18 +198,18 @@ class Following:
         assert self._expected is not None
         (at, digest), self._expected = self._expected, None
         if self.changes.position != at:
-            return  # there was another master meanwhile
+            return  # there was another leader meanwhile
         if await digest_of(await self.disk.snapshot()) == digest:
-            log.info("same as the master position=%s", at)
+            log.info("same as the leader position=%s", at)
             return
         self.changes.become(ChangeLog((), 0, kept_bytes_max=self._kept_bytes_max))
-        raise DataLoss(f"what is stored at {at} is not what the master has; all is read anew")
+        raise DataLoss(f"what is stored at {at} is not what the leader has; all is read anew")
 
 
 async def digest_of(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
     """What a state comes to: BLAKE2b-256 of its keys and values, with their lengths.
 
-    Lets others go on now and then: a master whose state is large has a lease to keep.
+    Lets others go on now and then: a leader whose state is large has a lease to keep.
     """
     found = blake2b(digest_size=32)
     for number, (key, value) in enumerate(entries, start=1):

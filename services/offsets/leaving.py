@@ -1,6 +1,6 @@
 """A group leaves for another replica set: it is sealed, handed over, and forgotten.
 
-From the seal on, which is a change like any other and so outlives this master, nothing about the
+From the seal on, which is a change like any other and so outlives this leader, nothing about the
 group is answered here and nothing of it changes: every repetition hands over the same.
 """
 

@@ -102,7 +102,7 @@ class OffsetsMetrics:
         )
         self._epoch = Gauge(
             "baton_offsets_epoch",
-            "Epoch in which this node serves; 0 for a slave.",
+            "Epoch in which this node serves; 0 for a follower.",
             registry=registry,
         )
         self.replicas = Gauge(
@@ -112,30 +112,30 @@ class OffsetsMetrics:
         )
         self._in_sync = Gauge(
             "baton_offsets_in_sync_replicas",
-            "Replicas that may be elected, the master among them; 0 at a slave.",
+            "Replicas that may be elected, the leader among them; 0 at a follower.",
             registry=registry,
         )
         self._lag = Gauge(
             "baton_offsets_replica_lag_changes",
-            "Changes that a slave lacks, as the master sees it.",
+            "Changes that a follower lacks, as the leader sees it.",
             ("replica",),
             registry=registry,
         )
         self.stuck = Gauge(
             "baton_offsets_replica_stuck",
-            "1 while this node can't follow its master for a reason that does not pass by itself.",
+            "1 while this node can't follow its leader for a reason that does not pass by itself.",
             registry=registry,
         )
 
     def lead(self, keeper: Keeper) -> None:
-        """Show a mastership until `follow`."""
+        """Show a leadership until `follow`."""
         books = keeper.books
         self._in_sync.set_function(lambda: len(books.in_sync))
         for name in keeper.members - {books.me}:
             self._lag.labels(name).set_function(partial(books.lag, name))
 
     def follow(self) -> None:
-        """This node is no master."""
+        """This node is no leader."""
         self._epoch.set(0)
         self._in_sync.set_function(lambda: 0)
         self._lag.clear()

@@ -156,7 +156,7 @@ def first_change(log: ChangeLog, epoch: int) -> Change:
 def begin_life(
     disk: Stored, limits: Limits, now: Instant
 ) -> tuple[ChangeLog, ProgressTable, Records]:
-    """What a node without slaves begins with: an epoch of its own, durable already.
+    """What a node without followers begins with: an epoch of its own, durable already.
 
     Raises:
         DataLoss: something stored can't be read or contradicts itself.
@@ -185,7 +185,7 @@ def recover(
 async def recover_meanwhile(
     disk: Stored, limits: Limits, epoch: int, now: Instant
 ) -> tuple[ProgressTable, Records]:
-    """`recover` for a master, which has a lease to keep: lets others go on now and then.
+    """`recover` for a leader, which has a lease to keep: lets others go on now and then.
 
     Raises:
         DataLoss: something stored can't be read or contradicts itself.

@@ -1,4 +1,4 @@
-"""The gRPC face of replication: what the master tells its slaves."""
+"""The gRPC face of replication: what the leader tells its followers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
-        mastership = self._role.mastership
+        leadership = self._role.leadership
         at = Position(request.position.epoch, request.position.version)
         self._check(request.node_id, at.epoch)
         if request.hold_ms > HOLD_MS_MAX:
@@ -38,14 +38,14 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
                 f"hold_ms is {request.hold_ms}; the limit is {HOLD_MS_MAX}",
                 facts={"field": "hold_ms", "limit": HOLD_MS_MAX, "actual": request.hold_ms},
             )
-        mastership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
-        found = await mastership.fetch(request.node_id, at, request.hold_ms)
-        self._role.check_still(mastership)
+        leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
+        found = await leadership.fetch(request.node_id, at, request.hold_ms)
+        self._role.check_still(leadership)
         return pb.FetchResponse(
-            epoch=mastership.epoch,
+            epoch=leadership.epoch,
             changes=map(_change_pb, found or ()),
             read_all=found is None,
-            version=mastership.position.version,
+            version=leadership.position.version,
         )
 
     async def ReadAll(
@@ -75,7 +75,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         self, request: pb.DescribeReplicasRequest, context: Context
     ) -> pb.DescribeReplicasResponse:
         """See the proto."""
-        keeper = self._role.mastership.keeper
+        keeper = self._role.leadership.keeper
         return pb.DescribeReplicasResponse(
             replica_set=self._role.replica_set,
             epoch=keeper.epoch,
@@ -90,17 +90,17 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         return entries, pb.Position(epoch=at.epoch, version=at.version)
 
     def _check(self, name: str, seen_epoch: int) -> None:
-        """Refuse who is nobody, or knows a newer master.
+        """Refuse who is nobody, or knows a newer leader.
 
         Raises:
             NotLeader, InvalidArgument, OldEpoch: refused.
         """
-        epoch = self._role.mastership.epoch
+        epoch = self._role.leadership.epoch
         if not name:
-            raise InvalidArgument("a slave has a node id", facts={"field": "node_id"})
+            raise InvalidArgument("a follower has a node id", facts={"field": "node_id"})
         if seen_epoch > epoch:
             raise OldEpoch(
-                f"this master has epoch {epoch}, the slave has seen {seen_epoch}",
+                f"this leader has epoch {epoch}, the follower has seen {seen_epoch}",
                 facts={"epoch": epoch, "current": seen_epoch},
             )
 

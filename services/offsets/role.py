@@ -1,6 +1,6 @@
-"""A node of an offsets replica set: follows the master, and is one itself when it is elected.
+"""A node of an offsets replica set: follows the leader, and is one itself when it is elected.
 
-Only one of both writes to the disk at a time. What a master has in memory is made from the disk at
+Only one of both writes to the disk at a time. What a leader has in memory is made from the disk at
 its election and dropped at its end, so nothing of an earlier epoch is ever answered.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from batonmq.common.errors import DiskFull, NotServing
 from services.offsets.config import OffsetsSettings
 from services.offsets.following import Following
-from services.offsets.mastership import Mastership
+from services.offsets.leadership import Leadership
 from services.offsets.metrics import OffsetsMetrics
 from services.offsets.serving import Offsets
 from services.runtime import role
@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
 
-Serve = Callable[[Mastership], Awaitable[Offsets]]
+Serve = Callable[[Leadership], Awaitable[Offsets]]
 
 
-class Role(role.Role[Mastership]):
+class Role(role.Role[Leadership]):
     """This node's part in its replica set.
 
     Args:
-        following: This node as a slave.
-        serve: The service on the copy that is on the disk, for one mastership.
+        following: This node as a follower.
+        serve: The service on the copy that is on the disk, for one leadership.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Role(role.Role[Mastership]):
                 runtime,
                 name=settings.replica_set,
                 members=settings.members,
-                lease_ms=settings.master_lease_ms,
+                lease_ms=settings.leader_lease_ms,
                 position=lambda: following.changes.position,
             )
         )
-        # Without room a master could begin nothing, and would keep from it those that can.
+        # Without room a leader could begin nothing, and would keep from it those that can.
         self.member.standing_back = lambda: not following.has_room()
         self._offsets: Offsets | None = None
 
@@ -69,12 +69,12 @@ class Role(role.Role[Mastership]):
         """What clients ask.
 
         Raises:
-            NotLeader: this node is not the master.
+            NotLeader: this node is not the leader.
             NotServing: it has just been elected.
         """
         self.check()
         if self._offsets is None:
-            raise NotServing("the new master waits for its slaves", retry_after_ms=100)
+            raise NotServing("the new leader waits for its followers", retry_after_ms=100)
         return self._offsets
 
     async def run(self) -> None:
@@ -90,25 +90,25 @@ class Role(role.Role[Mastership]):
             )
             if self.member.lacks(keeper):
                 return
-            mastership = self._mastership = Mastership(
+            leadership = self._leadership = Leadership(
                 keeper, changes, self._following.disk, self._runtime.clock
             )
             self.member.registration.leads(keeper.epoch)
             self._metrics.lead(keeper)
-            log.info("master epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
+            log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(keeper.tend())
-                    await mastership.begin()
+                    await leadership.begin()
                     self._following.stuck.passed()
-                    self._offsets = await self._serve(mastership)
+                    self._offsets = await self._serve(leadership)
                     tasks.create_task(self._offsets.arriving.run())
                     tasks.create_task(self._watch(self._offsets, keeper))
                     await self._offsets.commits.run()
             except* DiskFull as errors:
                 self.member.step_back(f"an epoch can't be begun: {errors.exceptions[0]}")
             finally:
-                self._mastership = self._offsets = None
+                self._leadership = self._offsets = None
                 self.member.registration.leads(0)
                 self._metrics.follow()
                 await self._following.reload()

@@ -66,7 +66,7 @@ class Offsets:
 
 
 def alone(disk: Stored, around: Surroundings) -> Offsets:
-    """The service of a node without slaves, in an epoch of its own.
+    """The service of a node without followers, in an epoch of its own.
 
     Raises:
         DataLoss: what is stored can't be read.
@@ -88,7 +88,7 @@ async def elected(
     check_room: Callable[[], None],
     around: Surroundings,
 ) -> Offsets:
-    """The service of a master.
+    """The service of a leader.
 
     Args:
         write: Makes entries durable, wherever they have to be.

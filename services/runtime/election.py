@@ -72,7 +72,7 @@ class Election:
         """Lead no more: `lead` is cancelled and the lease given back at once, or when etcd has
         answered the refresh that is under way, or would have had to.
 
-        A master that led on, and heard no slave any more, would let all of them out of its set.
+        A leader that led on, and heard no follower any more, would let all of them out of its set.
         """
         self._resigns.set()
         self._valid_until_ms = 0

@@ -1,11 +1,11 @@
 """Which replicas have what: how far is confirmed, who falls out of the in-sync set, who comes in.
 
-A position is any number that only grows as the master writes: a version, or bytes of a log. Pure:
+A position is any number that only grows as the leader writes: a version, or bytes of a log. Pure:
 times come in as arguments, decisions go out; only etcd makes a decision true.
 
 Source: Kafka's in-sync replicas (high watermark, replica.lag.time.max.ms), and that the watermark
-waits for who keeps up from outside: with a master that is busy all the time it would never have
-everything. Deviation: one who comes in is waited for from the moment the master wants it in, before
+waits for who keeps up from outside: with a leader that is busy all the time it would never have
+everything. Deviation: one who comes in is waited for from the moment the leader wants it in, before
 etcd says so.
 """
 
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Slave:
-    """One slave, as the master sees it.
+class _Follower:
+    """One follower, as the leader sees it.
 
     Attributes:
         position: Up to here it has everything, durably.
-        level_ms: At this time it had all that the master had at that time.
-        goal: What the master had when it was last heard of,
+        level_ms: At this time it had all that the leader had at that time.
+        goal: What the leader had when it was last heard of,
         goal_ms: and when that was.
         follows: It has reached a goal since it began.
     """
@@ -34,18 +34,18 @@ class _Slave:
 
 
 class InSync:
-    """The books of one mastership.
+    """The books of one leadership.
 
     Args:
-        me: Node id of the master.
-        in_sync: By etcd, when the mastership began.
-        position: Of the master then: what it has durably.
+        me: Node id of the leader.
+        in_sync: By etcd, when the leadership began.
+        position: Of the leader then: what it has durably.
 
     Attributes:
         in_sync: By etcd.
         awaited: Those that keep up from outside: waited for, so that they can come in.
-        joining: Those that the master has asked etcd to let in: waited for until it is settled.
-        position: Of the master.
+        joining: Those that the leader has asked etcd to let in: waited for until it is settled.
+        position: Of the leader.
         confirmed: Every member of the in-sync set has everything up to here. Never falls.
     """
 
@@ -56,82 +56,84 @@ class InSync:
         self.joining: frozenset[str] = frozenset()
         self.confirmed = position if in_sync == {me} else 0
         self._first = position
-        self._slaves = {name: _Slave(0, now_ms, position, now_ms) for name in in_sync if name != me}
+        self._followers = {
+            name: _Follower(0, now_ms, position, now_ms) for name in in_sync if name != me
+        }
 
     def wrote(self, position: int) -> None:
-        """The master has everything up to here, durably."""
+        """The leader has everything up to here, durably."""
         self.position = max(self.position, position)
         self._confirm()
 
     def heard(self, name: str, position: int, now_ms: int) -> None:
-        """A slave says how far it has everything, durably, in this master's history."""
-        slave = self._slaves.get(name)
-        if slave is None:
-            slave = self._slaves[name] = _Slave(0, now_ms, self.position, now_ms)
-        slave.position = position
+        """A follower says how far it has everything, durably, in this leader's history."""
+        follower = self._followers.get(name)
+        if follower is None:
+            follower = self._followers[name] = _Follower(0, now_ms, self.position, now_ms)
+        follower.position = position
         if position >= self.position:
-            slave.level_ms = now_ms
-        elif position >= slave.goal:
-            slave.level_ms = max(slave.level_ms, slave.goal_ms)
-        if position >= slave.goal:
-            slave.follows = True
-            slave.goal, slave.goal_ms = self.position, now_ms
+            follower.level_ms = now_ms
+        elif position >= follower.goal:
+            follower.level_ms = max(follower.level_ms, follower.goal_ms)
+        if position >= follower.goal:
+            follower.follows = True
+            follower.goal, follower.goal_ms = self.position, now_ms
         self._confirm()
 
     def forget(self, name: str) -> None:
-        """A slave begins anew: what it had counts no more."""
-        slave = self._slaves.get(name)
-        if slave is not None:
-            slave.position, slave.follows = 0, False
+        """A follower begins anew: what it had counts no more."""
+        follower = self._followers.get(name)
+        if follower is not None:
+            follower.position, follower.follows = 0, False
 
     def lag(self, name: str) -> int:
-        """How far a slave is behind the master; all of it, if it was never heard of."""
-        slave = self._slaves.get(name)
-        return self.position - (slave.position if slave is not None else 0)
+        """How far a follower is behind the leader; all of it, if it was never heard of."""
+        follower = self._followers.get(name)
+        return self.position - (follower.position if follower is not None else 0)
 
     def lag_ms(self, name: str, now_ms: int) -> int:
-        """For how long a slave has not had everything; a while after it was last heard of."""
-        slave = self._slaves.get(name)
-        return now_ms - slave.level_ms if slave is not None else -1
+        """For how long a follower has not had everything; a while after it was last heard of."""
+        follower = self._followers.get(name)
+        return now_ms - follower.level_ms if follower is not None else -1
 
     def holders(self, position: int) -> int:
-        """How many members of the in-sync set, the master included, have all up to `position`."""
-        have = (self._slaves[name].position for name in self.in_sync if name != self.me)
+        """How many members of the in-sync set, the leader included, have all up to `position`."""
+        have = (self._followers[name].position for name in self.in_sync if name != self.me)
         return sum(at >= position for at in have) + (self.position >= position)
 
     @property
-    def slaves(self) -> tuple[str, ...]:
-        """All slaves that were heard of, or are in the set; ascending."""
-        return tuple(sorted(self._slaves))
+    def followers(self) -> tuple[str, ...]:
+        """All followers that were heard of, or are in the set; ascending."""
+        return tuple(sorted(self._followers))
 
     def late(self, now_ms: int, lag_ms_max: int) -> frozenset[str]:
         """Members that have not had everything for longer than that, or were not heard of."""
         return frozenset(
             name
             for name in (self.in_sync | self.joining) - {self.me}
-            if now_ms - self._slaves[name].level_ms > lag_ms_max
+            if now_ms - self._followers[name].level_ms > lag_ms_max
         )
 
     def wait_for(self, names: frozenset[str], now_ms: int, lag_ms_max: int) -> None:
         """Wait from now on for those of `names` that keep up from outside, and for no others.
 
-        They have what this master began with: what earlier ones had confirmed is not known, but
+        They have what this leader began with: what earlier ones had confirmed is not known, but
         that it is among it.
         """
         self.awaited = frozenset(
             name
-            for name, slave in self._slaves.items()
+            for name, follower in self._followers.items()
             if name in names - self.in_sync
-            and slave.follows
-            and slave.position >= max(self._first, 1)
-            and now_ms - slave.level_ms <= lag_ms_max
+            and follower.follows
+            and follower.position >= max(self._first, 1)
+            and now_ms - follower.level_ms <= lag_ms_max
         )
         self._confirm()
 
     def level(self) -> frozenset[str]:
         """Those waited for that could come in: they have all that is confirmed."""
         return frozenset(
-            name for name in self.awaited if self._slaves[name].position >= self.confirmed
+            name for name in self.awaited if self._followers[name].position >= self.confirmed
         )
 
     def join(self, names: frozenset[str]) -> None:
@@ -147,5 +149,5 @@ class InSync:
 
     def _confirm(self) -> None:
         needed = (self.in_sync | self.joining | self.awaited) - {self.me}
-        slowest = min((self._slaves[name].position for name in needed), default=self.position)
+        slowest = min((self._followers[name].position for name in needed), default=self.position)
         self.confirmed = max(self.confirmed, min(slowest, self.position))

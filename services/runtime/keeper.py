@@ -1,4 +1,4 @@
-"""Keeps a replica set together for its master: who falls out, who comes in, what is confirmed."""
+"""Keeps a replica set together for its leader: who falls out, who comes in, what is confirmed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ReplicaPolicy:
     """How a replica set keeps together.
 
     Attributes:
-        min_in_sync: With fewer members in sync, the master included, nothing is changed.
-        lag_ms_max: A slave that has not had everything for so long is out of sync.
-        hold_ms: How long a slave's question is held if there is nothing new.
+        min_in_sync: With fewer members in sync, the leader included, nothing is changed.
+        lag_ms_max: A follower that has not had everything for so long is out of sync.
+        hold_ms: How long a follower's question is held if there is nothing new.
     """
 
     min_in_sync: int
@@ -45,10 +45,10 @@ class Won:
 
 
 class Keeper:
-    """One mastership's part of a replica set.
+    """One leadership's part of a replica set.
 
     Args:
-        position: Of the master, durably.
+        position: Of the leader, durably.
         up: Node ids of the members that are registered.
 
     Attributes:
@@ -69,7 +69,7 @@ class Keeper:
         self.policy, self._clock, self._up = policy, clock, up
         # One of the set has just died, as a rule; whoever is alive is heard of soon.
         level_ms = clock.monotonic_ms() - policy.lag_ms_max * 2 // 3
-        self.books = InSync(won.standing.master, won.standing.in_sync, position, level_ms)
+        self.books = InSync(won.standing.leader, won.standing.in_sync, position, level_ms)
         self.on_news: list[Callable[[], None]] = []
         self._problems: dict[str, str] = {}
         self._safe = self._first = 0
@@ -79,7 +79,7 @@ class Keeper:
 
     @property
     def epoch(self) -> int:
-        """Of this mastership."""
+        """Of this leadership."""
         return self._standing.epoch
 
     @property
@@ -105,7 +105,7 @@ class Keeper:
     def safe(self) -> int:
         """The in-sync set, with enough members, has everything up to here. Never falls.
 
-        What the mastership has begun with counts with fewer, too: it is there to be read.
+        What the leadership has begun with counts with fewer, too: it is there to be read.
         """
         enough = len(self.books.in_sync) >= self.policy.min_in_sync
         limit = self.books.confirmed if enough else min(self.books.confirmed, self._first)
@@ -113,7 +113,7 @@ class Keeper:
         return self._safe
 
     def told(self, name: str, problem: str) -> None:
-        """Why slave `name` can't follow, by its own account; empty if it can."""
+        """Why follower `name` can't follow, by its own account; empty if it can."""
         self._problems[name] = problem
 
     def successors(self) -> frozenset[str]:
@@ -130,10 +130,10 @@ class Keeper:
     def replicas(self) -> list[replicas_pb2.Replica]:
         """Every member, and whoever else follows, by node id."""
         books, now_ms = self.books, self._clock.monotonic_ms()
-        master = replicas_pb2.Replica(
-            node_id=books.me, master=True, in_sync=True, position=books.position
+        leader = replicas_pb2.Replica(
+            node_id=books.me, leader=True, in_sync=True, position=books.position
         )
-        slaves = [
+        followers = [
             replicas_pb2.Replica(
                 node_id=name,
                 in_sync=name in books.in_sync,
@@ -142,16 +142,16 @@ class Keeper:
                 lag_ms=books.lag_ms(name, now_ms) if books.lag(name) else 0,
                 problem=self._problems.get(name, ""),
             )
-            for name in books.slaves
+            for name in books.followers
         ]
-        silent = self.members - {books.me, *books.slaves}
-        slaves += [
+        silent = self.members - {books.me, *books.followers}
+        followers += [
             replicas_pb2.Replica(node_id=name, lag=books.position, lag_ms=-1) for name in silent
         ]
-        return sorted([master, *slaves], key=lambda replica: replica.node_id)
+        return sorted([leader, *followers], key=lambda replica: replica.node_id)
 
     async def begun(self, position: int) -> None:
-        """Return when the in-sync set, however small, has what this master begins with.
+        """Return when the in-sync set, however small, has what this leader begins with.
 
         Args:
             position: Everything up to here.
@@ -176,11 +176,11 @@ class Keeper:
                 async with self._changing:
                     await self._change(self.books.in_sync | self.books.joining)
             except (NoQuorum, NotLeader) as error:
-                log.warning("the new master waits for etcd error=%s", error)
+                log.warning("the new leader waits for etcd error=%s", error)
                 await asyncio.sleep(TEND_MS / 1000)
 
     async def tend(self) -> None:
-        """Let members out and in for ever; to be run as one task, while this is the master.
+        """Let members out and in for ever; to be run as one task, while this is the leader.
 
         Who keeps up from outside is waited for, until it has what is confirmed and can join; who
         falls out is waited for until etcd knows that it can't be elected.

@@ -26,7 +26,7 @@ class Member:
     Args:
         name: Of the replica set.
         members: Node ids that belong to it, by configuration.
-        lease_ms: Of the master.
+        lease_ms: Of the leader.
         position: Of this node's copy, at any moment.
         room: Machine room, to be registered; empty for none.
 
@@ -71,34 +71,34 @@ class Member:
 
         Raises:
             NoQuorum: it may be, because etcd does not answer.
-            NotLeader: it may be; or another node is the master.
+            NotLeader: it may be; or another node is the leader.
         """
         if self.election.valid():
             return
         if not self.election.reachable:
-            raise NoQuorum("etcd does not answer, so there may be another master")
+            raise NoQuorum("etcd does not answer, so there may be another leader")
         raise self.not_leader()
 
     def not_leader(self) -> NotLeader:
         """Why this node does not answer."""
-        return NotLeader(f"{self._node_id} is not the master", retry_after_ms=200)
+        return NotLeader(f"{self._node_id} is not the leader", retry_after_ms=200)
 
     def keeper(self, revision: int, position: int, policy: ReplicaPolicy) -> Keeper:
-        """Of the mastership that the election at `revision` has begun."""
+        """Of the leadership that the election at `revision` has begun."""
         won = Won(self.election, self.set, self.set.won(revision))
         return Keeper(won, position, policy, self._runtime.clock, self._up)
 
     def leave(self) -> None:
-        """The process ends: be master no more.
+        """The process ends: be leader no more.
 
-        One that went on while it takes no more calls of its slaves would let them out of the set,
+        One that went on while it takes no more calls of its followers would let them out of the set,
         and be gone as the only one who can be elected.
         """
         self._left = True
         self.election.resign()
 
     def step_back(self, why: str) -> None:
-        """Be master no more, and not at once again: whoever else has everything goes first."""
+        """Be leader no more, and not at once again: whoever else has everything goes first."""
         if self.election.term:
             log.error("resigns: %s", why)
         self._back_to_ms = self._runtime.clock.monotonic_ms() + 3 * self._lease_ms

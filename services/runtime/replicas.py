@@ -2,7 +2,7 @@
 
 `replicas/<service>/<set>` says who may be elected. A candidate takes the election key and raises
 the epoch in one transaction that holds only if nobody has changed the set since it was read; a
-master changes the set only while the election key is its own. So at any time at most one node can
+leader changes the set only while the election key is its own. So at any time at most one node can
 do either (protocol section 12).
 """
 
@@ -32,7 +32,7 @@ class Standing:
     """A replica set as it stands in etcd: see the proto; `mod_revision` 0 if it does not."""
 
     epoch: int
-    master: str
+    leader: str
     in_sync: frozenset[str]
     served_epoch: int = 0
     accepted: tuple[replicas_pb2.AcceptedLoss, ...] = ()
@@ -42,7 +42,7 @@ class Standing:
         """As etcd keeps it."""
         return replicas_pb2.ReplicaSet(
             epoch=self.epoch,
-            master=self.master,
+            leader=self.leader,
             in_sync=sorted(self.in_sync),
             served_epoch=self.served_epoch,
             accepted_losses=self.accepted,
@@ -68,7 +68,7 @@ def decode(stored: Stored | None) -> Standing:
     found = replicas_pb2.ReplicaSet.FromString(stored.value)
     return Standing(
         found.epoch,
-        found.master,
+        found.leader,
         frozenset(found.in_sync),
         found.served_epoch,
         tuple(found.accepted_losses),
@@ -161,7 +161,7 @@ class ReplicaSet:
         if self._node_id not in in_sync or own.epoch < before.served_epoch:
             return None
         epoch = max(before.epoch, own.epoch) + 1
-        self._candidate = replace(before, epoch=epoch, master=self._node_id, in_sync=in_sync)
+        self._candidate = replace(before, epoch=epoch, leader=self._node_id, in_sync=in_sync)
         return Candidacy(
             compare=(Compare(self.key, mod_revision=before.mod_revision),),
             put=(Put(self.key, self._candidate.encode()),),
@@ -177,7 +177,7 @@ class ReplicaSet:
         return replace(self._candidate, mod_revision=revision)
 
     async def change(self, election: Election, before: Standing, wanted: Standing) -> Standing:
-        """Make the set `wanted`, as the master.
+        """Make the set `wanted`, as the leader.
 
         Returns:
             What it is now: perhaps what an earlier try, whose outcome was not known, has made it.
@@ -193,8 +193,8 @@ class ReplicaSet:
         if revision is not None:
             return replace(wanted, mod_revision=revision)
         now = await self.read()
-        if now.epoch != before.epoch or now.master != self._node_id or not election.valid():
-            raise NotLeader(f"{self._node_id} is not the master any more")
+        if now.epoch != before.epoch or now.leader != self._node_id or not election.valid():
+            raise NotLeader(f"{self._node_id} is not the leader any more")
         return now
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A slave that can't follow its master, for a reason that does not pass by itself."""
+"""A follower that can't follow its leader, for a reason that does not pass by itself."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PROBLEM_CHARS_MAX = 300
 
 
 class Stuck:
-    """Says so: to people in the log and by a metric, and to the master.
+    """Says so: to people in the log and by a metric, and to the leader.
 
     Args:
         gauge: 1 while it is so.
 
     Attributes:
-        problem: For the master; empty if there is none.
+        problem: For the leader; empty if there is none.
     """
 
     def __init__(self, gauge: Gauge) -> None:
@@ -31,13 +31,13 @@ class Stuck:
         if not isinstance(error, DataLoss | DiskFull):
             return
         if not self.problem.startswith(f"{error.reason}:"):
-            log.error("can't follow a master error=%s remedy=%r", error, error.remedy)
+            log.error("can't follow a leader error=%s remedy=%r", error, error.remedy)
         self.problem = f"{error.reason}: {error.message}"[:PROBLEM_CHARS_MAX]
         self._gauge.set(1)
 
     def passed(self) -> None:
         """A step was made, and the next one can be."""
         if self.problem:
-            log.warning("can follow a master again")
+            log.warning("can follow a leader again")
         self.problem = ""
         self._gauge.set(0)

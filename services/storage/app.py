@@ -129,7 +129,7 @@ async def replicated(
     in_thread: InThread = in_thread,
     on_open: Callable[[Node], None] = lambda _: None,
 ) -> AsyncIterator[App]:
-    """The app of a node that is master at times, and slave at others.
+    """The app of a node that is leader at times, and follower at others.
 
     Args:
         disk: Nobody else uses it.

@@ -49,7 +49,7 @@ class Appender:
 
         Raises:
             NotServing: the disk has failed.
-            NotLeader: this node is not the master.
+            NotLeader: this node is not the leader.
         """
         if not batches:
             return []

@@ -47,7 +47,7 @@ class Bounds:
         reached: Waits until everything below a position is safe.
         is_gone: Whether a topic of that name and id does not exist any more.
         remove_later: Removes files of indexes once no checkpoint counts on them.
-        followed: First position of the master's log, by which a slave goes; None for a node that
+        followed: First position of the leader's log, by which a follower goes; None for a node that
             decides by itself.
     """
 

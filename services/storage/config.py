@@ -23,14 +23,14 @@ class StorageSettings(ServiceSettings):
     `node_id`."""
     replicas: str = Field("", pattern=r"^([a-z0-9-]{1,63}(,[a-z0-9-]{1,63}){0,4})?$")
     """Node ids of the replica set, this one among them, separated by commas, up to 5; empty for a
-    node without slaves."""
+    node without followers."""
     min_in_sync: int = Field(1, ge=1, le=5)
-    """With fewer replicas in sync, the master among them, nothing is written: messages are refused
+    """With fewer replicas in sync, the leader among them, nothing is written: messages are refused
     with NOT_ENOUGH_REPLICAS."""
-    master_lease_ms: int = Field(3_000, ge=2_000)
-    """After so long without a word of the master another replica is elected, in milliseconds."""
+    leader_lease_ms: int = Field(3_000, ge=2_000)
+    """After so long without a word of the leader another replica is elected, in milliseconds."""
     replica_lag_ms_max: int = Field(3_000, ge=500)
-    """A slave that has not had everything for so long is out of sync, in milliseconds."""
+    """A follower that has not had everything for so long is out of sync, in milliseconds."""
     room: str = Field("", pattern=r"^[ -~]{0,127}$")
     """Machine room, for groups whose strategy deals queues by it; empty for none."""
     data_dir: Path = Path("data/storage")
@@ -42,7 +42,7 @@ class StorageSettings(ServiceSettings):
     flush_interval_ms: int = Field(200, ge=1, le=60_000)
     """Time between syncs with `flush = async`; consumers see messages after the sync."""
     memory_window_bytes: int = Field(0, ge=0)
-    """Who is further behind the end of the log is sent to a slave, in bytes; 0 means 40 % of the
+    """Who is further behind the end of the log is sent to a follower, in bytes; 0 means 40 % of the
     machine's memory, about what of the log is still in it."""
     parked_pulls_max: int = Field(100_000, ge=1)
     """More pulls than this are not held."""

@@ -119,7 +119,7 @@ class Copy:
         """Forget everything from `position` on, and go on; the caller holds `writing`.
 
         Args:
-            damaged: Some of it was safe: this node must not be master before it has it again.
+            damaged: Some of it was safe: this node must not be leader before it has it again.
 
         Raises:
             NotServing: the disk fails.

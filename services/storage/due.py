@@ -86,7 +86,7 @@ class DueBatches:
             try:
                 if await self.deliver() or await self.move():
                     continue
-            except (NotServing, NotLeader, NoQuorum) as error:  # or nobody knows who is master
+            except (NotServing, NotLeader, NoQuorum) as error:  # or nobody knows who is leader
                 log.warning("scheduled batches wait error=%s", error)
             await self._pause()
 

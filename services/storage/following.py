@@ -1,7 +1,7 @@
-"""A slave's part: fetch what the master has written, make it durable, ask for more.
+"""A follower's part: fetch what the leader has written, make it durable, ask for more.
 
-Asking tells the master how far the slave has come. Where the two logs have parted the slave cuts
-its own; where the master has nothing so old any more it begins anew. It never goes back to an older
+Asking tells the leader how far the follower has come. Where the two logs have parted the follower cuts
+its own; where the leader has nothing so old any more it begins anew. It never goes back to an older
 epoch. What comes is checked like a log at a start, before anything of it is written.
 """
 
@@ -39,10 +39,10 @@ _BACKOFF = Backoff(first_ms=50, delay_ms_max=500)
 
 
 class Following:
-    """Keeps this node's copy like the master's.
+    """Keeps this node's copy like the leader's.
 
     Attributes:
-        first_position: Of the master's log, by its last answer.
+        first_position: Of the leader's log, by its last answer.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Following:
         self._heard_ms: int | None = None
 
     def hears(self) -> bool:
-        """Whether the master has answered lately."""
+        """Whether the leader has answered lately."""
         now_ms = self._runtime.clock.monotonic_ms()
         return self._heard_ms is not None and now_ms - self._heard_ms < 2 * self._hold_ms
 
@@ -103,7 +103,7 @@ class Following:
             raise from_rpc_error(error) from error
         if answer.epoch < history.epoch:
             raise OldEpoch(
-                f"the master has epoch {answer.epoch}, this node {history.epoch}",
+                f"the leader has epoch {answer.epoch}, this node {history.epoch}",
                 facts={"epoch": answer.epoch, "current": history.epoch},
             )
         theirs = read_history((start.epoch, start.position) for start in answer.history)
@@ -113,7 +113,7 @@ class Following:
                 history,
                 end,
             ):
-                return  # it was master meanwhile
+                return  # it was leader meanwhile
             self._heard_ms = self._runtime.clock.monotonic_ms()
             await self._obey(serving, answer, theirs)
 
@@ -122,7 +122,7 @@ class Following:
         segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
         rotten = serving.damage.rotten
         if rotten is not None and rotten >= log_.first_position:
-            # There is a master from which to fetch it anew.
+            # There is a leader from which to fetch it anew.
             await self._copy.cut(rotten, damaged=True)
         elif answer.HasField("floors"):
             await self._copy.begin_anew(Beginning(answer.floors, segment, theirs.until(position)))
@@ -133,7 +133,7 @@ class Following:
         elif position < log_.next_position:
             await self._copy.cut(position)
         elif position > log_.next_position:
-            raise DataLoss(f"the master sent {position} after {log_.next_position}")
+            raise DataLoss(f"the leader sent {position} after {log_.next_position}")
         else:
             self.first_position = answer.first_position
             await self._adopt(serving, theirs)
@@ -149,7 +149,7 @@ class Following:
         await self._keep(serving, replace(adopted, damaged=node.history.damaged))
 
     async def _settle(self, serving: Serving, answer: pb.FetchResponse) -> None:
-        """Once nothing that was confirmed is missing any more, this node may be master again."""
+        """Once nothing that was confirmed is missing any more, this node may be leader again."""
         node = serving.node
         whole = node.store.log.synced_position >= answer.confirmed_position
         if node.history.damaged and node.history.epoch == answer.epoch and whole:
@@ -167,7 +167,7 @@ class Following:
             raise DiskFull("no space on disk for the epochs of the log") from error
 
     async def _write(self, serving: Serving, data: bytes, segment: Range) -> None:
-        """Write what the master has sent, and let everything that is derived from it follow.
+        """Write what the leader has sent, and let everything that is derived from it follow.
 
         Raises:
             DataLoss, DiskFull: nothing was written.

@@ -20,19 +20,19 @@ class Guarantee(Protocol):
     replicated: bool
 
     @property
-    def is_slave(self) -> bool:
+    def is_follower(self) -> bool:
         """Whether another node writes, or nobody."""
         ...
 
     def next_reader(self, behind_bytes: int) -> str:
-        """Node id from which somebody should pull next who is so far behind; empty: the master."""
+        """Node id from which somebody should pull next who is so far behind; empty: the leader."""
         ...
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
         """Why nothing new may be written now that at least so many members are to have.
 
         Raises:
-            NotLeader, NotServing: nothing at all may be said, as this node may not be the master,
+            NotLeader, NotServing: nothing at all may be said, as this node may not be the leader,
                 or is about to be.
         """
         ...
@@ -45,7 +45,7 @@ class Guarantee(Protocol):
 class Alone(Guarantee):
     """A node without replicas."""
 
-    replicated, is_slave = False, False
+    replicated, is_follower = False, False
 
     def __init__(self, store: Store) -> None:
         self._store = store

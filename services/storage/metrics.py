@@ -100,9 +100,9 @@ class StorageMetrics:
             ("reason",),
             registry=registry,
         )
-        self.master = Gauge(
-            "baton_storage_master",
-            "1 on the master of a replica set that serves, 0 on its slaves.",
+        self.leader = Gauge(
+            "baton_storage_leader",
+            "1 on the leader of a replica set that serves, 0 on its followers.",
             registry=registry,
         )
         self.replicas = Gauge(
@@ -112,24 +112,24 @@ class StorageMetrics:
         )
         self.in_sync_replicas = Gauge(
             "baton_storage_in_sync_replicas",
-            "Members of the in-sync set, the master among them; 0 on slaves.",
+            "Members of the in-sync set, the leader among them; 0 on followers.",
             registry=registry,
         )
         self.replica_lag_bytes = Gauge(
             "baton_storage_replica_lag_bytes",
-            "How much of the log a slave lacks, as its master knows.",
+            "How much of the log a follower lacks, as its leader knows.",
             ("replica",),
             registry=registry,
         )
         self.replica_lag_seconds = Gauge(
             "baton_storage_replica_lag_seconds",
-            "For how long a slave has not had all of the log, as its master knows.",
+            "For how long a follower has not had all of the log, as its leader knows.",
             ("replica",),
             registry=registry,
         )
         self.stuck = Gauge(
             "baton_storage_replica_stuck",
-            "1 while this node can't follow its master for a reason that does not pass by itself.",
+            "1 while this node can't follow its leader for a reason that does not pass by itself.",
             registry=registry,
         )
         self.damaged_batches = Counter(

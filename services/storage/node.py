@@ -259,7 +259,7 @@ class _Attempt:
 def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> History:
     """Recover what of a copy is good; its history.
 
-    That something is missing is made durable before it is cut off: such a node must not be master.
+    That something is missing is made durable before it is cut off: such a node must not be leader.
     Nor must one whose folder is empty, on its way through epochs that others have served.
     """
     disk = attempt.disk
@@ -279,7 +279,7 @@ def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> History:
         attempt.run(0, accept_loss=True)
     end = attempt.report.next_position
     kept = history.until(end)
-    if accept_loss and history.starts:  # what was lost counts no more: it may be master
+    if accept_loss and history.starts:  # what was lost counts no more: it may be leader
         kept = kept if kept.epoch == history.epoch else kept.began(history.epoch, end)
         return replace(kept, damaged=False)
     return kept if kept.starts else replace(kept, damaged=True)

@@ -74,7 +74,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
 
     Args:
         broker: Name of the replica set, or of a node without replicas.
-        is_slave: Whether this node may lag behind another.
+        is_follower: Whether this node may lag behind another.
         require: Asks whether the caller may read the topic of a message that it names by its id;
             None where nobody is asked who calls.
     """
@@ -85,11 +85,11 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         store: Store,
         topics: Topics,
         damage: Damage,
-        is_slave: Callable[[], bool] = lambda: False,
+        is_follower: Callable[[], bool] = lambda: False,
         require: Require | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
-        self._is_slave, self._require = is_slave, require
+        self._is_follower, self._require = is_follower, require
         self._queries = Queries(store)
 
     async def SearchOffset(
@@ -172,8 +172,10 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         try:
             return self._store.read(key, wanted)
         except OffsetAheadOfLog as error:
-            if self._is_slave():
-                raise NotLeader(f"this slave lags: {error.message}", retry_after_ms=100) from error
+            if self._is_follower():
+                raise NotLeader(
+                    f"this follower lags: {error.message}", retry_after_ms=100
+                ) from error
             raise OffsetOutOfRange(error.message, facts=error.facts) from error
         except DataLoss as error:
             self._damage.met(error)

@@ -1,4 +1,4 @@
-"""The gRPC face of replication: what the master tells its slaves; and who answers what."""
+"""The gRPC face of replication: what the leader tells its followers; and who answers what."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from batonmq.common.errors import (
     OldEpoch,
     WrongBroker,
 )
-from services.runtime.role import WhileMaster
+from services.runtime.role import WhileLeader
 from services.runtime.stuck import PROBLEM_CHARS_MAX
 from services.storage.core.epochs import History, read_history
-from services.storage.mastership import Wish
+from services.storage.leadership import Wish
 from services.storage.role import Role
 from services.storage.serving import Serving
 
@@ -37,21 +37,21 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
-        mastership = self._role.mastership
+        leadership = self._role.leadership
         wish = Wish(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
         history = self._checked(request, wish)
-        if history.epoch > mastership.epoch:
+        if history.epoch > leadership.epoch:
             raise OldEpoch(
-                f"this master has epoch {mastership.epoch}, the slave has seen {history.epoch}",
-                facts={"epoch": mastership.epoch, "current": history.epoch},
+                f"this leader has epoch {leadership.epoch}, the follower has seen {history.epoch}",
+                facts={"epoch": leadership.epoch, "current": history.epoch},
             )
-        mastership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
-        found = await mastership.fetch(request.node_id, request.position, history, wish)
-        self._role.check_still(mastership)
-        store = mastership.serving.node.store
+        leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
+        found = await leadership.fetch(request.node_id, request.position, history, wish)
+        self._role.check_still(leadership)
+        store = leadership.serving.node.store
         return pb.FetchResponse(
-            epoch=mastership.epoch,
-            history=[pb.EpochStart(epoch=e, position=at) for e, at in mastership.history.starts],
+            epoch=leadership.epoch,
+            history=[pb.EpochStart(epoch=e, position=at) for e, at in leadership.history.starts],
             position=found.position,
             data=found.data,
             confirmed_position=store.readable_position,
@@ -67,27 +67,27 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         self, request: pb.DescribeReplicasRequest, context: Context
     ) -> pb.DescribeReplicasResponse:
         """See the proto."""
-        mastership = self._role.mastership
-        keeper = mastership.keeper
+        leadership = self._role.leadership
+        keeper = leadership.keeper
         replicas = keeper.replicas()
-        for replica in replicas:  # see Mastership
+        for replica in replicas:  # see Leadership
             replica.position = max(replica.position - 1, 0)
         return pb.DescribeReplicasResponse(
             broker=self._role.broker,
-            epoch=mastership.epoch,
-            confirmed_position=mastership.serving.node.store.readable_position,
+            epoch=leadership.epoch,
+            confirmed_position=leadership.serving.node.store.readable_position,
             min_in_sync=keeper.policy.min_in_sync,
             replicas=replicas,
         )
 
     def _checked(self, request: pb.FetchRequest, wish: Wish) -> History:
-        """The slave's history, after a look at everything else.
+        """The follower's history, after a look at everything else.
 
         Raises:
             InvalidArgument, LimitExceeded, WrongBroker: refused.
         """
         if not request.node_id:
-            raise InvalidArgument("a slave has a node id", facts={"field": "node_id"})
+            raise InvalidArgument("a follower has a node id", facts={"field": "node_id"})
         if request.broker != self._role.broker:
             raise WrongBroker(
                 f"this is broker {self._role.broker}, not {request.broker}",
@@ -115,19 +115,19 @@ class Front:
     """Stands where a servicer is expected: each call goes to the one on the copy that is open now.
 
     Args:
-        anywhere: Methods that slaves answer too.
+        anywhere: Methods that followers answer too.
     """
 
     def __init__(
         self, role: Role, pick: Callable[[Serving], Any], anywhere: frozenset[str] = frozenset()
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
-        self._at_master = WhileMaster(role, lambda: pick(role.acting))
+        self._at_leader = WhileLeader(role, lambda: pick(role.acting))
 
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if method not in self._anywhere:
-            at_master: Callable[[Any, Context], Awaitable[Any]] = getattr(self._at_master, method)
-            return at_master
+            at_leader: Callable[[Any, Context], Awaitable[Any]] = getattr(self._at_leader, method)
+            return at_leader
 
         async def call(request: Any, context: Context) -> Any:
             return await getattr(self._pick(self._role.copy.serving), method)(request, context)

@@ -1,6 +1,6 @@
-"""A node of a storage replica set: follows the master, and is one itself when it is elected.
+"""A node of a storage replica set: follows the leader, and is one itself when it is elected.
 
-What is in memory follows the log whoever writes it, so a slave that is elected has all of it: the
+What is in memory follows the log whoever writes it, so a follower that is elected has all of it: the
 queues, the keys, what waits for its time, and the sequences of producers.
 """
 
@@ -20,7 +20,7 @@ from services.storage.copies import Copy
 from services.storage.flush import InThread
 from services.storage.following import Following
 from services.storage.guarantee import Guarantee
-from services.storage.mastership import Mastership
+from services.storage.leadership import Leadership
 from services.storage.metrics import StorageMetrics
 from services.storage.serving import Serving
 from services.storage.stream import StorageStream
@@ -28,10 +28,10 @@ from services.storage.stream import StorageStream
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-_BEGINS = "the new master waits for its slaves"
+_BEGINS = "the new leader waits for its followers"
 
 
-class Role(role.Role[Mastership], Guarantee):
+class Role(role.Role[Leadership], Guarantee):
     """This node's part in its replica set; call `begin` first.
 
     Attributes:
@@ -57,7 +57,7 @@ class Role(role.Role[Mastership], Guarantee):
                 runtime,
                 name=self.broker,
                 members=settings.members,
-                lease_ms=settings.master_lease_ms,
+                lease_ms=settings.leader_lease_ms,
                 position=lambda: self.copy.position,
                 room=settings.room,
             )
@@ -67,7 +67,7 @@ class Role(role.Role[Mastership], Guarantee):
         self._acting = False
 
     def begin(self, copy: Copy, following: Following) -> None:
-        """The copy, and what keeps it like the master's while that is another node."""
+        """The copy, and what keeps it like the leader's while that is another node."""
         self.copy, self._following = copy, following
         copy.on_failure.append(lambda: self.member.step_back("its disk has failed"))
 
@@ -76,34 +76,34 @@ class Role(role.Role[Mastership], Guarantee):
         """What clients ask.
 
         Raises:
-            NotLeader: this node is not the master.
+            NotLeader: this node is not the leader.
             NotServing: it has just been elected.
         """
-        serving = self.mastership.serving
+        serving = self.leadership.serving
         if not self._acting:
             raise NotServing(_BEGINS, retry_after_ms=100)
         return serving
 
     @property
-    def is_slave(self) -> bool:
+    def is_follower(self) -> bool:
         """See Guarantee."""
         return not (self._acting and self.member.election.valid())
 
     def next_reader(self, behind_bytes: int) -> str:
         """See Guarantee."""
         far = behind_bytes > self._settings.memory_window
-        if self.is_slave or self._mastership is None:
-            master_is_there = self._following is not None and self._following.hears()
-            return self._settings.node_id if far or not master_is_there else ""
-        slaves = self._mastership.keeper.books.in_sync - {self._settings.node_id}
-        return min(slaves, default="") if far else ""
+        if self.is_follower or self._leadership is None:
+            leader_is_there = self._following is not None and self._following.hears()
+            return self._settings.node_id if far or not leader_is_there else ""
+        followers = self._leadership.keeper.books.in_sync - {self._settings.node_id}
+        return min(followers, default="") if far else ""
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
         """See Guarantee."""
-        mastership = self.mastership
+        leadership = self.leadership
         if not self._acting:
             raise NotServing(_BEGINS, retry_after_ms=100)
-        keeper = mastership.keeper
+        keeper = leadership.keeper
         try:
             keeper.check_room()
         except NotEnoughReplicas as error:
@@ -119,18 +119,18 @@ class Role(role.Role[Mastership], Guarantee):
 
     def reached(self, next_position: int) -> pb.Durability.ValueType:
         """See Guarantee."""
-        mastership = self.mastership
-        store = mastership.serving.node.store
+        leadership = self.leadership
+        store = leadership.serving.node.store
         if next_position > store.log.synced_position:
             return pb.DURABILITY_MEMORY
         replicated = (
             next_position <= store.readable_position
-            and mastership.keeper.books.holders(next_position + 1) > 1
+            and leadership.keeper.books.holders(next_position + 1) > 1
         )
         return pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_FSYNCED
 
     def followed(self) -> int | None:
-        """First position of the master's log; None if this node is the master."""
+        """First position of the leader's log; None if this node is the leader."""
         if self._acting or self._following is None:
             return None
         return self._following.first_position
@@ -142,38 +142,38 @@ class Role(role.Role[Mastership], Guarantee):
     async def _lead(self, revision: int) -> None:
         async with self.copy.writing:
             try:
-                mastership = await self._begun(revision)
+                leadership = await self._begun(revision)
             except (OSError, BatonError) as error:
                 self.member.step_back(f"an epoch can't be begun: {error}")
                 return
-            if mastership is None:
+            if leadership is None:
                 return
-            keeper, serving = mastership.keeper, mastership.serving
-            self._mastership = mastership
+            keeper, serving = leadership.keeper, leadership.serving
+            self._leadership = leadership
             self.member.registration.leads(keeper.epoch)
-            log.info("master epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
+            log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(keeper.tend())
-                    await mastership.settled()
+                    await leadership.settled()
                     self._acting = True
-                    self._metrics.master.set(1)
-                    tasks.create_task(self._watch(mastership))
+                    self._metrics.leader.set(1)
+                    tasks.create_task(self._watch(leadership))
                     await serving.due.run()
             except* OSError as errors:
                 self.copy.fail(errors.exceptions[0])
             finally:
-                mastership.end()
-                self._mastership, self._acting = None, False
-                serving.interrupt("this node is not the master any more")
-                self._metrics.master.set(0)
+                leadership.end()
+                self._leadership, self._acting = None, False
+                serving.interrupt("this node is not the leader any more")
+                self._metrics.leader.set(0)
                 self._metrics.in_sync_replicas.set(0)
                 self._metrics.replica_lag_bytes.clear()
                 self._metrics.replica_lag_seconds.clear()
                 self.member.registration.leads(0)
 
-    async def _begun(self, revision: int) -> Mastership | None:
-        """A mastership whose epoch stands on the disk; None if this node must not begin one.
+    async def _begun(self, revision: int) -> Leadership | None:
+        """A leadership whose epoch stands on the disk; None if this node must not begin one.
 
         Raises:
             OSError, BatonError: the disk has failed, or has no room.
@@ -184,19 +184,19 @@ class Role(role.Role[Mastership], Guarantee):
         keeper = self.member.keeper(revision, position, self._settings.replica_policy)
         if self.member.lacks(keeper):
             return None
-        mastership = Mastership(keeper, serving, self._runtime.clock, self._stream)
-        await mastership.begin(self._in_thread)
-        return mastership
+        leadership = Leadership(keeper, serving, self._runtime.clock, self._stream)
+        await leadership.begin(self._in_thread)
+        return leadership
 
-    async def _watch(self, mastership: Mastership) -> None:
-        """Show how the slaves do; resign once the log has rotted and another member has it all."""
-        serving, books = mastership.serving, mastership.keeper.books
+    async def _watch(self, leadership: Leadership) -> None:
+        """Show how the followers do; resign once the log has rotted and another member has it all."""
+        serving, books = leadership.serving, leadership.keeper.books
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            self._metrics.master.set(not self.is_slave)
+            self._metrics.leader.set(not self.is_follower)
             self._metrics.in_sync_replicas.set(len(books.in_sync))
             now_ms = self._runtime.clock.monotonic_ms()
-            for name in books.slaves:
+            for name in books.followers:
                 self._metrics.replica_lag_bytes.labels(name).set(books.lag(name))
                 lag_ms = books.lag_ms(name, now_ms)
                 self._metrics.replica_lag_seconds.labels(name).set(lag_ms / 1000)

@@ -111,7 +111,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         begin_s = stream.now_s()
         end_ms = clock.monotonic_ms() + pull.hold_ms
         while True:
-            if guarantee.is_slave:
+            if guarantee.is_follower:
                 pull = replace(pull, progress=None)  # protocol 6.6
             key = await self._find_readable(pull.holder.topic, pull.holder.queue_id)
             self._check_group(pull)
@@ -119,7 +119,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             if reading is not None:
                 break
             hold_ms = end_ms - clock.monotonic_ms()
-            go_elsewhere = guarantee.is_slave and not guarantee.next_reader(0)
+            go_elsewhere = guarantee.is_follower and not guarantee.next_reader(0)
             if hold_ms <= 0 or go_elsewhere:
                 return self._answer(request.pull_id, key, pull, None, None)
             await self._parts.pulls.wait(key, pull.holder, hold_ms)
@@ -212,9 +212,9 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             self._parts.damage.met(error)
             raise
         except OffsetAheadOfLog as error:
-            if not self._parts.guarantee.is_slave:
+            if not self._parts.guarantee.is_follower:
                 raise
-            raise NotLeader(f"this slave lags: {error.message}", retry_after_ms=100) from error
+            raise NotLeader(f"this follower lags: {error.message}", retry_after_ms=100) from error
 
     async def _offsets(self, queue: queue_pb2.Queue) -> pb.QueryOffsetsOutcome:
         try:

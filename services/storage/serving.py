@@ -82,7 +82,7 @@ class Serving:
             await self.checkpointer.take()
 
     def interrupt(self, why: str) -> None:
-        """This node is no master any more: what waits is told that nothing is known."""
+        """This node is no leader any more: what waits is told that nothing is known."""
         self.flusher.give_up(why)
         self.pulls.end(NotLeader(why, retry_after_ms=100))
 
@@ -97,7 +97,7 @@ def serve(
 
     Args:
         guarantee: Of what this node writes.
-        followed: First position of the master's log, by which a slave cleans its own.
+        followed: First position of the leader's log, by which a follower cleans its own.
     """
     settings, runtime, metrics = around.settings, around.runtime, around.metrics
     in_thread, topics, stream = around.in_thread, around.topics, around.stream
@@ -191,7 +191,7 @@ def serve(
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(
-            settings.broker_name, store, topics, damage, lambda: guarantee.is_slave, require
+            settings.broker_name, store, topics, damage, lambda: guarantee.is_follower, require
         ),
         scheduling=ScheduleServicer(appender, topics, due.wake, require),
         loops=(

@@ -141,11 +141,11 @@ class QueueFetcher:
     """Fetches messages of one queue; its calls belong into the loop of `admin`.
 
     Args:
-        slaves: Whether slaves are asked first.
+        followers: Whether followers are asked first.
     """
 
-    def __init__(self, admin: Admin, queue: QueueId, *, slaves: bool) -> None:
-        self._admin, self._queue, self._slaves = admin, queue, slaves
+    def __init__(self, admin: Admin, queue: QueueId, *, followers: bool) -> None:
+        self._admin, self._queue, self._followers = admin, queue, followers
         self._node_id: str | None = None
 
     async def fetch(self, offset: int, next_offset: int) -> Fetched:
@@ -181,14 +181,16 @@ class QueueFetcher:
 
     def _turn(self) -> None:
         """Ask another node next time, if there is a choice."""
-        if self._slaves:
+        if self._followers:
             directory = self._admin.directory
             self._node_id = directory.next_reader(self._queue.broker, self._node_id or "")
 
     async def _source(self) -> str:
         if self._node_id is None:
-            slaves = await self._admin.directory.slaves(self._queue.broker) if self._slaves else []
-            self._node_id = slaves[self._queue.queue_id % len(slaves)] if slaves else ""
+            followers = (
+                await self._admin.directory.followers(self._queue.broker) if self._followers else []
+            )
+            self._node_id = followers[self._queue.queue_id % len(followers)] if followers else ""
         return self._node_id
 
 

@@ -74,7 +74,7 @@ class ReadOptions:
     Attributes:
         queues: `broker/queue_id` of those to read; None for all.
         rows_max: Messages of one micro-batch; 0 for no bound.
-        slaves: Whether slaves are asked before the master.
+        followers: Whether followers are asked before the leader.
     """
 
     reach: Reach
@@ -85,7 +85,7 @@ class ReadOptions:
     queues: frozenset[str] | None
     rows_max: int
     fail_on_loss: bool
-    slaves: bool
+    followers: bool
     push_down: bool
     rows_per_batch: int
 
@@ -128,7 +128,7 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
         queues=frozenset(part.strip() for part in queues.split(",")) if queues else None,
         rows_max=given.number("maxRowsPerTrigger", 0),
         fail_on_loss=given.flag("failOnDataLoss", True),
-        slaves=given.one_of("readFrom", "master", ("master", "slaves")) == "slaves",
+        followers=given.one_of("readFrom", "leader", ("leader", "followers")) == "followers",
         push_down=given.flag("pushDown", False),
         rows_per_batch=given.number("rowsPerBatch", 8_192, least=1),
     )

@@ -47,8 +47,8 @@ class JobSettings(Settings):
     """Events in one micro-batch of rollup and of alerts, more or less."""
     fail_on_data_loss: bool = False
     """Whether bronze ends when events are gone before it has read them, or counts them as lost."""
-    read_from: str = Field("master", pattern="^(master|slaves)$")
-    """Whether bronze asks slaves before the master."""
+    read_from: str = Field("leader", pattern="^(leader|followers)$")
+    """Whether bronze asks followers before the leader."""
     rules_file: str = ""
     """YAML of the alerts' rules; the defaults if empty."""
     watermark_s: int = Field(30, ge=1)

@@ -40,7 +40,7 @@ def read_slice(options: ReadOptions, wanted: Slice) -> Iterator[pa.RecordBatch]:
     """
     decode = metrics if options.view == "metrics" else messages
     with Cluster(options.reach) as cluster:
-        source = QueueFetcher(cluster.admin, wanted.queue, slaves=options.slaves)
+        source = QueueFetcher(cluster.admin, wanted.queue, followers=options.followers)
 
         def fetch(offset: int) -> Future[Fetched]:
             return cluster.submit(source.fetch(offset, wanted.next_offset))

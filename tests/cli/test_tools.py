@@ -173,7 +173,7 @@ def test_brokers_and_replication_are_told(cluster: Up) -> None:
     assert rows.keys() == {"storage", "offsets", "lockmgr", "nameserver"}
     assert {row["ROLE"] for row in rows.values()} == {"leader"}
     assert (rows["storage"]["SET"], rows["storage"]["LAG"]) == ("broker-0", "0")
-    assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "nobody has a slave"
+    assert {row["IN-SYNC"] for row in rows.values()} == {"-"}, "nobody has a follower"
 
 
 def test_bundle_has_everything_and_is_not_written_over(

@@ -192,30 +192,30 @@ STORAGE = Dashboard(
                 "percentunit",
             ),
             Panel(
-                "How far a slave is behind",
+                "How far a follower is behind",
                 REPLICATION,
                 {"{{replica}}": f"baton_storage_replica_lag_bytes{{{IN_CLUSTER}}}"},
                 "bytes",
             ),
             Panel(
-                "For how long a slave has been behind",
+                "For how long a follower has been behind",
                 REPLICATION,
                 {"{{replica}}": f"baton_storage_replica_lag_seconds{{{IN_CLUSTER}}}"},
                 "s",
             ),
             Panel(
-                "How many changes a slave of offsets lacks",
+                "How many changes a follower of offsets lacks",
                 REPLICATION,
                 {"{{replica}}": f"baton_offsets_replica_lag_changes{{{IN_CLUSTER}}}"},
             ),
             Panel(
                 "Who leads",
                 REPLICATION,
-                {"storage {{node_id}}": f"baton_storage_master{{{IN_CLUSTER}}}"},
+                {"storage {{node_id}}": f"baton_storage_leader{{{IN_CLUSTER}}}"},
                 meaning="Of sets with several nodes.",
             ),
             Panel(
-                "Slaves that can't follow",
+                "Followers that can't follow",
                 REPLICATION,
                 {
                     "storage": f"sum(baton_storage_replica_stuck{{{IN_CLUSTER}}})",

@@ -1,4 +1,4 @@
-"""Goal: while etcd has no majority nothing is granted; masters that need its lease refuse with a
+"""Goal: while etcd has no majority nothing is granted; leaders that need its lease refuse with a
 reason; owners of a cluster that needs no lease go on. Everything goes on by itself afterwards.
 
 Method: real processes; two of three members of etcd stand still.
@@ -103,7 +103,7 @@ async def test_owners_go_on_for_longer_than_a_lease_and_nobody_gets_anything_new
         assert len(crew.handlings()) == sent + STEP, "something was handled twice"
 
 
-async def test_elected_masters_refuse_with_a_reason_and_go_on_by_themselves(tmp_path: Path) -> None:
+async def test_elected_leaders_refuse_with_a_reason_and_go_on_by_themselves(tmp_path: Path) -> None:
     async with (
         cluster_at(tmp_path, offsets=3, replicas=2) as cluster,
         crew_of(cluster.nameserver, TOPIC, tmp_path) as crew,
@@ -125,7 +125,7 @@ async def test_elected_masters_refuse_with_a_reason_and_go_on_by_themselves(tmp_
                 return False
 
             await until(is_refused, timeout_s=60)
-            with pytest.raises(BatonError):  # no master without a lease takes anything
+            with pytest.raises(BatonError):  # no leader without a lease takes anything
                 await hasty.send(TOPIC, b"0")
 
             async def offsets_is_silent() -> bool:

@@ -181,21 +181,21 @@ def _options(place: Callable[[str], Place]) -> ClusterOptions:
 
 
 async def _read_copies(stage: Stage) -> list[Stored] | None:
-    """The topic as the masters have it; what becomes master after them must have the same."""
+    """The topic as the leaders have it; what becomes leader after them must have the same."""
     stored = await _read_all(stage)
-    masters = {part: await stage.leader(part) for part in stage.sets if part.startswith("storage")}
-    for names in masters.values():
+    leaders = {part: await stage.leader(part) for part in stage.sets if part.startswith("storage")}
+    for names in leaders.values():
         for name in names:
             await stage.cluster.stop(name)
 
     async def others_lead() -> bool:
-        now = [await stage.leader(part) for part in masters]
-        return all(now) and not any(one in masters.values() for one in now)
+        now = [await stage.leader(part) for part in leaders]
+        return all(now) and not any(one in leaders.values() for one in now)
 
     if not await _within(_HEAL_S, others_lead):
-        stage.problems.append(f"nobody leads {_HEAL_S:g} s after the masters of storage ended")
+        stage.problems.append(f"nobody leads {_HEAL_S:g} s after the leaders of storage ended")
     elif sorted(await _read_all(stage) or ()) != sorted(stored or ()):
-        stage.problems.append("the slaves of storage show another log than their masters")
+        stage.problems.append("the followers of storage show another log than their leaders")
     return stored
 
 

@@ -91,7 +91,7 @@ async def test_all_parts_are_asked_for() -> None:
     assert twin.asked == ["", "first"]
 
 
-async def test_parts_of_two_masters_make_no_whole() -> None:
+async def test_parts_of_two_leaders_make_no_whole() -> None:
     twin = Parts(epochs=[3, 4, 4, 4])  # type: ignore[abstract]
     async with term(twin) as offsets:
         with pytest.raises(Unreachable):

@@ -1,6 +1,6 @@
 """Brokers that are replica sets.
 
-Goal: a route names the broker once and leads to its master, also while another one is elected;
+Goal: a route names the broker once and leads to its leader, also while another one is elected;
 queues go to brokers, not to their nodes.
 Method: entries written as storage nodes write them, and what the nameserver answers.
 """
@@ -25,7 +25,7 @@ async def leads_to(nameserver: Replica, broker: str, address: str) -> None:
     await until(look)
 
 
-async def test_a_route_follows_the_master_of_a_broker(
+async def test_a_route_follows_the_leader_of_a_broker(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     own = {"replica_set": "broker-a"}
@@ -39,7 +39,7 @@ async def test_a_route_follows_the_master_of_a_broker(
     await leads_to(nameserver, "broker-a", "127.0.0.1:11")
 
 
-async def test_a_broker_whose_master_is_gone_is_not_away(
+async def test_a_broker_whose_leader_is_gone_is_not_away(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
     own = {"replica_set": "broker-a"}

@@ -1,6 +1,6 @@
 """An offsets replica set in one process: real disks, a real etcd, real gRPC between the nodes.
 
-A node can be cut off from etcd, its slaves can be kept waiting, and it can end without a word.
+A node can be cut off from etcd, its followers can be kept waiting, and it can end without a word.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEASE_MS = 8_000
 """No pause of a loaded machine is as long; nobody waits for it, but where that is the claim."""
 LAG_MS_MAX = 4_000
 TERM = 1
-NOT_MASTER = {"NOT_LEADER", "NOT_SERVING", "NO_QUORUM", "UNREACHABLE"}
+NOT_LEADER = {"NOT_LEADER", "NOT_SERVING", "NO_QUORUM", "UNREACHABLE"}
 
 
 class Session(EtcdSession):
@@ -79,7 +79,7 @@ Rule = Callable[[Any, Proceed], Awaitable[Any]]
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Holds up, at the master, the calls of slaves that a test has shut out.
+    """Holds up, at the leader, the calls of followers that a test has shut out.
 
     Attributes:
         rules: What becomes of other calls, by method.
@@ -135,11 +135,11 @@ class Replica:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serves(self) -> bool:
-        """Whether it is the master, and answers."""
+        """Whether it is the leader, and answers."""
         try:
             await self.stub.ListResets(pb.ListResetsRequest(group="readers"), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            assert from_rpc_error(error).reason in NOT_MASTER
+            assert from_rpc_error(error).reason in NOT_LEADER
             return False
         return True
 
@@ -174,7 +174,7 @@ class ReplicaSet:
             common: dict[str, Any] = {
                 "replicas": "a,b,c",
                 "replica_lag_ms_max": LAG_MS_MAX,
-                "master_lease_ms": LEASE_MS,
+                "leader_lease_ms": LEASE_MS,
                 "node_lease_ms": LEASE_MS,
             }
             settings = OffsetsSettings(
@@ -188,7 +188,7 @@ class ReplicaSet:
             self.nodes[name] = await started
         return [self.nodes[name] for name in names]
 
-    async def master(self) -> Replica:
+    async def leader(self) -> Replica:
         """The one that serves, once there is one."""
         found: list[Replica] = []
 

@@ -1,8 +1,8 @@
 """Numbered changes: who wrote which, what follows a position, and where two nodes have parted.
 
-Goal: a slave goes on only from a point of the master's own history, and gets every change after it
+Goal: a follower goes on only from a point of the leader's own history, and gets every change after it
 once and in order; otherwise it is told to begin anew.
-Method: claims on the log of changes alone; hypothesis builds histories of several masters.
+Method: claims on the log of changes alone; hypothesis builds histories of several leaders.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def test_a_change_that_does_not_follow_is_refused() -> None:
     assert log.position == Position(2, 1)
 
 
-def test_who_wrote_what_another_master_did_not_begins_anew() -> None:
+def test_who_wrote_what_another_leader_did_not_begins_anew() -> None:
     log = ChangeLog((), 0)
     write(log, 1, 3)
     write(log, 2, 2)
     assert log.holds(Position(1, 3))
-    assert not log.holds(Position(1, 4)), "the old master wrote on when epoch 2 had begun"
+    assert not log.holds(Position(1, 4)), "the old leader wrote on when epoch 2 had begun"
     assert not log.holds(Position(2, 6)), "nobody has been there"
     assert log.since(Position(1, 4), BIG) is None
 

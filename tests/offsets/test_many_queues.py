@@ -1,4 +1,4 @@
-"""Goal: a great number of queues holds up neither a new lock manager nor the lease of a master.
+"""Goal: a great number of queues holds up neither a new lock manager nor the lease of a leader.
 
 Method: parts that are small, behind a real channel; and a task beside that counts its turns.
 """
@@ -77,7 +77,7 @@ async def test_what_ends_between_two_parts_hides_no_other_queue(
     assert {token for _, token in seen[len(first.queues) :]} == {2}
 
 
-async def test_a_master_lets_others_go_on_while_it_reads_what_it_has(
+async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(persistence, "RECOVERED_AT_ONCE", 10)

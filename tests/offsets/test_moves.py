@@ -85,25 +85,25 @@ class Scene:
 async def two_sets(
     endpoint: str, folder: Path, nodes_per_set: int = 1
 ) -> AsyncIterator[tuple[Scene, Replica, Replica]]:
-    """Two sets whose masters serve; group `readers` began at `left`."""
+    """Two sets whose leaders serve; group `readers` began at `left`."""
     cluster = f"test-{secrets.token_hex(8)}"
     async with (
         EtcdSession(endpoint, cluster, Clock()) as etcd,
         replica_set(endpoint, cluster, folder) as left,
         replica_set(endpoint, cluster, folder) as right,
     ):
-        scene, masters = Scene(etcd, left, right), []
+        scene, leaders = Scene(etcd, left, right), []
         await scene.place("left")
         for name, one in (("left", left), ("right", right)):
             nodes = [f"{name}-{number}" for number in range(nodes_per_set)]
             one.settings = {"replica_set": name}
             one.settings["replicas"] = ",".join(nodes) if nodes_per_set > 1 else ""
             await one.start(*nodes)
-            masters.append(await master(one))
-        yield scene, masters[0], masters[1]
+            leaders.append(await leader(one))
+        yield scene, leaders[0], leaders[1]
 
 
-async def master(of: ReplicaSet) -> Replica:
+async def leader(of: ReplicaSet) -> Replica:
     """The node that answers, if only that the group is elsewhere."""
     found: list[Replica] = []
 
@@ -334,7 +334,7 @@ async def test_a_move_goes_on_whoever_dies_on_the_way(
         left.gate.rules.clear()
         await dying.start(name)
         await scene.moved(1)
-        old, new = await master(scene.left), await master(scene.right)
+        old, new = await leader(scene.left), await leader(scene.right)
         after = await progress(new)
         assert (after.token, after.committed_offset, after.acked_count) == (2, 40, 10)
         assert after.maybe_seen_count == 50
@@ -383,10 +383,10 @@ async def test_what_a_call_cut_short_did_not_forget_the_next_one_does(
         assert of_group(left) == []
 
 
-async def test_a_new_master_of_either_set_goes_on_with_the_move(
+async def test_a_new_leader_of_either_set_goes_on_with_the_move(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
-    """The seal, and what has arrived, are changes like others: the slaves have them."""
+    """The seal, and what has arrived, are changes like others: the followers have them."""
     async with two_sets(etcd_endpoint, tmp_path, nodes_per_set=2) as (scene, left, right):
         before = await work(left)
         await _all_in_sync(scene)
@@ -402,7 +402,7 @@ async def test_a_new_master_of_either_set_goes_on_with_the_move(
 
         await until(refuses, timeout_s=40)
         await scene.moved(1)
-        after = await progress(await master(scene.right))
+        after = await progress(await leader(scene.right))
         assert after.committed_offset == before.committed_offset
         assert after.token == before.token
 
@@ -560,7 +560,7 @@ async def test_a_group_that_is_here_gets_its_place_when_its_set_starts(
 
         await until(placed)
         assert await refused(right) == "GROUP_MOVED"
-        assert (await progress(await master(scene.left))).token == 1
+        assert (await progress(await leader(scene.left))).token == 1
 
 
 def test_a_seal_is_only_lifted_by_a_greater_move() -> None:

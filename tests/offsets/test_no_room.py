@@ -64,90 +64,90 @@ async def caught(node: Replica, offset: int) -> BatonError | None:
     return None
 
 
-async def problems(master: Replica) -> list[str]:
-    """What keeps each of the slaves from following, by their own account."""
-    answer = await master.replication.DescribeReplicas(
+async def problems(leader: Replica) -> list[str]:
+    """What keeps each of the followers from following, by their own account."""
+    answer = await leader.replication.DescribeReplicas(
         replication_pb.DescribeReplicasRequest(), timeout=TIMEOUT_S
     )
-    return [one.problem.partition(":")[0] for one in answer.replicas if not one.master]
+    return [one.problem.partition(":")[0] for one in answer.replicas if not one.leader]
 
 
-async def next_master(scene: ReplicaSet, before: Replica) -> Replica:
-    """The master that serves after this one, which may still say that it does."""
+async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
+    """The leader that serves after this one, which may still say that it does."""
 
     async def look() -> bool:
-        name = (await scene.standing()).master
+        name = (await scene.standing()).leader
         return name != before.name and await scene.nodes[name].serves()
 
     await until(look, PATIENCE_S)
-    return scene.nodes[(await scene.standing()).master]
+    return scene.nodes[(await scene.standing()).leader]
 
 
 async def test_who_has_no_room_does_not_keep_another_from_leading(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     await scene.start("a", "b", "c")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
-    await hold(master, 0)
-    full, away = (node for node in scene.nodes.values() if node is not master)
+    await hold(leader, 0)
+    full, away = (node for node in scene.nodes.values() if node is not leader)
     await away.stop()
-    await scene.in_sync(master.name, full.name)
+    await scene.in_sync(leader.name, full.name)
     rooms.fill(full)
-    await master.stop()  # now nobody else could be elected
-    (again,) = await scene.start(master.name)
+    await leader.stop()  # now nobody else could be elected
+    (again,) = await scene.start(leader.name)
     await until(again.serves, PATIENCE_S)
     await commit(again, 10)
     rooms.clear(full)
     await scene.in_sync(again.name, full.name)
 
 
-async def test_a_master_whose_disk_fills_gives_way_to_one_that_has_room(
+async def test_a_leader_whose_disk_fills_gives_way_to_one_that_has_room(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     await scene.start("a", "b", "c")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
-    await hold(master, 0)
-    rooms.fill(master)
+    await hold(leader, 0)
+    rooms.fill(leader)
     async with asyncio.TaskGroup() as tasks:
-        late = tasks.create_task(caught(master, 5))
-        other = await next_master(scene, master)
+        late = tasks.create_task(caught(leader, 5))
+        other = await next_leader(scene, leader)
         assert isinstance(await late, Unreachable), "it is not known, so it is not called refused"
     await commit(other, 10)
-    rooms.clear(master)
+    rooms.clear(leader)
     await scene.in_sync("a", "b", "c")
     await scene.alike("a", "b", "c")
 
 
-async def test_a_master_without_room_stays_while_nobody_has_any_and_is_read_from(
+async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from(
     scene: ReplicaSet, rooms: Rooms
 ) -> None:
     scene.settings = {
         "replica_lag_ms_max": 1_000,
-        "master_lease_ms": 8_000,
+        "leader_lease_ms": 8_000,
         "node_lease_ms": 8_000,
     }
     await scene.start("a", "b", "c")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
-    await hold(master, 0, 1)
+    await hold(leader, 0, 1)
     epoch = (await scene.standing()).epoch
-    one, other = (node for node in scene.nodes.values() if node is not master)
+    one, other = (node for node in scene.nodes.values() if node is not leader)
     rooms.fill(one)
     rooms.fill(other)
 
     async def both_say_so() -> bool:
-        return set(await problems(master)) == {"DISK_FULL"}
+        return set(await problems(leader)) == {"DISK_FULL"}
 
     await until(both_say_so)
-    rooms.fill(master)
+    rooms.fill(leader)
     async with asyncio.TaskGroup() as tasks:
-        late = tasks.create_task(caught(master, 5))
+        late = tasks.create_task(caught(leader, 5))
         await asyncio.sleep(3)  # so that it could have given way in vain
         assert (await scene.standing()).epoch == epoch
-        assert await committed(master, queue_id=1) == 0
+        assert await committed(leader, queue_id=1) == 0
         rooms.clear(one)
-        assert await next_master(scene, master) is one
+        assert await next_leader(scene, leader) is one
         assert isinstance(await late, Unreachable)
     await commit(one, 10)

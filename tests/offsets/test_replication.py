@@ -1,7 +1,7 @@
-"""A replica set of offsets, its master dead, cut off, slow or back again.
+"""A replica set of offsets, its leader dead, cut off, slow or back again.
 
-Goal: what was answered is never lost and never goes back, whoever is master (P4); nobody answers
-who may not be the master any more; who lacks something is never elected; copies are alike.
+Goal: what was answered is never lost and never goes back, whoever is leader (P4); nobody answers
+who may not be the leader any more; who lacks something is never elected; copies are alike.
 Method: three real nodes in one process (tests/offsets/replicas.py). What a test waits for is a
 state, never a time.
 """
@@ -50,15 +50,15 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[ReplicaSet]
 
 
 async def three(scene: ReplicaSet) -> Replica:
-    """All three are in sync; the master."""
+    """All three are in sync; the leader."""
     await scene.start("a", "b", "c")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
-    return master
+    return leader
 
 
-def others(scene: ReplicaSet, master: Replica) -> list[str]:
-    return sorted(scene.nodes.keys() - {master.name})
+def others(scene: ReplicaSet, leader: Replica) -> list[str]:
+    return sorted(scene.nodes.keys() - {leader.name})
 
 
 async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) -> None:
@@ -72,20 +72,20 @@ async def test_a_set_begins_only_when_all_its_members_are_up(scene: ReplicaSet) 
     await until(both_listed)
     assert (await scene.standing()).epoch == 0
     await scene.start("c")
-    master = await scene.master()
-    assert (await scene.standing()).master == master.name
+    leader = await scene.leader()
+    assert (await scene.standing()).leader == leader.name
 
 
-async def test_slaves_hold_the_same_bytes_as_their_master(scene: ReplicaSet) -> None:
-    master = await three(scene)
-    await hold(master, *range(20))
+async def test_followers_hold_the_same_bytes_as_their_leader(scene: ReplicaSet) -> None:
+    leader = await three(scene)
+    await hold(leader, *range(20))
     for queue_id in range(20):
-        await commit(master, 5 + queue_id, (50, 60), queue_id=queue_id)
+        await commit(leader, 5 + queue_id, (50, 60), queue_id=queue_id)
     await scene.alike("a", "b", "c")
-    assert len(master.stored()) > 40
+    assert len(leader.stored()) > 40
 
 
-async def test_what_was_answered_is_there_after_the_master_died_and_a_slave_was_elected(
+async def test_what_was_answered_is_there_after_the_leader_died_and_a_follower_was_elected(
     scene: ReplicaSet,
 ) -> None:
     first = await three(scene)
@@ -93,7 +93,7 @@ async def test_what_was_answered_is_there_after_the_master_died_and_a_slave_was_
     await commit(first, 42, (60, 70))
     before = await scene.standing()
     await first.crash()
-    second = await scene.master()
+    second = await scene.leader()
     assert second is not first
     assert (await scene.standing()).epoch == before.epoch + 1
     answer = await second.stub.QueryGroup(pb.QueryGroupRequest(group="readers"), timeout=20)
@@ -105,13 +105,13 @@ async def test_what_was_answered_is_there_after_the_master_died_and_a_slave_was_
     await scene.alike("a", "b", "c")
 
 
-async def test_an_old_master_gives_up_what_it_answered_to_nobody(scene: ReplicaSet) -> None:
+async def test_an_old_leader_gives_up_what_it_answered_to_nobody(scene: ReplicaSet) -> None:
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 10)
     await scene.alike("a", "b", "c")
     first.gate.shut |= {"a", "b", "c"}
-    first.session.cut = True  # nor can it let its slaves out of the set
+    first.session.cut = True  # nor can it let its followers out of the set
     before = first.stored()
 
     async def written() -> bool:
@@ -121,7 +121,7 @@ async def test_an_old_master_gives_up_what_it_answered_to_nobody(scene: ReplicaS
 
     await until(written)
     await first.crash()
-    second = await scene.master()
+    second = await scene.leader()
     assert await committed(second) == 10
     await commit(second, 20)
     await scene.start(first.name)
@@ -129,19 +129,19 @@ async def test_an_old_master_gives_up_what_it_answered_to_nobody(scene: ReplicaS
     assert await committed(second) == 20
 
 
-async def test_a_master_that_lost_etcd_answers_nobody_although_it_is_asked(
+async def test_a_leader_that_lost_etcd_answers_nobody_although_it_is_asked(
     scene: ReplicaSet,
 ) -> None:
     first = await three(scene)
     await hold(first, 0)
     await commit(first, 10)
-    slaves = [scene.nodes[name] for name in others(scene, first)]
+    followers = [scene.nodes[name] for name in others(scene, first)]
     first.session.cut = True
     answered, refusals = 0, set[str]()
 
     async def another_begins() -> bool:
         nonlocal answered
-        begun = any([await node.serves() for node in slaves])
+        begun = any([await node.serves() for node in followers])
         try:
             await committed(first)
         except grpc.aio.AioRpcError as error:
@@ -154,7 +154,7 @@ async def test_a_master_that_lost_etcd_answers_nobody_although_it_is_asked(
     await until(another_begins)
     assert answered, "it answered while its lease was good"
     assert "NO_QUORUM" in refusals
-    second = await scene.master()
+    second = await scene.leader()
     await commit(second, 20)
     assert isinstance(await refusal(first, 30), BatonError)
 
@@ -195,54 +195,54 @@ async def test_a_change_that_was_made_when_the_lease_ran_out_is_not_called_refus
     await until(lambda: first.stored() != before)
     await first.crash()
     await scene.start(first.name)
-    assert await committed(await scene.master()) == 20
+    assert await committed(await scene.leader()) == 20
 
 
-async def test_a_slow_slave_falls_out_of_the_set_before_anything_is_answered_without_it(
+async def test_a_slow_follower_falls_out_of_the_set_before_anything_is_answered_without_it(
     scene: ReplicaSet,
 ) -> None:
-    master = await three(scene)
-    await hold(master, 0)
-    slow, quick = others(scene, master)
-    master.gate.shut.add(slow)
-    await commit(master, 10)
-    assert (await scene.standing()).in_sync == {master.name, quick}
+    leader = await three(scene)
+    await hold(leader, 0)
+    slow, quick = others(scene, leader)
+    leader.gate.shut.add(slow)
+    await commit(leader, 10)
+    assert (await scene.standing()).in_sync == {leader.name, quick}
     ready = [name for name, node in scene.nodes.items() if await node.caught_up()]
-    assert sorted(ready) == sorted((master.name, quick)), "a slave that lags is not ready"
-    assert scene.nodes[quick].stored() == master.stored()
-    master.gate.shut.clear()
+    assert sorted(ready) == sorted((leader.name, quick)), "a follower that lags is not ready"
+    assert scene.nodes[quick].stored() == leader.stored()
+    leader.gate.shut.clear()
     await scene.in_sync("a", "b", "c")
     await scene.alike("a", "b", "c")
     assert await scene.nodes[slow].caught_up()
 
 
 async def test_who_is_not_in_sync_is_not_elected(scene: ReplicaSet) -> None:
-    master = await three(scene)
-    await hold(master, 0)
-    master.gate.shut |= {"a", "b", "c"}
-    await commit(master, 10)
-    assert (await scene.standing()).in_sync == {master.name}
-    await master.crash()
-    session = scene.nodes[others(scene, master)[0]].session
+    leader = await three(scene)
+    await hold(leader, 0)
+    leader.gate.shut |= {"a", "b", "c"}
+    await commit(leader, 10)
+    assert (await scene.standing()).in_sync == {leader.name}
+    await leader.crash()
+    session = scene.nodes[others(scene, leader)[0]].session
 
     async def vacant() -> bool:
         return await session.get("elections/offsets/offsets") is None
 
     await until(vacant)
-    await scene.start(master.name)
-    again = await scene.master()
-    assert again.name == master.name
+    await scene.start(leader.name)
+    again = await scene.leader()
+    assert again.name == leader.name
     assert await committed(again) == 10
 
 
 async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
     scene: ReplicaSet, tmp_path: Path
 ) -> None:
-    master = await three(scene)
-    await hold(master, 0)
-    await commit(master, 10)
+    leader = await three(scene)
+    await hold(leader, 0)
+    await commit(leader, 10)
     await scene.alike("a", "b", "c")
-    lost, kept = others(scene, master)
+    lost, kept = others(scene, leader)
     for node in list(scene.nodes.values()):
         node.session.cut = True  # nobody can let the others out
     for node in list(scene.nodes.values()):
@@ -250,25 +250,25 @@ async def test_who_has_lost_its_disk_is_not_elected_and_gets_everything_again(
     assert (await scene.standing()).in_sync == {"a", "b", "c"}
     shutil.rmtree(tmp_path / lost)
     await scene.start(lost, kept)
-    again = await scene.master()
+    again = await scene.leader()
     assert again.name == kept
     assert await committed(again) == 10
     await scene.in_sync(lost, kept)
     await scene.alike(lost, kept)
 
 
-async def test_the_master_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
-    master = await three(scene)
-    await hold(master, 0)
-    slow, quick = others(scene, master)
-    master.gate.shut.add(slow)
-    await commit(master, 10)
-    answer = await master.replication.DescribeReplicas(pb2.DescribeReplicasRequest(), timeout=20)
+async def test_the_leader_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
+    leader = await three(scene)
+    await hold(leader, 0)
+    slow, quick = others(scene, leader)
+    leader.gate.shut.add(slow)
+    await commit(leader, 10)
+    answer = await leader.replication.DescribeReplicas(pb2.DescribeReplicasRequest(), timeout=20)
     by_name = {replica.node_id: replica for replica in answer.replicas}
     assert by_name.keys() == {"a", "b", "c"}
     assert (answer.replica_set, answer.min_in_sync) == ("offsets", 1)
-    assert answer.confirmed == by_name[master.name].position
-    assert by_name[master.name].master
+    assert answer.confirmed == by_name[leader.name].position
+    assert by_name[leader.name].leader
     assert (by_name[quick].in_sync, by_name[quick].lag) == (True, 0)
     assert not by_name[slow].in_sync
     assert by_name[slow].lag > 0
@@ -277,58 +277,58 @@ async def test_the_master_tells_how_far_everybody_is(scene: ReplicaSet) -> None:
 
 async def test_too_few_in_sync_refuse_every_change_and_say_so(scene: ReplicaSet) -> None:
     scene.settings["min_in_sync"] = 2
-    master = await three(scene)
-    await hold(master, 0)
-    await commit(master, 10)
-    for name in others(scene, master):
+    leader = await three(scene)
+    await hold(leader, 0)
+    await commit(leader, 10)
+    for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(master.name)
-    error = await refusal(master, 20)
+    await scene.in_sync(leader.name)
+    error = await refusal(leader, 20)
     assert (error.reason, error.retry.name) == ("NOT_ENOUGH_REPLICAS", "SAME_CALL")
     assert error.facts == {"in_sync": "1", "limit": "2"}
-    assert await committed(master) == 10
-    await scene.start(others(scene, master)[0])
-    await until(lambda: _taken(master, 20))
+    assert await committed(leader) == 10
+    await scene.start(others(scene, leader)[0])
+    await until(lambda: _taken(leader, 20))
 
 
-async def test_a_master_that_begins_with_too_few_in_sync_is_read_from(scene: ReplicaSet) -> None:
+async def test_a_leader_that_begins_with_too_few_in_sync_is_read_from(scene: ReplicaSet) -> None:
     """Nobody else can be elected: what it has stays."""
     scene.settings["min_in_sync"] = 2
-    master = await three(scene)
-    await hold(master, 0)
-    await commit(master, 10)
-    for name in (*others(scene, master), master.name):
+    leader = await three(scene)
+    await hold(leader, 0)
+    await commit(leader, 10)
+    for name in (*others(scene, leader), leader.name):
         await scene.nodes[name].stop()
-        if name != master.name:
+        if name != leader.name:
             await scene.in_sync(*(n for n, node in scene.nodes.items() if not node.ended.is_set()))
-    (again,) = await scene.start(master.name)
-    assert await scene.master() is again
+    (again,) = await scene.start(leader.name)
+    assert await scene.leader() is again
     assert await committed(again) == 10
     error = await refusal(again, 20)
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
-    await scene.start(others(scene, master)[0])
+    await scene.start(others(scene, leader)[0])
     await until(lambda: _taken(again, 20))
 
 
-async def _taken(master: Replica, offset: int) -> bool:
+async def _taken(leader: Replica, offset: int) -> bool:
     try:
-        await commit(master, offset)
+        await commit(leader, offset)
     except BatonError as error:
         assert error.reason == "NOT_ENOUGH_REPLICAS"
         return False
     return True
 
 
-async def test_a_slave_that_holds_something_else_finds_out_and_begins_anew(
+async def test_a_follower_that_holds_something_else_finds_out_and_begins_anew(
     scene: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "SYNC_ALL_FIRST_MS", 0)
     monkeypatch.setattr(following, "SYNC_ALL_MS", 200)
-    master = await three(scene)
-    await hold(master, 0, 1)
-    await commit(master, 10)
+    leader = await three(scene)
+    await hold(leader, 0, 1)
+    await commit(leader, 10)
     await scene.alike("a", "b", "c")
-    slave = scene.nodes[others(scene, master)[0]]
+    follower = scene.nodes[others(scene, leader)[0]]
     key = encode_key(QueueKey("readers", "news", "broker-a", 0))
-    slave.disk.write_now([(key, b"rotten"), (b"weed", b"nobody wrote that")])
+    follower.disk.write_now([(key, b"rotten"), (b"weed", b"nobody wrote that")])
     await scene.alike("a", "b", "c")

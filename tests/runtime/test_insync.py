@@ -1,8 +1,8 @@
-"""Who has what, and what follows from it, as the master of a replica set sees it.
+"""Who has what, and what follows from it, as the leader of a replica set sees it.
 
 Goal: nothing counts as confirmed that a member of the in-sync set lacks; who falls behind is let
 out, who has caught up is let in, and neither happens without a reason.
-Method: claims on the books alone, times as arguments; a state machine that plays masters, slaves
+Method: claims on the books alone, times as arguments; a state machine that plays leaders, followers
 and etcd at random against a plain model.
 """
 
@@ -16,8 +16,8 @@ from services.runtime.insync import InSync
 LAG_MS = 3_000
 
 
-def books(*slaves: str, position: int = 0) -> InSync:
-    return InSync("a", frozenset({"a", *slaves}), position, now_ms=0)
+def books(*followers: str, position: int = 0) -> InSync:
+    return InSync("a", frozenset({"a", *followers}), position, now_ms=0)
 
 
 def level(of: InSync, now_ms: int) -> frozenset[str]:
@@ -41,20 +41,20 @@ def test_what_one_member_lacks_is_not_confirmed() -> None:
     assert three.confirmed == 3
 
 
-def test_what_the_master_lacks_is_not_confirmed() -> None:
+def test_what_the_leader_lacks_is_not_confirmed() -> None:
     two = books("b", position=2)
     two.heard("b", 4, 10)
     assert two.confirmed == 2
 
 
-def test_a_new_master_confirms_nothing_until_its_slaves_have_spoken() -> None:
+def test_a_new_leader_confirms_nothing_until_its_followers_have_spoken() -> None:
     two = books("b", position=9)
     assert two.confirmed == 0
     two.heard("b", 9, 10)
     assert two.confirmed == 9
 
 
-def test_a_slave_outside_holds_nothing_up() -> None:
+def test_a_follower_outside_holds_nothing_up() -> None:
     alone = books(position=5)
     alone.heard("b", 1, 10)
     alone.wrote(8)
@@ -84,7 +84,7 @@ def test_a_member_that_was_never_heard_of_is_late_although_nothing_is_written() 
     assert books("b").late(LAG_MS + 1, LAG_MS) == {"b"}
 
 
-def test_a_slave_that_keeps_up_with_a_busy_master_is_not_late() -> None:
+def test_a_follower_that_keeps_up_with_a_busy_leader_is_not_late() -> None:
     two = books("b")
     for step in range(1, 100):
         two.wrote(10 * step)
@@ -92,7 +92,7 @@ def test_a_slave_that_keeps_up_with_a_busy_master_is_not_late() -> None:
         assert two.late(100 * step, LAG_MS) == frozenset()
 
 
-def test_a_slave_that_crawls_is_late_although_it_is_heard_of() -> None:
+def test_a_follower_that_crawls_is_late_although_it_is_heard_of() -> None:
     two = books("b")
     now_ms = 0
     while not two.late(now_ms, LAG_MS):
@@ -103,7 +103,7 @@ def test_a_slave_that_crawls_is_late_although_it_is_heard_of() -> None:
     assert now_ms > LAG_MS
 
 
-def test_a_slave_without_everything_that_is_confirmed_can_not_come_in() -> None:
+def test_a_follower_without_everything_that_is_confirmed_can_not_come_in() -> None:
     alone = books(position=5)
     alone.heard("b", 4, 10)
     assert level(alone, 20) == frozenset()
@@ -111,16 +111,16 @@ def test_a_slave_without_everything_that_is_confirmed_can_not_come_in() -> None:
     assert level(alone, 40) == {"b"}
 
 
-def test_who_lacks_what_the_master_began_with_can_not_come_in_to_a_new_mastership() -> None:
+def test_who_lacks_what_the_leader_began_with_can_not_come_in_to_a_new_leadership() -> None:
     two = books("b", position=11)
     two.heard("c", 9, 10)
-    assert two.confirmed == 0, "the new master does not know yet what was"
+    assert two.confirmed == 0, "the new leader does not know yet what was"
     assert level(two, 20) == frozenset(), "10 and 11 may have been answered for"
     two.heard("c", 11, 30)
     assert level(two, 40) == {"c"}
 
 
-def test_a_slave_that_keeps_up_comes_in_although_the_master_never_rests() -> None:
+def test_a_follower_that_keeps_up_comes_in_although_the_leader_never_rests() -> None:
     alone = books(position=10)
     given = 0
     for now_ms in range(0, 60_000, 5):
@@ -159,13 +159,13 @@ def test_who_has_not_caught_up_once_is_not_waited_for() -> None:
     assert alone.confirmed == 9
 
 
-def test_a_slave_that_has_gone_silent_can_not_come_in() -> None:
+def test_a_follower_that_has_gone_silent_can_not_come_in() -> None:
     alone = books(position=5)
     alone.heard("b", 5, 10)
     assert level(alone, 10 + LAG_MS + 1) == frozenset()
 
 
-def test_a_slave_that_begins_anew_counts_as_empty_and_confirmed_never_falls() -> None:
+def test_a_follower_that_begins_anew_counts_as_empty_and_confirmed_never_falls() -> None:
     two = books("b")
     two.wrote(5)
     two.heard("b", 5, 10)
@@ -176,7 +176,7 @@ def test_a_slave_that_begins_anew_counts_as_empty_and_confirmed_never_falls() ->
     assert two.confirmed == 5
 
 
-def test_a_slave_may_say_less_than_before() -> None:
+def test_a_follower_may_say_less_than_before() -> None:
     two = books("b")
     two.wrote(5)
     two.heard("b", 5, 10)
@@ -187,7 +187,7 @@ def test_a_slave_may_say_less_than_before() -> None:
 
 
 class Set(RuleBasedStateMachine):
-    """A master and three possible slaves, told of at random; the model knows all positions."""
+    """A leader and three possible followers, told of at random; the model knows all positions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The keeper of an in-sync set, while etcd is slow, refuses for a moment, or knows less than it.
 
-Goal: nobody is in the set by etcd whom the master does not wait for; what goes wrong for a moment
+Goal: nobody is in the set by etcd whom the leader does not wait for; what goes wrong for a moment
 does not end the keeping; who is not registered is not let in.
 Method: the real keeper and its real books; in place of etcd a set that a test answers for.
 """
@@ -52,7 +52,7 @@ class SetTwin:
 
 
 class Scene:
-    """A master with position 5, and one slave."""
+    """A leader with position 5, and one follower."""
 
     def __init__(self) -> None:
         self.set, self.up, self.clock = SetTwin(), frozenset({"a", "b"}), Clock()
@@ -65,7 +65,7 @@ class Scene:
         self.books = self.keeper.books
 
     def heard(self) -> None:
-        """The slave has everything."""
+        """The follower has everything."""
         self.books.heard("b", self.books.position, self.clock.monotonic_ms())
 
     async def asked(self, times: int) -> None:
@@ -77,7 +77,7 @@ class Scene:
         await until(look)
 
     async def let_in(self) -> None:
-        """Wait until the slave is."""
+        """Wait until the follower is."""
 
         async def look() -> bool:
             return self.books.in_sync == {"a", "b"}
@@ -109,7 +109,7 @@ async def test_who_is_let_in_while_the_epoch_is_told_is_waited_for_all_along(sce
             await serving
             await scene.asked(2)
             scene.books.wrote(6)
-            assert scene.books.confirmed == 5, "by now the slave may be in the set"
+            assert scene.books.confirmed == 5, "by now the follower may be in the set"
             scene.set.allowed.release()
             await scene.let_in()
             assert scene.books.confirmed == 5
@@ -140,7 +140,7 @@ async def test_who_was_let_out_by_a_change_whose_answer_is_lost_is_let_in_again(
             scene.set.allowed.release()
         await scene.asked(4)
         await scene.let_in()
-        assert scene.set.in_sync == {"a", "b"}, "the master must not only believe it"
+        assert scene.set.in_sync == {"a", "b"}, "the leader must not only believe it"
 
 
 async def test_a_refusal_of_etcd_does_not_end_the_serving(scene: Scene) -> None:

@@ -1,5 +1,5 @@
-"""Goal: who resigns leads no moment longer, however long its lease: a master that went on, and
-heard of no slave any more, would let out of its set whoever could follow it.
+"""Goal: who resigns leads no moment longer, however long its lease: a leader that went on, and
+heard of no follower any more, would let out of its set whoever could follow it.
 
 Method: a real etcd, and a lease so long that nobody could wait for a part of it.
 """

@@ -1,4 +1,4 @@
-"""Goal: a master gives way only to who has everything, is up, and says that it can go on.
+"""Goal: a leader gives way only to who has everything, is up, and says that it can go on.
 
 Method: the real keeper and its books; in place of etcd a set that stands as it is.
 """
@@ -22,7 +22,7 @@ class SetTwin:
 
 
 def keeper(up: str) -> Keeper:
-    """Of master a, with b and c in sync."""
+    """Of leader a, with b and c in sync."""
     standing = Standing(7, "a", frozenset("abc"), served_epoch=6, mod_revision=1)
     won = Won(cast(Election, None), cast(ReplicaSet, SetTwin()), standing)
     return Keeper(won, 5, POLICY, Clock(), lambda: frozenset(up))

@@ -74,7 +74,7 @@ def seal_by_a_lower_move(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopt_a_lower_move(patch: pytest.MonkeyPatch) -> None:
-    """A master fetches whatever the copy of etcd says that it has, and opens what it has got."""
+    """A leader fetches whatever the copy of etcd says that it has, and opens what it has got."""
     real = Arriving._move
 
     async def move(self: Arriving, group: str, place: Place) -> None:

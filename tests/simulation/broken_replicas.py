@@ -19,7 +19,7 @@ from services.runtime.replicas import ReplicaSet, Standing
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
-    """A master answers once it has written a change itself."""
+    """A leader answers once it has written a change itself."""
 
     async def confirmed(*_: object) -> None:
         return
@@ -78,7 +78,7 @@ def histories_without_epochs(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopt_a_lower_version(patch: pytest.MonkeyPatch) -> None:
-    """A slave that loses its master gives its last changes up: they may not be confirmed.
+    """A follower that loses its leader gives its last changes up: they may not be confirmed.
 
     Source: Kafka before KIP-101, whose followers truncated to what they knew to be confirmed.
     """
@@ -118,7 +118,7 @@ def shrink_before_etcd_knows(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_in_too_early(patch: pytest.MonkeyPatch) -> None:
-    """A new master takes nothing for confirmed, so whoever asks it has enough to come in."""
+    """A new leader takes nothing for confirmed, so whoever asks it has enough to come in."""
 
     def wait_for(self: InSync, names: frozenset[str], *_: int) -> None:
         self.awaited = frozenset(

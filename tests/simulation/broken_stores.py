@@ -14,13 +14,13 @@ from services.storage.core.epochs import History, common_point
 from services.storage.core.producers import ProducerTable
 from services.storage.flush import Flusher, InThread
 from services.storage.following import Following
-from services.storage.mastership import Mastership
+from services.storage.leadership import Leadership
 from services.storage.role import Role
 from services.storage.serving import Serving, serve
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
-    """A master gives a receipt once it has a message on its own disk."""
+    """A leader gives a receipt once it has a message on its own disk."""
 
     async def reached(self: Flusher, position: int) -> None:
         self.check()
@@ -36,20 +36,20 @@ def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
     def shorter(_: History, one_end: int, __: History, other_end: int) -> int:
         return min(one_end, other_end)
 
-    patch.setattr("services.storage.mastership.common_point", shorter)
+    patch.setattr("services.storage.leadership.common_point", shorter)
 
 
 def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
-    """A slave that has more than the master keeps it, and goes on from there."""
+    """A follower that has more than the leader keeps it, and goes on from there."""
 
     def longer(one: History, one_end: int, other: History, other_end: int) -> int:
         return other_end if other_end > one_end else common_point(one, one_end, other, other_end)
 
-    patch.setattr("services.storage.mastership.common_point", longer)
+    patch.setattr("services.storage.leadership.common_point", longer)
 
 
 def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
-    """Readers at a slave see what it has, and not what every member of the set has."""
+    """Readers at a follower see what it has, and not what every member of the set has."""
     real = Following._settle
 
     async def settle(
@@ -62,7 +62,7 @@ def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
 
 
 def replicated_alone(patch: pytest.MonkeyPatch) -> None:
-    """What everybody in sync has is said to be REPLICATED, also if that is the master alone."""
+    """What everybody in sync has is said to be REPLICATED, also if that is the leader alone."""
     real = Role.reached
 
     def reached(self: Role, next_position: int) -> pb.Durability.ValueType:
@@ -96,14 +96,14 @@ def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
-    """A new master knows nothing of what producers had sent to the one before."""
-    real = Mastership.begin
+    """A new leader knows nothing of what producers had sent to the one before."""
+    real = Leadership.begin
 
-    async def begin(self: Mastership, in_thread: InThread) -> None:
+    async def begin(self: Leadership, in_thread: InThread) -> None:
         self.serving.node.store.producers = ProducerTable()
         await real(self, in_thread)
 
-    patch.setattr(Mastership, "begin", begin)
+    patch.setattr(Leadership, "begin", begin)
 
 
 def answer_without_lease(patch: pytest.MonkeyPatch) -> None:

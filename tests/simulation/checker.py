@@ -30,8 +30,8 @@ from tests.simulation.books import Books, Copy, Queue, key_of
 from tests.simulation.client_checks import ClientChecks
 from tests.simulation.etcd_checks import EtcdChecks
 from tests.simulation.offsets_checks import OffsetsChecks
-from tests.simulation.replica_checks import MASTER_KEY, ReplicaChecks
-from tests.simulation.store_checks import MASTER_KEY as STORE_MASTER_KEY
+from tests.simulation.replica_checks import LEADER_KEY, ReplicaChecks
+from tests.simulation.store_checks import LEADER_KEY as STORE_LEADER_KEY
 from tests.simulation.store_checks import StoreChecks, Written
 from tests.simulation.trace import Trace
 
@@ -65,16 +65,16 @@ class Checker:
     ) -> None:
         self.books = Books(group, lease_ms, trace, now_ms)
         self.offsets = OffsetsChecks(self.books)
-        self.replicas = ReplicaChecks(self.books, partial(leader, MASTER_KEY))
-        self.stores = StoreChecks(self.books, partial(leader, STORE_MASTER_KEY), self._kept)
+        self.replicas = ReplicaChecks(self.books, partial(leader, LEADER_KEY))
+        self.stores = StoreChecks(self.books, partial(leader, STORE_LEADER_KEY), self._kept)
         self.etcd = EtcdChecks(self.books, topic)
         self.clients = ClientChecks(self.books)
         self.answers = AnswerChecks(self.books)
 
     # ---- offsets
 
-    def watch_mastership(self, offsets: Offsets) -> None:
-        """See what a master of offsets begins with and does; what it writes counts once the
+    def watch_leadership(self, offsets: Offsets) -> None:
+        """See what a leader of offsets begins with and does; what it writes counts once the
         in-sync set has it."""
         table = self.books.tables.get(OFFSETS)
         if table is None or offsets.table.epoch > table.epoch:

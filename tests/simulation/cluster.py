@@ -57,7 +57,7 @@ STORES = ("broker-a-0", "broker-a-1", "broker-a-2")
 NAMESERVERS = "ns-a:1,ns-b:1"
 LEASE_MS = 12_000
 """Of a lock; short, so that much can happen in a run. Its margins are those of production."""
-MASTER_LEASE_MS, REPLICA_LAG_MS = 4_000, 1_500
+LEADER_LEASE_MS, REPLICA_LAG_MS = 4_000, 1_500
 WRITE_MS_MAX = 8
 SLOW_WRITE_MS_MAX = 400
 _SLOW = 0.02
@@ -80,7 +80,7 @@ class World(processes.World):
         return stored.value.decode() if stored is not None else ""
 
     def offsets_disk_of(self, node_id: str) -> OffsetsDisk:
-        """See base; what a node without slaves has written counts at once."""
+        """See base; what a node without followers has written counts at once."""
         known = node_id in self.offsets_disks
         disk = super().offsets_disk_of(node_id)
         if not known and node_id in (OFFSETS, FAR):
@@ -118,7 +118,7 @@ class World(processes.World):
 
     def offsets_opened(self, offsets: Offsets) -> None:
         if self.checker.replicas.opened(offsets):
-            self.checker.watch_mastership(offsets)
+            self.checker.watch_leadership(offsets)
         else:
             near = offsets.disk is self.offsets_disks.get(OFFSETS)
             self.checker.offsets.watch_table(offsets.table, OFFSETS if near else FAR)
@@ -253,14 +253,14 @@ def services(world: World, random: Random, options: Options) -> list[Service]:
         "broker": BROKER,
         "replicas": ",".join(STORES[: options.stores]),
         "min_in_sync": min(options.min_in_sync, options.stores),
-        "master_lease_ms": MASTER_LEASE_MS,
+        "leader_lease_ms": LEADER_LEASE_MS,
         "replica_lag_ms_max": REPLICA_LAG_MS,
         "memory_window_bytes": options.memory_window_bytes,
     }
     replicated: dict[str, Any] = {
         "replicas": ",".join(REPLICAS),
         "min_in_sync": options.min_in_sync,
-        "master_lease_ms": MASTER_LEASE_MS,
+        "leader_lease_ms": LEADER_LEASE_MS,
         "replica_lag_ms_max": REPLICA_LAG_MS,
         "replica_kept_bytes_max": options.kept_bytes_max,
     }

@@ -83,25 +83,25 @@ UNINFORMED = Options(
     deaf=14, pause_ms_max=8_000, slow_handlers=0.2, faults=Faults(delay_ms_max=50),
 )  # fmt: skip
 PAUSES = Options(steps=80, group_pauses=6, deaf=12, pause_ms_max=40_000)
-REPLICATED = Options(steps=40, replicated=True, master_faults=6, splits=4, service_kills=4)
+REPLICATED = Options(steps=40, replicated=True, leader_faults=6, splits=4, service_kills=4)
 DEPOSED = Options(
-    steps=60, replicated=True, master_faults=10, pause_ms_max=8_000, faults=Faults(delay_ms_max=80)
+    steps=60, replicated=True, leader_faults=10, pause_ms_max=8_000, faults=Faults(delay_ms_max=80)
 )
 SPLIT = Options(
-    steps=60, replicated=True, master_faults=8, splits=12, service_kills=4, pause_ms_max=8_000,
+    steps=60, replicated=True, leader_faults=8, splits=12, service_kills=4, pause_ms_max=8_000,
 )  # fmt: skip
-EMPTY = Options(steps=60, replicated=True, master_faults=8, lost_disks=8, service_kills=4)
+EMPTY = Options(steps=60, replicated=True, leader_faults=8, lost_disks=8, service_kills=4)
 BUSY = Options(
-    steps=80, queues=8, consumers=4, replicated=True, master_faults=20, joins=12, leaves=8,
+    steps=80, queues=8, consumers=4, replicated=True, leader_faults=20, joins=12, leaves=8,
     pause_ms_max=8_000, faults=Faults(delay_ms_max=300),
 )  # fmt: skip
 BEHIND = Options(
-    steps=80, queues=8, consumers=4, replicated=True, kept_bytes_max=500, master_faults=12,
+    steps=80, queues=8, consumers=4, replicated=True, kept_bytes_max=500, leader_faults=12,
     splits=20, joins=8, leaves=8, pause_ms_max=4_000, faults=Faults(delay_ms_max=150),
 )  # fmt: skip
-STORES = Options(steps=40, stores=3, master_faults=6, splits=4, service_kills=4)
+STORES = Options(steps=40, stores=3, leader_faults=6, splits=4, service_kills=4)
 STORES_SPLIT = Options(
-    steps=60, stores=3, master_faults=12, splits=12, pause_ms_max=8_000,
+    steps=60, stores=3, leader_faults=12, splits=12, pause_ms_max=8_000,
     faults=Faults(delay_ms_max=300),
 )  # fmt: skip
 MOVES = Options(steps=50, moves=12, faults=Faults(slow=0.05, duplicate=0.3, delay_ms_max=80))

@@ -95,7 +95,7 @@ class OffsetsChecks:
             self._watch(table, wrapped)
 
     def _watch(self, table: ProgressTable, watched: Callable[..., Any]) -> None:
-        """What a deposed master still does in memory is not looked at."""
+        """What a deposed leader still does in memory is not looked at."""
         name = watched.__name__
         real = getattr(table, name)
 
@@ -233,7 +233,7 @@ class OffsetsChecks:
                 self._durable(key, now)
 
     def began(self, entries: Mapping[bytes, bytes]) -> None:
-        """A master begins with what is on its disk: all that was durable, and perhaps more."""
+        """A leader begins with what is on its disk: all that was durable, and perhaps more."""
         queues = [(key, raw) for key, raw in entries.items() if not key.startswith(META)]
         for queue in self._books.queues.values():
             queue.resets = 0
@@ -241,7 +241,7 @@ class OffsetsChecks:
         there = {decode_key(key) for key, _ in queues}
         for key, queue in self._books.queues.items():
             if queue.durable is not None and key not in there:
-                self._fail("V9", f"{key}: a new master has no progress of it")
+                self._fail("V9", f"{key}: a new leader has no progress of it")
 
     def _durable(self, key: QueueKey, now: Progress) -> None:
         queue = self._books.queues[key]

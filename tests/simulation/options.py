@@ -10,8 +10,8 @@ Fault model. The cluster must keep its promises while
 - any process is frozen at any event for longer than its leases, and then goes on with what was
   in its sockets;
 - wall clocks jump by hours;
-- of the nodes of a replica set, of offsets or of storage, the acting master dies, stands still or
-  is cut off, from its slaves, from etcd, or both; slaves are, too, in one direction or both; a node
+- of the nodes of a replica set, of offsets or of storage, the acting leader dies, stands still or
+  is cut off, from its followers, from etcd, or both; followers are, too, in one direction or both; a node
   loses its disk, or a bit of its log is flipped, though never of the only one that has everything;
   a disk of storage fails for a while, and forgets what it was just to sync;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
@@ -78,13 +78,13 @@ class Options:
             retry topic.
         replicated: Whether offsets has three nodes, or one.
         min_in_sync: So many of the three have to be in sync.
-        kept_bytes_max: So many bytes of changes a master keeps for slaves that come back.
-        master_faults: Weight of the acting master of offsets that is killed, frozen or cut off.
+        kept_bytes_max: So many bytes of changes a leader keeps for followers that come back.
+        leader_faults: Weight of the acting leader of offsets that is killed, frozen or cut off.
         splits: Weight of a node of offsets that does not reach the others, or etcd, for a while.
         lost_disks: Weight of a node of offsets that is killed and comes back with an empty disk.
         stores: Nodes of the broker: one, or a replica set. Then `min_in_sync` counts for it too,
             and the three weights above for nodes of either set.
-        memory_window_bytes: Who is further behind than this reads from a slave; 0 for nobody.
+        memory_window_bytes: Who is further behind than this reads from a follower; 0 for nobody.
         rots: Weight of a node of storage that is killed and comes back with a damaged log.
         disk_failures: Weight of a node of storage whose disk can't be written to for a while, if it
             has others.
@@ -123,7 +123,7 @@ class Options:
     replicated: bool = False
     min_in_sync: int = 1
     kept_bytes_max: int = 64 * 1024 * 1024
-    master_faults: int = 0
+    leader_faults: int = 0
     splits: int = 0
     lost_disks: int = 0
     stores: int = 1
@@ -184,7 +184,7 @@ class Options:
             replicated=True,
             min_in_sync=random.choice([1, 1, 2]),
             kept_bytes_max=random.choice([1_000, 64 * 1024 * 1024]),
-            master_faults=some(4),
+            leader_faults=some(4),
             splits=some(4),
             lost_disks=some(2),
         )
@@ -197,7 +197,7 @@ class Options:
             stores=random.choice([2, 3, 3]),
             min_in_sync=random.choice([1, 1, 2]),
             memory_window_bytes=random.choice([0, 2_000]),
-            master_faults=random.choice([2, 4]),
+            leader_faults=random.choice([2, 4]),
             splits=random.choice([2, 4]),
             lost_disks=random.choice([0, 1, 2]),
             rots=random.choice([0, 1, 2]),
@@ -208,7 +208,7 @@ class Options:
     def of_moves(random: Random, steps: int) -> Options:
         """As `drawn`, and the group is moved between two sets of offsets again and again."""
         drawn = Options.drawn(random, steps)
-        return replace(drawn, moves=12, replicated=False, master_faults=0, splits=0, lost_disks=0)
+        return replace(drawn, moves=12, replicated=False, leader_faults=0, splits=0, lost_disks=0)
 
     @staticmethod
     def graceful(random: Random, steps: int) -> Options:

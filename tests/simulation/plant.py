@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from batonmq.testing.processes import LoopClock, Service, ServiceProcess
 from tests.simulation.cluster import REPLICAS, STORES, services
 from tests.simulation.crew import Crew
-from tests.simulation.replica_checks import MASTER_KEY
+from tests.simulation.replica_checks import LEADER_KEY
 from tests.simulation.stage import Later, Stage
-from tests.simulation.store_checks import MASTER_KEY as STORE_MASTER_KEY
+from tests.simulation.store_checks import LEADER_KEY as STORE_LEADER_KEY
 
 STOP_S = 30
 """A service that was told to stop is killed after this time, as a supervisor does."""
@@ -94,21 +94,21 @@ class Plant:
         pairs = {(member, one) for one in unheard} | {(one, member) for one in unheard}
         return self._apart(member, pairs)
 
-    def fail_master(self) -> Later:
-        """The acting master of offsets, or of storage, dies, stands still, or is cut off."""
+    def fail_leader(self) -> Later:
+        """The acting leader of offsets, or of storage, dies, stands still, or is cut off."""
         world = self._stage.world
-        key = MASTER_KEY if self._replicas() is REPLICAS else STORE_MASTER_KEY
+        key = LEADER_KEY if self._replicas() is REPLICAS else STORE_LEADER_KEY
         name = world.leader(key)
-        master = next((one for one in self._up() if one.name == name), None)
-        if master is None:
+        leader = next((one for one in self._up() if one.name == name), None)
+        if leader is None:
             return None
         fault = self._stage.random.choice(["kill", "freeze", "cut"])
         if fault == "freeze":
-            return self._stage.freeze(master, "master faults")
-        self._stage.counts["master faults"] += 1
+            return self._stage.freeze(leader, "leader faults")
+        self._stage.counts["leader faults"] += 1
         if fault == "kill":
-            return self._kill(master)
-        return self._split(master.name, alone=self._stage.random.random() < 0.5)
+            return self._kill(leader)
+        return self._split(leader.name, alone=self._stage.random.random() < 0.5)
 
     def split(self) -> Later:
         """A node of a replica set reaches some others, or etcd, no more, or is not reached."""

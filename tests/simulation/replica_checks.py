@@ -1,7 +1,7 @@
 """What must hold of a replica set of offsets, at every write to a disk or to etcd (section 12).
 
 Whoever may be elected has everything that counts; two copies that say they stand at the same point
-are alike; no copy goes back; only the master answers.
+are alike; no copy goes back; only the leader answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.runtime.etcd import Stored
 from services.runtime.position import NOWHERE, Position
 from tests.simulation.books import Books
 
-SET_KEY, MASTER_KEY = "replicas/offsets/offsets", "elections/offsets/offsets"
+SET_KEY, LEADER_KEY = "replicas/offsets/offsets", "elections/offsets/offsets"
 _SERVICE = "/baton.offsets.v1.OffsetsService/"
 
 
@@ -67,11 +67,11 @@ class ReplicaChecks:
     """Sees the disks of all nodes of the set, its keys in etcd, and its answers.
 
     Args:
-        master: Who is master, as etcd has it now; empty for nobody.
+        leader: Who is leader, as etcd has it now; empty for nobody.
     """
 
-    def __init__(self, books: Books, master: Callable[[], str]) -> None:
-        self._books, self._master = books, master
+    def __init__(self, books: Books, leader: Callable[[], str]) -> None:
+        self._books, self._leader = books, leader
         self._disks: dict[str, OffsetsDisk] = {}
         self._stands: dict[str, Standpoint] = {}
         self._states: dict[Position, int] = {}
@@ -114,10 +114,10 @@ class ReplicaChecks:
         """Whether somebody else could be elected if the disk of `node` were lost."""
         return any(self._electable(other) for other in self._standing.in_sync if other != node)
 
-    # ---- masterships
+    # ---- leaderships
 
     def opened(self, offsets: Offsets) -> bool:
-        """A mastership begins to serve: it has all that was confirmed.
+        """A leadership begins to serve: it has all that was confirmed.
 
         Returns:
             Whether it is one.
@@ -126,12 +126,12 @@ class ReplicaChecks:
         if not node:
             return False
         self._books.trace.note(node, f"serves epoch {offsets.table.epoch}")
-        self._books.counts["masterships"] += 1
+        self._books.counts["leaderships"] += 1
         self._confirm(node)
         return True
 
     def confirmed(self, offsets: Offsets) -> None:
-        """A write of a mastership has returned: the in-sync set has everything the master has."""
+        """A write of a leadership has returned: the in-sync set has everything the leader has."""
         self._confirm(self._node_of(offsets))
 
     def _confirm(self, node: str) -> None:
@@ -149,27 +149,27 @@ class ReplicaChecks:
         before, now = self._standing, replicas_pb2.ReplicaSet.FromString(stored.value)
         self._standing = now
         names = ",".join(now.in_sync)
-        text = f"epoch {now.epoch} of {now.master}, in sync {names}, served {now.served_epoch}"
+        text = f"epoch {now.epoch} of {now.leader}, in sync {names}, served {now.served_epoch}"
         self._books.trace.note("etcd", text)
         self._books.counts["shrinks"] += len(now.in_sync) < len(before.in_sync)
         self._books.counts["elections"] += now.epoch > before.epoch
         if now.epoch < before.epoch or now.served_epoch < before.served_epoch:
             self._fail(f"{text} after epoch {before.epoch}, served {before.served_epoch}")
-        if now.epoch == before.epoch and now.master != before.master:
-            self._fail(f"{text}, and it was of {before.master}")
-        if now.master not in now.in_sync:
-            self._fail(f"{text}, and the master is not")
+        if now.epoch == before.epoch and now.leader != before.leader:
+            self._fail(f"{text}, and it was of {before.leader}")
+        if now.leader not in now.in_sync:
+            self._fail(f"{text}, and the leader is not")
         self._check_electable(text)
 
     def answered(self, call: Call, answer: Any) -> None:
-        """Only a master answers; and etcd gives no other one its place before that is over."""
+        """Only a leader answers; and etcd gives no other one its place before that is over."""
         if call.target not in self._disks or not call.path.startswith(_SERVICE):
             return
         if isinstance(answer, BatonError) and says_nothing(answer):
             return
-        master = self._master()
-        if master != call.target:
-            text = f"{call.target} answers {call.method}, and the master is {master or 'nobody'}"
+        leader = self._leader()
+        if leader != call.target:
+            text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
             self._books.fail("section 8", text)
 
     def _check_electable(self, after: str) -> None:

@@ -147,7 +147,7 @@ class Run:
             self._plant.restart: options.service_restarts,
             self._plant.cut: options.cuts,
             self._plant.deafen: options.deaf,
-            self._plant.fail_master: options.master_faults,
+            self._plant.fail_leader: options.leader_faults,
             self._plant.split: options.splits,
             self._plant.lose_disk: options.lost_disks,
             self._plant.rot: options.rots,

@@ -1,9 +1,9 @@
 """What must hold of a replica set of storage, at every write to a disk or to etcd (section 12).
 
 Whoever may be elected has everything that anybody was shown, or told to be safe; two copies hold
-the same bytes wherever the same epoch wrote; only the acting master writes. What an epoch has
+the same bytes wherever the same epoch wrote; only the acting leader writes. What an epoch has
 written, and where, the checker keeps by itself. A message counts as stored once somebody can see
-it: before that its master may lose it.
+it: before that its leader may lose it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.storage.node import Node
 from tests.simulation.books import Books
 from tests.simulation.replica_checks import ReplicaChecks, Standpoint, says_nothing
 
-SET_KEY, MASTER_KEY = "replicas/storage/broker-a", "elections/storage/broker-a"
+SET_KEY, LEADER_KEY = "replicas/storage/broker-a", "elections/storage/broker-a"
 _SERVICES = "/baton.storage.v1."
 _ANYWHERE = frozenset({"Describe", "Pull", "SearchOffset", "Read", "FindByKey", "GetMessage"})
 _SAFE = (pb.DURABILITY_FSYNCED, pb.DURABILITY_REPLICATED)
@@ -71,7 +71,7 @@ class LogStand(Standpoint):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A batch that a master has written, in its epoch."""
+    """A batch that a leader has written, in its epoch."""
 
     epoch: int
     checked: Checked
@@ -88,14 +88,14 @@ class StoreChecks(ReplicaChecks):
     """Sees the copies of all nodes of the set, its keys in etcd, and its answers.
 
     Args:
-        master: Who is master, as etcd has it now; empty for nobody.
+        leader: Who is leader, as etcd has it now; empty for nobody.
         kept: Called with every batch that somebody can see, in the order of the log.
     """
 
     def __init__(
-        self, books: Books, master: Callable[[], str], kept: Callable[[Written], None]
+        self, books: Books, leader: Callable[[], str], kept: Callable[[Written], None]
     ) -> None:
-        super().__init__(books, master)
+        super().__init__(books, leader)
         self._kept = kept
         self._nodes: dict[str, Node] = {}
         self._rotten: dict[str, int] = {}
@@ -255,9 +255,9 @@ class StoreChecks(ReplicaChecks):
         def began(epoch: int) -> None:
             begin_epoch(epoch)
             self._books.trace.note(name, f"begins epoch {epoch}")
-            self._books.counts["masterships of storage"] += 1
+            self._books.counts["leaderships of storage"] += 1
             if not self._stand(name).has(self._confirmed):
-                self._fail(f"{name} is master, and lacks {self._confirmed}, which was confirmed")
+                self._fail(f"{name} is leader, and lacks {self._confirmed}, which was confirmed")
 
         vars(store).update(append=append, synced=synced, confirmed=confirmed)
         vars(node).update(keep=kept, cut=was_cut, begin_epoch=began)
@@ -270,35 +270,35 @@ class StoreChecks(ReplicaChecks):
         outcomes: Sequence[Receipt | BatonError],
         topics: Mapping[str, TopicQueues],
     ) -> None:
-        """Only the acting master writes; what it has written counts once somebody can see it."""
+        """Only the acting leader writes; what it has written counts once somebody can see it."""
         fresh = [
             Written(node.store.epoch, checked, outcome, topics[checked.header.topic].topic_id)
             for checked, outcome in zip(batches, outcomes, strict=True)
             if isinstance(outcome, Receipt) and not outcome.duplicate
         ]
         self._waiting += fresh
-        if fresh and (master := self._master()) != name:
-            self._books.fail("section 8", f"{name} writes, and the master is {master or 'nobody'}")
+        if fresh and (leader := self._leader()) != name:
+            self._books.fail("section 8", f"{name} writes, and the leader is {leader or 'nobody'}")
 
     # ---- answers
 
     def served(self, call: Call, request: Any, answer: Any) -> None:
-        """A node answers: as master only if it is; and what it says of safety is true."""
+        """A node answers: as leader only if it is; and what it says of safety is true."""
         if call.target not in self._nodes or not call.path.startswith(_SERVICES):
             return
         if isinstance(answer, BatonError) and says_nothing(answer):
             return
-        master = self._master()
-        if call.method not in _ANYWHERE and master != call.target:
-            text = f"{call.target} answers {call.method}, and the master is {master or 'nobody'}"
+        leader = self._leader()
+        if call.method not in _ANYWHERE and leader != call.target:
+            text = f"{call.target} answers {call.method}, and the leader is {leader or 'nobody'}"
             self._books.fail("section 8", text)
         if isinstance(answer, pb.AppendResponse):
             for batch, outcome in zip(request.batches, answer.outcomes, strict=True):
                 if outcome.HasField("receipt"):
                     self._check_receipt(call.target, outcome.receipt, len(batch))
         elif isinstance(answer, pb.PullResponse):
-            if answer.batches and master != call.target:
-                self._books.counts["pulls from slaves"] += 1
+            if answer.batches and leader != call.target:
+                self._books.counts["pulls from followers"] += 1
             for batch in answer.batches:
                 self._check_delivered(call.target, batch)
 

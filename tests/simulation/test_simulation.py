@@ -38,12 +38,12 @@ ENOUGH = {
     "jumps": 1, "lost": 40, "slow": 40, "duplicated": 40, "late": 40, "back resets": 4,
     "forces": 1, "drains": 1, "changes of the filter": 1, "pauses known": 1, "watch breaks": 1,
     "acks by pull": 4, "questions": 4, "sent back": 20, "elections": 10, "shrinks": 10,
-    "master faults": 1, "lost disks": 1,
+    "leader faults": 1, "lost disks": 1,
 }  # fmt: skip
 """What must have happened in a bunch, at least so often."""
 STORAGE_BUNCH = 15
 ENOUGH_OF_STORAGE = {
-    "masterships of storage": 20, "replicated receipts": 100, "pulls from slaves": 2, "rots": 1,
+    "leaderships of storage": 20, "replicated receipts": 100, "pulls from followers": 2, "rots": 1,
     "lost disks": 1, "disk failures": 5, "sent back": 10,
 }  # fmt: skip
 BUNCHES = [SEEDS[begin : begin + BUNCH] for begin in range(0, len(SEEDS), BUNCH)]

@@ -98,7 +98,7 @@ def thread_states(group: int) -> Iterator[str]:
                 yield state
 
 
-async def master(cluster: RunningCluster) -> str:
+async def leader(cluster: RunningCluster) -> str:
     """Name of the storage process that leads."""
     async with Admin(cluster.nameserver) as admin:
         nodes = (await admin.cluster()).nodes
@@ -107,7 +107,7 @@ async def master(cluster: RunningCluster) -> str:
     return names[leading]
 
 
-async def has_a_slave(cluster: RunningCluster) -> None:
+async def has_a_follower(cluster: RunningCluster) -> None:
     """Wait until whoever follows may be elected."""
     async with Admin(cluster.nameserver) as admin:
         await in_sync(admin, "storage", "broker-0")
@@ -201,19 +201,19 @@ def test_a_stream_goes_on_when_its_broker_comes_back(spark: SparkSession, tmp_pa
 
 
 def test_reads_go_on_at_whoever_leads_or_follows(spark: SparkSession, tmp_path: Path) -> None:
-    """Slaves are read from; and when the master dies, so is the one that follows it."""
-    # A slave that Spark has starved for seconds would be let out of the set, and never lead.
+    """Followers are read from; and when the leader dies, so is the one that follows it."""
+    # A follower that Spark has starved for seconds would be let out of the set, and never lead.
     slow = {"replica_lag_ms_max": 30_000}
     with RunningCluster(tmp_path / "cluster", storage_replicas=2, storage=slow) as cluster:
         topic = cluster.create("replicated", 2)
         cluster.send(topic, bodies(0, SENT))
         cluster.processes.auto_restart = False
-        for source in ("slaves", "master"):
+        for source in ("followers", "leader"):
             frame = spark.read.format("baton").options(**cluster.options(topic, readFrom=source))
             assert frame.load().select("body").distinct().count() == SENT
-        cluster.call(has_a_slave(cluster))
-        cluster.call(cluster.processes.kill(cluster.call(master(cluster))))
-        for source in ("slaves", "master"):
+        cluster.call(has_a_follower(cluster))
+        cluster.call(cluster.processes.kill(cluster.call(leader(cluster))))
+        for source in ("followers", "leader"):
             frame = spark.read.format("baton").options(**cluster.options(topic, readFrom=source))
             assert frame.load().select("body").distinct().count() == SENT
 

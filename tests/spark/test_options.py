@@ -20,7 +20,7 @@ def test_defaults() -> None:
     found = read_options(LEAST)
     assert (found.topic, found.view) == ("orders", "messages")
     assert (found.starting, found.ending) == ("earliest", "latest")
-    assert (found.rows_max, found.fail_on_loss, found.slaves) == (0, True, False)
+    assert (found.rows_max, found.fail_on_loss, found.followers) == (0, True, False)
     assert found.reach.security is None
     assert pickle.loads(pickle.dumps(found)) == found
 

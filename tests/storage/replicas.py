@@ -1,6 +1,6 @@
 """A storage replica set in one process: real folders, a real etcd, real gRPC between the nodes.
 
-A node can be cut off from etcd, its slaves can be kept waiting, and it can end without a word.
+A node can be cut off from etcd, its followers can be kept waiting, and it can end without a word.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from services.storage.config import StorageSettings
 from tests.offsets.replicas import (
     LAG_MS_MAX,
     LEASE_MS,
-    NOT_MASTER,
+    NOT_LEADER,
     TIMEOUT_S,
     Gate,
     Session,
@@ -72,12 +72,12 @@ class Replica:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serves(self) -> bool:
-        """Whether it is the master, and answers."""
+        """Whether it is the leader, and answers."""
         try:
             request = pb.QueryOffsetsRequest(queues=[queue(7)])
             await self.stub.QueryOffsets(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            assert from_rpc_error(error).reason in NOT_MASTER, error
+            assert from_rpc_error(error).reason in NOT_LEADER, error
             return False
         return True
 
@@ -147,11 +147,11 @@ class Replica:
             offset = answer.next_offset
 
     async def describe(self) -> pb.DescribeResponse:
-        """What it says of itself, master or not."""
+        """What it says of itself, leader or not."""
         return await self.stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
 
     async def replicas(self) -> replication_pb.DescribeReplicasResponse:
-        """What it says of the set, as the master."""
+        """What it says of the set, as the leader."""
         request = replication_pb.DescribeReplicasRequest()
         return await self.replication.DescribeReplicas(request, timeout=TIMEOUT_S)
 
@@ -179,7 +179,7 @@ class Scene:
             chosen: dict[str, Any] = {
                 "segment_bytes": SEGMENT_BYTES,
                 "replica_lag_ms_max": LAG_MS_MAX,
-                "master_lease_ms": LEASE_MS,
+                "leader_lease_ms": LEASE_MS,
                 "node_lease_ms": LEASE_MS,
                 "replicas": ",".join(self.members),
             }
@@ -203,7 +203,7 @@ class Scene:
             topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
             await session.put(session.key("topics", TOPIC), topic.SerializeToString())
 
-    async def master(self) -> Replica:
+    async def leader(self) -> Replica:
         """The one that serves, once there is one."""
         found: list[Replica] = []
 
@@ -223,7 +223,7 @@ class Scene:
             return decode(await session.get(f"replicas/storage/{BROKER}"))
 
     async def vacant(self) -> None:
-        """Wait until the last master's lease has run out, and nobody has been elected."""
+        """Wait until the last leader's lease has run out, and nobody has been elected."""
 
         async def look() -> bool:
             return not await self.led()

@@ -62,7 +62,7 @@ class Scene:
     Attributes:
         needed_from: What somebody else needs of the log.
         gone: Topic ids that do not exist any more.
-        followed: First position of the master's log, on a slave.
+        followed: First position of the leader's log, on a follower.
     """
 
     def __init__(self, node: Node, disk: MemoryDisk, **policy: Any) -> None:
@@ -466,7 +466,7 @@ async def test_gauges_tell_of_the_disk() -> None:
         assert value("baton_storage_disk_state") == here.retention.state
 
 
-async def test_a_slave_removes_what_its_master_has_removed_and_nothing_else() -> None:
+async def test_a_follower_removes_what_its_leader_has_removed_and_nothing_else() -> None:
     with scene() as here:
         fill(here.store, 12)
         here.later(hours=100)

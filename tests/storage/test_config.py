@@ -43,6 +43,6 @@ def test_what_cant_be_meant_is_refused(fields: dict[str, Any], why: str) -> None
         settings(**fields)
 
 
-def test_readers_leave_the_master_by_default_beyond_what_fits_into_memory() -> None:
+def test_readers_leave_the_leader_by_default_beyond_what_fits_into_memory() -> None:
     assert settings(memory_window_bytes=7).memory_window == 7
     assert settings().memory_window > 1 << 24

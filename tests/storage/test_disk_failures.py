@@ -49,12 +49,12 @@ async def back(scene: Scene, node: Replica) -> None:
     assert not node.ended.is_set()
 
 
-async def test_a_master_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
+async def test_a_leader_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
     scene: Scene, disks: Disks
 ) -> None:
     """The next sync would succeed, as the kernel has dropped what it could not write.
 
-    Slaves may be slow for as long as the machine likes: were they let out of the set meanwhile,
+    Followers may be slow for as long as the machine likes: were they let out of the set meanwhile,
     only the first could lead again.
     """
     scene.settings |= {"replica_lag_ms_max": 30_000}
@@ -64,7 +64,7 @@ async def test_a_master_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
     error = await first.refusal(*numbered(3, 1))
     assert error.reason == "UNREACHABLE"
     assert failing.met == 1
-    second = await scene.master()
+    second = await scene.leader()
     assert second is not first
     assert await second.bodies() == numbers(3)
     (receipt,) = await second.append(*numbered(3, 1))
@@ -72,18 +72,18 @@ async def test_a_master_whose_sync_fails_gives_way_and_forgets_what_it_wrote(
     await back(scene, first)
 
 
-async def test_a_slave_whose_sync_fails_counts_no_more_until_it_has_it_all(
+async def test_a_follower_whose_sync_fails_counts_no_more_until_it_has_it_all(
     scene: Scene, disks: Disks
 ) -> None:
-    master = await three(scene)
-    slave = scene.nodes[others(scene, master)[0]]
-    failing = disks.failing[slave.folder] = Failing(errno.EIO, SYNC)
-    await master.append(*numbered(0, 3))
-    assert slave.name not in (await scene.standing()).in_sync
+    leader = await three(scene)
+    follower = scene.nodes[others(scene, leader)[0]]
+    failing = disks.failing[follower.folder] = Failing(errno.EIO, SYNC)
+    await leader.append(*numbered(0, 3))
+    assert follower.name not in (await scene.standing()).in_sync
     await until(lambda: failing.met > 3)
     disks.failing.clear()
-    await back(scene, slave)
-    assert await slave.bodies() == numbers(3)
+    await back(scene, follower)
+    assert await follower.bodies() == numbers(3)
 
 
 async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
@@ -100,13 +100,13 @@ async def test_what_a_failed_sync_left_is_cut_off_though_the_cut_fails_at_first(
         real(node, position, damaged=damaged)
 
     monkeypatch.setattr(Node, "cut", cut)
-    master = await three(scene)
-    await master.append(*numbered(0, 3))
+    leader = await three(scene)
+    await leader.append(*numbered(0, 3))
     await scene.alike()
-    slave = scene.nodes[others(scene, master)[0]]
-    disks.failing[slave.folder] = Failing(errno.EIO, SYNC, left=1)
-    await master.append(*numbered(3, 1))
-    await back(scene, slave)
+    follower = scene.nodes[others(scene, leader)[0]]
+    disks.failing[follower.folder] = Failing(errno.EIO, SYNC, left=1)
+    await leader.append(*numbered(3, 1))
+    await back(scene, follower)
     assert len(cuts) == 2
     assert cuts[0] == cuts[1]
 
@@ -116,9 +116,9 @@ async def test_who_can_not_note_its_epoch_leads_once_it_can(
     scene: Scene, disks: Disks, number: int
 ) -> None:
     scene.members = ("a", "b")
-    scene.settings |= {"master_lease_ms": 4_000}  # who gives way does so for three times as long
+    scene.settings |= {"leader_lease_ms": 4_000}  # who gives way does so for three times as long
     await scene.start("a", "b")
-    first = await scene.master()
+    first = await scene.leader()
     await scene.in_sync("a", "b")
     await first.append(*numbered(0, 3))
     heir = scene.nodes[others(scene, first)[0]]
@@ -133,12 +133,12 @@ async def test_who_can_not_note_its_epoch_leads_once_it_can(
     assert not await heir.serves()
     assert await seen(), "what is there is read"
     disks.failing.clear()
-    assert await scene.master() is heir
+    assert await scene.leader() is heir
     (receipt,) = await heir.append(*numbered(3, 1))
     assert receipt.first_offset == 3
 
 
-async def test_a_master_leaves_it_to_another_if_it_can_not_note_its_epoch(
+async def test_a_leader_leaves_it_to_another_if_it_can_not_note_its_epoch(
     scene: Scene, disks: Disks
 ) -> None:
     first = await three(scene)
@@ -160,7 +160,7 @@ async def test_a_master_leaves_it_to_another_if_it_can_not_note_its_epoch(
 
     await until(somebody_tried)
     (full,) = {name for name in failing if scene.nodes[name].folder in disks.failing}
-    second = await scene.master()
+    second = await scene.leader()
     assert second.name != full
     assert await second.bodies() == numbers(3)
 
@@ -168,23 +168,23 @@ async def test_a_master_leaves_it_to_another_if_it_can_not_note_its_epoch(
 @pytest.mark.parametrize(
     ("calls", "number"), [(REPLACE, errno.ENOSPC), (CREATE, errno.EIO), (REPLACE, errno.EIO)]
 )
-async def test_a_slave_that_can_not_begin_anew_does_so_later(
+async def test_a_follower_that_can_not_begin_anew_does_so_later(
     scene: Scene, disks: Disks, calls: frozenset[str], number: int
 ) -> None:
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
-    master = await three(scene)
-    slave = scene.nodes[others(scene, master)[0]]
-    await slave.stop()
+    leader = await three(scene)
+    follower = scene.nodes[others(scene, leader)[0]]
+    await follower.stop()
     for _ in range(40):
-        await master.append(batch(bytes(20_000)), batch(bytes(20_000), queue_id=1))
+        await leader.append(batch(bytes(20_000)), batch(bytes(20_000), queue_id=1))
 
     async def removed() -> bool:
-        return (await master.describe()).first_position > 0
+        return (await leader.describe()).first_position > 0
 
     await until(removed)
-    (slave,) = await scene.start(slave.name)
-    failing = disks.failing[slave.folder] = Failing(number, calls)
+    (follower,) = await scene.start(follower.name)
+    failing = disks.failing[follower.folder] = Failing(number, calls)
     await until(lambda: failing.met > 3)
-    assert slave.name not in (await scene.standing()).in_sync
+    assert follower.name not in (await scene.standing()).in_sync
     disks.failing.clear()
-    await back(scene, slave)
+    await back(scene, follower)

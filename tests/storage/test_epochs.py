@@ -2,7 +2,7 @@
 
 Goal: the common point of two logs is never past the first byte in which they differ, and not
 before it as far as histories can tell; the file says if it is damaged.
-Method: Hypothesis writes logs by masters that come and go, each on the copy it has; a log is a
+Method: Hypothesis writes logs by leaders that come and go, each on the copy it has; a log is a
 string of the epochs that wrote its bytes, so that the truth can be looked up.
 """
 
@@ -43,28 +43,28 @@ class Log:
         self.history = self.history.began(epoch, self.end)
         self.written += [epoch] * count
 
-    def follow(self, master: Log, count: int) -> None:
-        """What a slave does: cut, take the history over as far as it reaches, then copy."""
-        point = common_point(master.history, master.end, self.history, self.end)
+    def follow(self, leader: Log, count: int) -> None:
+        """What a follower does: cut, take the history over as far as it reaches, then copy."""
+        point = common_point(leader.history, leader.end, self.history, self.end)
         if point < self.end:
             del self.written[point:]
             self.history = self.history.until(point)
         for _ in range(count):
-            self.history = master.history.until(self.end)
-            self.written += master.written[self.end : self.end + 1]
-        self.history = master.history.until(self.end)
+            self.history = leader.history.until(self.end)
+            self.written += leader.written[self.end : self.end + 1]
+        self.history = leader.history.until(self.end)
 
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[Log]:
-    """Nodes after some masterships; nobody asks who may be elected."""
+    """Nodes after some leaderships; nobody asks who may be elected."""
     nodes = [Log() for _ in range(NODES)]
     for epoch in range(1, draw(st.integers(1, 6)) + 1):
-        master = nodes[draw(st.integers(0, NODES - 1))]
-        master.lead(epoch, draw(st.integers(0, 4)))
-        for slave in nodes:
-            if slave is not master and draw(st.booleans()):
-                slave.follow(master, draw(st.integers(0, 9)))
+        leader = nodes[draw(st.integers(0, NODES - 1))]
+        leader.lead(epoch, draw(st.integers(0, 4)))
+        for follower in nodes:
+            if follower is not leader and draw(st.booleans()):
+                follower.follow(leader, draw(st.integers(0, 9)))
     return nodes
 
 

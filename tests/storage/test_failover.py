@@ -1,9 +1,9 @@
-"""A producer that goes on sending while the master of its broker dies.
+"""A producer that goes on sending while the leader of its broker dies.
 
-Goal: every receipt is true whoever is master afterwards, every message is stored once and in order,
-and the producer finds the next master by itself.
+Goal: every receipt is true whoever is leader afterwards, every message is stored once and in order,
+and the producer finds the next leader by itself.
 Method: the real producer, a real nameserver, and a storage replica set (tests/storage/replicas.py)
-whose master is ended without a word in the middle of it, twice.
+whose leader is ended without a word in the middle of it, twice.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ async def test_a_producer_sees_nothing_of_a_failover_but_a_pause(
 
             tasks.create_task(send())
             for _ in range(2):
-                master, before = await scene.master(), len(receipts)
+                leader, before = await scene.leader(), len(receipts)
                 await _more(receipts, before + 20)
-                await master.crash()
+                await leader.crash()
                 before = len(receipts)
                 await _more(receipts, before + 20)
-                await scene.start(master.name)
+                await scene.start(leader.name)
                 await scene.in_sync("a", "b", "c")
             stopping.set()
-        last = await scene.master()
+        last = await scene.leader()
         stored = await last.bodies()
         await scene.alike()
     assert stored == [b"%d" % number for number in range(len(receipts))]

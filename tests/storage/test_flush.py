@@ -206,12 +206,12 @@ async def test_who_waits_for_replicas_that_are_given_up_knows_nothing(tmp_path: 
         position = scene.write()
 
         async def fails() -> None:
-            with pytest.raises(NotServing, match="no master"):
+            with pytest.raises(NotServing, match="no leader"):
                 await scene.flusher.reached(position)
 
         waiting = tasks.create_task(fails())
         await until(lambda: scene.store.log.synced_position == position)
-        scene.flusher.give_up("no master any more")
+        scene.flusher.give_up("no leader any more")
         await waiting
         scene.flusher.confirmed(position)
         await scene.flusher.reached(position)

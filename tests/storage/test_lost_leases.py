@@ -1,4 +1,4 @@
-"""A master that loses its lease while it is at work on a call.
+"""A leader that loses its lease while it is at work on a call.
 
 Goal: who called is told that nothing is known, and never what a refusal promises: that nothing was
 changed. What was refused before anything was done is called a refusal.
@@ -61,5 +61,5 @@ async def test_a_batch_that_is_stored_when_the_lease_has_run_out_is_not_called_r
     assert refused.reason in ("NOT_LEADER", "NO_QUORUM"), "nothing was done for this one"
     await first.crash()
     await scene.start(first.name)
-    master = await scene.master()
-    assert await master.bodies() == [b"0", b"1", b"2", b"3"]
+    leader = await scene.leader()
+    assert await leader.bodies() == [b"0", b"1", b"2", b"3"]

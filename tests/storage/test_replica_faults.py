@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 WRITERS, FAULTS = 3, 5
 HASTY = {
-    "master_lease_ms": 2_000,
+    "leader_lease_ms": 2_000,
     "node_lease_ms": 2_000,
     "replica_lag_ms_max": 1_000,
     "segment_bytes": 32 * 1024,
@@ -97,9 +97,9 @@ class Story:
     def alive(self) -> list[Replica]:
         return [node for node in self.scene.nodes.values() if not node.stopping.is_set()]
 
-    async def _hold(self, slaves: set[str]) -> None:
+    async def _hold(self, followers: set[str]) -> None:
         for node in self.alive():
-            node.gate.shut |= slaves
+            node.gate.shut |= followers
         await asyncio.sleep(self.random.uniform(0.2, 2))
         for node in self.alive():
             node.gate.shut.clear()
@@ -135,9 +135,9 @@ async def test_what_has_a_receipt_is_there_once_and_in_order(
             tasks.create_task(story.harm())
         await scene.in_sync("a", "b", "c")
         await scene.alike()
-        master = await scene.master()
+        leader = await scene.leader()
         for queue_id, count in enumerate(story.acked):
-            found = [body.split()[0] for body in await master.bodies(queue_id)]
+            found = [body.split()[0] for body in await leader.bodies(queue_id)]
             assert count > 0
             assert found[:count] == [b"%d" % number for number in range(count)]
             assert len(found) <= count + 1, "the last one may be there without a receipt"

@@ -1,6 +1,6 @@
-"""A replica set of storage, its master dead, cut off, slow or back again.
+"""A replica set of storage, its leader dead, cut off, slow or back again.
 
-Goal: no message that was answered for is lost, whoever is master; receipts say no more than is
+Goal: no message that was answered for is lost, whoever is leader; receipts say no more than is
 true; copies are alike byte for byte; who lacks something is never elected, and repairs itself.
 Method: three real nodes in one process (tests/storage/replicas.py). What a test waits for is a
 state, never a time.
@@ -53,15 +53,15 @@ async def scene(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Scene]:
 
 
 async def three(scene: Scene) -> Replica:
-    """All three are in sync; the master."""
+    """All three are in sync; the leader."""
     await scene.start("a", "b", "c")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
-    return master
+    return leader
 
 
-def others(scene: Scene, master: Replica) -> list[str]:
-    return sorted(scene.nodes.keys() - {master.name})
+def others(scene: Scene, leader: Replica) -> list[str]:
+    return sorted(scene.nodes.keys() - {leader.name})
 
 
 def numbered(first: int, count: int, queue_id: int = 0) -> list[bytes]:
@@ -73,81 +73,81 @@ def numbered(first: int, count: int, queue_id: int = 0) -> list[bytes]:
 
 
 async def test_an_empty_set_gets_in_sync_before_anything_is_written(scene: Scene) -> None:
-    master = await three(scene)
-    assert await master.bodies() == []
+    leader = await three(scene)
+    assert await leader.bodies() == []
 
 
-async def test_slaves_hold_the_same_bytes_as_their_master(scene: Scene) -> None:
-    master = await three(scene)
+async def test_followers_hold_the_same_bytes_as_their_leader(scene: Scene) -> None:
+    leader = await three(scene)
     for queue_id in range(8):
-        await master.append(*(batch(bytes(3_000), queue_id=queue_id) for _ in range(10)))
+        await leader.append(*(batch(bytes(3_000), queue_id=queue_id) for _ in range(10)))
     await scene.alike()
-    assert len(master.log()) > 3, "the log has several segments"
+    assert len(leader.log()) > 3, "the log has several segments"
 
 
 async def test_a_receipt_says_replicated_only_if_it_is_true(scene: Scene) -> None:
-    master = await three(scene)
-    (receipt,) = await master.append(batch(b"a"))
+    leader = await three(scene)
+    (receipt,) = await leader.append(batch(b"a"))
     assert receipt.durability == pb.DURABILITY_REPLICATED
-    (receipt,) = await master.append(batch(b"b"), durability=pb.DURABILITY_REPLICATED)
+    (receipt,) = await leader.append(batch(b"b"), durability=pb.DURABILITY_REPLICATED)
     assert receipt.durability == pb.DURABILITY_REPLICATED
-    (receipt,) = await master.append(batch(b"c"), durability=pb.DURABILITY_MEMORY)
+    (receipt,) = await leader.append(batch(b"c"), durability=pb.DURABILITY_MEMORY)
     assert receipt.durability == pb.DURABILITY_MEMORY
-    for name in others(scene, master):
+    for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(master.name)
-    (receipt,) = await master.append(batch(b"d"))
+    await scene.in_sync(leader.name)
+    (receipt,) = await leader.append(batch(b"d"))
     assert receipt.durability == pb.DURABILITY_FSYNCED
-    error = await master.refusal(batch(b"e"), durability=pb.DURABILITY_REPLICATED)
+    error = await leader.refusal(batch(b"e"), durability=pb.DURABILITY_REPLICATED)
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
-    assert await master.bodies() == [b"a", b"b", b"c", b"d"], "what is refused is not written"
+    assert await leader.bodies() == [b"a", b"b", b"c", b"d"], "what is refused is not written"
 
 
 async def test_with_too_few_in_sync_nothing_is_written(scene: Scene) -> None:
     scene.settings["min_in_sync"] = 2
-    master = await three(scene)
-    await master.append(*numbered(0, 1))
-    for name in others(scene, master):
+    leader = await three(scene)
+    await leader.append(*numbered(0, 1))
+    for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(master.name)
-    error = await master.refusal(*numbered(1, 1))
+    await scene.in_sync(leader.name)
+    error = await leader.refusal(*numbered(1, 1))
     assert error.reason == "NOT_ENOUGH_REPLICAS"
-    assert await master.bodies() == [b"0"]
-    (again,) = await scene.start(others(scene, master)[0])
-    await scene.in_sync(master.name, again.name)
-    (receipt,) = await master.append(*numbered(1, 1))
+    assert await leader.bodies() == [b"0"]
+    (again,) = await scene.start(others(scene, leader)[0])
+    await scene.in_sync(leader.name, again.name)
+    (receipt,) = await leader.append(*numbered(1, 1))
     assert receipt.durability == pb.DURABILITY_REPLICATED
 
 
-async def test_a_master_that_begins_with_too_few_in_sync_is_read_from(scene: Scene) -> None:
+async def test_a_leader_that_begins_with_too_few_in_sync_is_read_from(scene: Scene) -> None:
     """Nobody else can be elected: what it has stays."""
     scene.settings["min_in_sync"] = 2
-    master = await three(scene)
-    await master.append(*numbered(0, 3))
-    for name in (*others(scene, master), master.name):
+    leader = await three(scene)
+    await leader.append(*numbered(0, 3))
+    for name in (*others(scene, leader), leader.name):
         await scene.nodes[name].stop()
-        if name != master.name:
+        if name != leader.name:
             await scene.in_sync(*(n for n, node in scene.nodes.items() if not node.ended.is_set()))
-    (again,) = await scene.start(master.name)
-    assert await scene.master() is again
+    (again,) = await scene.start(leader.name)
+    assert await scene.leader() is again
     request = pb.QueryOffsetsRequest(queues=[queue(0)])
     (offsets,) = (await again.stub.QueryOffsets(request, timeout=20)).outcomes
     assert offsets.offsets.next_offset == 3
     assert await again.bodies() == [b"0", b"1", b"2"]
     error = await again.refusal(*numbered(3, 1))
     assert (error.reason, error.facts) == ("NOT_ENOUGH_REPLICAS", {"in_sync": "1", "limit": "2"})
-    (slave,) = await scene.start(others(scene, master)[0])
-    await scene.in_sync(again.name, slave.name)
+    (follower,) = await scene.start(others(scene, leader)[0])
+    await scene.in_sync(again.name, follower.name)
     (receipt,) = await again.append(*numbered(3, 1))
     assert (receipt.first_offset, receipt.durability) == (3, pb.DURABILITY_REPLICATED)
 
 
-async def test_nothing_answered_is_lost_when_the_master_dies(scene: Scene) -> None:
+async def test_nothing_answered_is_lost_when_the_leader_dies(scene: Scene) -> None:
     first = await three(scene)
     receipts = await first.append(*numbered(0, 50))
     before = await scene.standing()
     await first.crash()
-    second = await scene.master()
+    second = await scene.leader()
     assert second is not first
     assert (await scene.standing()).epoch == before.epoch + 1
     assert await second.bodies() == [b"%d" % number for number in range(50)]
@@ -161,12 +161,12 @@ async def test_nothing_answered_is_lost_when_the_master_dies(scene: Scene) -> No
     await scene.alike()
 
 
-async def test_an_old_master_cuts_off_what_it_answered_to_nobody(scene: Scene) -> None:
+async def test_an_old_leader_cuts_off_what_it_answered_to_nobody(scene: Scene) -> None:
     first = await three(scene)
     await first.append(*numbered(0, 5))
     await scene.alike()
     first.gate.shut |= {"a", "b", "c"}
-    first.session.cut = True  # nor can it let its slaves out of the set
+    first.session.cut = True  # nor can it let its followers out of the set
     before = (await first.describe()).next_position
 
     async def written() -> bool:
@@ -176,7 +176,7 @@ async def test_an_old_master_cuts_off_what_it_answered_to_nobody(scene: Scene) -
 
     await until(written)
     await first.crash()
-    second = await scene.master()
+    second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(5)]
     await second.append(*numbered(5, 20))
     await scene.start(first.name)
@@ -186,73 +186,73 @@ async def test_an_old_master_cuts_off_what_it_answered_to_nobody(scene: Scene) -
 
 async def test_what_is_not_in_the_whole_set_is_not_shown(scene: Scene) -> None:
     scene.settings["replica_lag_ms_max"] = 30_000  # nobody leaves the set meanwhile
-    master = await three(scene)
-    await master.append(*numbered(0, 1))
-    before = (await master.describe()).next_position
-    late = scene.nodes[others(scene, master)[0]]
-    master.gate.shut.add(late.name)
+    leader = await three(scene)
+    await leader.append(*numbered(0, 1))
+    before = (await leader.describe()).next_position
+    late = scene.nodes[others(scene, leader)[0]]
+    leader.gate.shut.add(late.name)
 
     async def synced() -> bool:
-        error = await master.refusal(*numbered(1, 1), timeout_s=0.3)
+        error = await leader.refusal(*numbered(1, 1), timeout_s=0.3)
         assert error.reason == "UNREACHABLE"
-        described = await master.describe()
+        described = await leader.describe()
         return before < described.next_position == described.synced_position
 
     await until(synced)
-    assert await master.bodies() == [b"0"]
-    master.gate.shut.clear()
+    assert await leader.bodies() == [b"0"]
+    leader.gate.shut.clear()
 
     async def shown() -> bool:
-        return await master.bodies() == [b"0", b"1"]
+        return await leader.bodies() == [b"0", b"1"]
 
     await until(shown)
 
 
-async def test_a_slow_slave_leaves_the_set_and_comes_back(scene: Scene) -> None:
-    master = await three(scene)
-    slow, fast = others(scene, master)
-    master.gate.shut.add(slow)
-    await master.append(*numbered(0, 100))
-    await scene.in_sync(master.name, fast)
-    lags = {one.node_id: one for one in (await master.replicas()).replicas}
+async def test_a_slow_follower_leaves_the_set_and_comes_back(scene: Scene) -> None:
+    leader = await three(scene)
+    slow, fast = others(scene, leader)
+    leader.gate.shut.add(slow)
+    await leader.append(*numbered(0, 100))
+    await scene.in_sync(leader.name, fast)
+    lags = {one.node_id: one for one in (await leader.replicas()).replicas}
     assert lags[slow].lag > 0
     assert not lags[slow].in_sync
     assert lags[fast].lag == 0
-    master.gate.shut.clear()
+    leader.gate.shut.clear()
     await scene.in_sync("a", "b", "c")
     await scene.alike()
 
 
-async def test_a_slave_catches_up_while_the_master_is_written_to(scene: Scene) -> None:
+async def test_a_follower_catches_up_while_the_leader_is_written_to(scene: Scene) -> None:
     scene.settings["replica_lag_ms_max"] = 500
-    master = await three(scene)
-    late = scene.nodes[others(scene, master)[0]]
+    leader = await three(scene)
+    late = scene.nodes[others(scene, leader)[0]]
     await late.stop()
     await scene.in_sync(*(name for name in scene.nodes if name != late.name))
     for number in range(100):
-        await master.append(batch(bytes(20_000), queue_id=number % 7))
+        await leader.append(batch(bytes(20_000), queue_id=number % 7))
     (late,) = await scene.start(late.name)
     while (await scene.standing()).in_sync != {"a", "b", "c"}:
-        await master.append(batch(bytes(100)))
+        await leader.append(batch(bytes(100)))
     await scene.alike()
 
 
-async def test_a_node_with_nothing_begins_where_the_masters_log_does(scene: Scene) -> None:
+async def test_a_node_with_nothing_begins_where_the_leaders_log_does(scene: Scene) -> None:
     """Retention has removed the rest. Offsets go on where they were, also of an empty queue.
 
     And so do the sequences of producers who have nothing in the log any more.
     """
     scene.settings |= {"retention_bytes": 4 * 64 * 1024, "disk_interval_ms": 50}
-    master = await three(scene)
-    late = scene.nodes[others(scene, master)[0]]
+    leader = await three(scene)
+    late = scene.nodes[others(scene, leader)[0]]
     await late.stop()
     await scene.in_sync(*(name for name in scene.nodes if name != late.name))
-    await master.append(*numbered(0, 7, queue_id=3))
+    await leader.append(*numbered(0, 7, queue_id=3))
     for _ in range(40):
-        await master.append(batch(bytes(20_000)), batch(bytes(20_000), queue_id=1))
+        await leader.append(batch(bytes(20_000)), batch(bytes(20_000), queue_id=1))
 
     async def removed() -> bool:
-        return (await master.describe()).first_position > 0
+        return (await leader.describe()).first_position > 0
 
     await until(removed)
     (late,) = await scene.start(late.name)
@@ -268,71 +268,73 @@ async def test_a_node_with_nothing_begins_where_the_masters_log_does(scene: Scen
     assert receipt.first_offset == 7
 
 
-async def test_a_slave_that_was_stopped_goes_on_from_its_checkpoint(scene: Scene) -> None:
-    master = await three(scene)
-    await master.append(*numbered(0, 300))
-    slave = scene.nodes[others(scene, master)[0]]
+async def test_a_follower_that_was_stopped_goes_on_from_its_checkpoint(scene: Scene) -> None:
+    leader = await three(scene)
+    await leader.append(*numbered(0, 300))
+    follower = scene.nodes[others(scene, leader)[0]]
     await scene.alike()
-    await slave.stop()
-    await master.append(*numbered(300, 10))
-    await scene.start(slave.name)
+    await follower.stop()
+    await leader.append(*numbered(300, 10))
+    await scene.start(follower.name)
     await scene.in_sync("a", "b", "c")
-    await master.crash()
-    second = await scene.master()
+    await leader.crash()
+    second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(310)]
 
 
 @pytest.mark.parametrize("part", ["log", "epochs"])
 async def test_a_damaged_copy_repairs_itself_from_the_others(scene: Scene, part: str) -> None:
-    master = await three(scene)
-    receipts = await master.append(*numbered(0, 50))
-    slave = scene.nodes[others(scene, master)[0]]
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
+    follower = scene.nodes[others(scene, leader)[0]]
     await scene.alike()
-    await slave.stop()
-    path = slave.folder / "epochs" if part == "epochs" else min((slave.folder / "log").iterdir())
+    await follower.stop()
+    path = (
+        follower.folder / "epochs" if part == "epochs" else min((follower.folder / "log").iterdir())
+    )
     content = bytearray(path.read_bytes())
     content[receipts[20].position + 100 if part == "log" else 12] ^= 1
     path.write_bytes(content)
-    (slave,) = await scene.start(slave.name)
+    (follower,) = await scene.start(follower.name)
     await scene.in_sync("a", "b", "c")
     await scene.alike()
-    await master.append(*numbered(50, 1))
-    await master.crash()
-    second = await scene.master()
+    await leader.append(*numbered(50, 1))
+    await leader.crash()
+    second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(51)]
 
 
-async def test_a_master_that_ends_in_good_order_lets_nobody_out_of_the_set(scene: Scene) -> None:
-    """While it ends no slave can ask it: if it waited for them meanwhile, it would be alone."""
+async def test_a_leader_that_ends_in_good_order_lets_nobody_out_of_the_set(scene: Scene) -> None:
+    """While it ends no follower can ask it: if it waited for them meanwhile, it would be alone."""
     scene.settings["replica_lag_ms_max"] = 30_000  # so that nobody leaves before it ends
-    master = await three(scene)
-    slaves = others(scene, master)
-    before = (await master.describe()).next_position
-    master.gate.shut |= set(slaves)
+    leader = await three(scene)
+    followers = others(scene, leader)
+    before = (await leader.describe()).next_position
+    leader.gate.shut |= set(followers)
     async with asyncio.TaskGroup() as tasks:
-        refused = tasks.create_task(master.refusal(*numbered(0, 1)))
+        refused = tasks.create_task(leader.refusal(*numbered(0, 1)))
 
         async def written() -> bool:
-            return (await master.describe()).next_position > before
+            return (await leader.describe()).next_position > before
 
         await until(written)
-        await master.stop()
+        await leader.stop()
     assert refused.result().reason == "UNREACHABLE"
-    assert (await scene.master()).name in slaves
-    await scene.in_sync(*slaves)
+    assert (await scene.leader()).name in followers
+    await scene.in_sync(*followers)
 
 
 async def test_who_has_lost_something_is_not_elected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though etcd says that it is in sync: it dies with the others, and comes back first."""
-    master = await three(scene)
-    receipts = await master.append(*numbered(0, 50))
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
-    damaged, good = (scene.nodes[name] for name in others(scene, master))
-    for node in (master, damaged, good):
+    damaged, good = (scene.nodes[name] for name in others(scene, leader))
+    for node in (leader, damaged, good):
         node.session.cut = True
-    for node in (master, damaged, good):
+    for node in (leader, damaged, good):
         await node.crash()
     before = await scene.standing()
     assert before.in_sync == {"a", "b", "c"}
@@ -354,7 +356,7 @@ async def test_who_has_lost_something_is_not_elected(
     await until(lambda: len(refused) >= asked + 3)
     assert await scene.standing() == before
     await scene.start(good.name)
-    assert (await scene.master()).name == good.name
+    assert (await scene.leader()).name == good.name
     assert (await scene.standing()).epoch == before.epoch + 1
     await scene.in_sync(damaged.name, good.name)
     await scene.alike(damaged.name, good.name)
@@ -391,20 +393,20 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
 
     monkeypatch.setattr(Role, "begin", noted)
     monkeypatch.setattr(ReplicaSet, "stand", damaged_meanwhile)
-    master = await three(scene)
-    receipts = await master.append(*numbered(0, 50))
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
     before = await scene.standing()
     armed.set()
-    await master.crash()
-    second = await scene.master()
+    await leader.crash()
+    second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(50)]
     assert (await scene.standing()).epoch == before.epoch + 2
-    await scene.in_sync(*others(scene, master))
-    await scene.alike(*others(scene, master))
+    await scene.in_sync(*others(scene, leader))
+    await scene.alike(*others(scene, leader))
 
 
-async def test_a_slave_claims_no_epoch_before_which_it_lacks_something(scene: Scene) -> None:
+async def test_a_follower_claims_no_epoch_before_which_it_lacks_something(scene: Scene) -> None:
     """Or it could be elected as one that has all of it."""
     first = await three(scene)
     late = scene.nodes[others(scene, first)[0]]
@@ -413,7 +415,7 @@ async def test_a_slave_claims_no_epoch_before_which_it_lacks_something(scene: Sc
     for _ in range(100):
         await first.append(batch(bytes(20_000)))
     await first.crash()
-    second = await scene.master()
+    second = await scene.leader()
     begin = decode((second.folder / "epochs").read_bytes()).starts[-1][1]
     (late,) = await scene.start(late.name)
     behind = 0
@@ -429,11 +431,11 @@ async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_every
     scene: Scene,
 ) -> None:
     """Or it could be elected with a part, as the epoch began before that."""
-    master = await three(scene)
+    leader = await three(scene)
     for _ in range(100):
-        await master.append(batch(bytes(20_000)))
-    end = (await master.describe()).next_position
-    name = others(scene, master)[0]
+        await leader.append(batch(bytes(20_000)))
+    end = (await leader.describe()).next_position
+    name = others(scene, leader)[0]
     await scene.nodes[name].crash()
     shutil.rmtree(scene.folder / name)
     (empty,) = await scene.start(name)
@@ -455,134 +457,134 @@ async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_every
     await scene.alike()
 
 
-async def test_a_slave_refuses_what_only_the_master_may_do(scene: Scene) -> None:
-    master = await three(scene)
-    slave = scene.nodes[others(scene, master)[0]]
-    error = await slave.refusal(batch(b"a"))
+async def test_a_follower_refuses_what_only_the_leader_may_do(scene: Scene) -> None:
+    leader = await three(scene)
+    follower = scene.nodes[others(scene, leader)[0]]
+    error = await follower.refusal(batch(b"a"))
     assert error.reason == "NOT_LEADER"
-    assert not await slave.serves()
+    assert not await follower.serves()
     item = schedule_pb.ScheduleItem(batch=batch(b"a"), deliver_unix_ms=Clock().unix_ms() + 1_000)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await slave.scheduling.Schedule(schedule_pb.ScheduleRequest(items=[item]), timeout=20)
+        await follower.scheduling.Schedule(schedule_pb.ScheduleRequest(items=[item]), timeout=20)
     assert from_rpc_error(refused.value).reason == "NOT_LEADER"
 
 
-async def test_only_the_acting_master_delivers_what_is_due_and_once(scene: Scene) -> None:
-    master = await three(scene)
+async def test_only_the_acting_leader_delivers_what_is_due_and_once(scene: Scene) -> None:
+    leader = await three(scene)
     soon, later = Clock().unix_ms() + 500, Clock().unix_ms() + 10_000
     items = [
         schedule_pb.ScheduleItem(batch=batch(body), deliver_unix_ms=at)
         for body, at in ((b"soon", soon), (b"later", later))
     ]
     request = schedule_pb.ScheduleRequest(items=items)
-    answer = await master.scheduling.Schedule(request, timeout=20)
+    answer = await leader.scheduling.Schedule(request, timeout=20)
     assert all(outcome.HasField("receipt") for outcome in answer.outcomes)
 
     async def delivered() -> bool:
-        return await master.bodies() == [b"soon"]
+        return await leader.bodies() == [b"soon"]
 
     await until(delivered)
-    await master.crash()
-    second = await scene.master()
+    await leader.crash()
+    second = await scene.leader()
 
     async def all_delivered() -> bool:
         return await second.bodies() == [b"soon", b"later"]
 
     await until(all_delivered)
-    await scene.start(master.name)
+    await scene.start(leader.name)
     await scene.alike()
     assert await second.bodies() == [b"soon", b"later"]
 
 
 async def test_a_repeated_cancel_waits_for_the_first_one(scene: Scene) -> None:
     """Whose answer nobody has heard: that nothing is scheduled would mean it was delivered."""
-    master = await three(scene)
+    leader = await three(scene)
     at = Clock().unix_ms() + 3_600_000
     item = schedule_pb.ScheduleItem(batch=batch(b"later"), deliver_unix_ms=at)
-    answer = await master.scheduling.Schedule(schedule_pb.ScheduleRequest(items=[item]), timeout=20)
+    answer = await leader.scheduling.Schedule(schedule_pb.ScheduleRequest(items=[item]), timeout=20)
     schedule_id = answer.outcomes[0].receipt.schedule_id
     request = schedule_pb.CancelScheduledRequest(schedule_id=schedule_id)
-    master.gate.shut |= {"a", "b", "c"}
+    leader.gate.shut |= {"a", "b", "c"}
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
-        await master.scheduling.CancelScheduled(request, timeout=0.3)
+        await leader.scheduling.CancelScheduled(request, timeout=0.3)
     assert unknown.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await master.scheduling.CancelScheduled(request, timeout=20)  # the slaves leave the set
+    await leader.scheduling.CancelScheduled(request, timeout=20)  # the followers leave the set
     with pytest.raises(grpc.aio.AioRpcError) as over:
-        await master.scheduling.CancelScheduled(request, timeout=20)
+        await leader.scheduling.CancelScheduled(request, timeout=20)
     assert from_rpc_error(over.value).reason == "NOT_SCHEDULED"
 
 
-async def test_a_slave_whose_log_rots_repairs_itself_while_it_runs(
+async def test_a_follower_whose_log_rots_repairs_itself_while_it_runs(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
-    master = await three(scene)
-    receipts = await master.append(*numbered(0, 50))
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
-    rot(scene.nodes[others(scene, master)[0]], receipts[20].position)
+    rot(scene.nodes[others(scene, leader)[0]], receipts[20].position)
     await scene.alike()
     await scene.in_sync("a", "b", "c")
-    assert (await scene.standing()).master == master.name
+    assert (await scene.standing()).leader == leader.name
 
 
-async def test_a_master_whose_log_rots_gives_way_and_repairs_itself(
+async def test_a_leader_whose_log_rots_gives_way_and_repairs_itself(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
-    master = await three(scene)
-    receipts = await master.append(*numbered(0, 50))
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
-    rot(master, receipts[20].position)
+    rot(leader, receipts[20].position)
 
     async def gave_way() -> bool:
-        return (await scene.standing()).master != master.name
+        return (await scene.standing()).leader != leader.name
 
     await until(gave_way)
-    second = await scene.master()
+    second = await scene.leader()
     assert await second.bodies() == [b"%d" % number for number in range(50)]
     await scene.in_sync("a", "b", "c")
     await scene.alike()
 
 
-async def test_a_rotten_master_without_others_goes_on(
+async def test_a_rotten_leader_without_others_goes_on(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody has to keep what is still good; what is damaged is refused."""
     monkeypatch.setattr(scrub, "ROUND_INTERVAL_S", 0.05)
-    master = await three(scene)
-    receipts = await master.append(*numbered(0, 50))
-    for name in others(scene, master):
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
+    for name in others(scene, leader):
         await scene.nodes[name].stop()
-    await scene.in_sync(master.name)
-    rot(master, receipts[20].position)
+    await scene.in_sync(leader.name)
+    rot(leader, receipts[20].position)
 
     async def found() -> bool:
-        return (await master.describe()).damaged_batch_count > 0
+        return (await leader.describe()).damaged_batch_count > 0
 
     await until(found)
-    assert await master.serves()
+    assert await leader.serves()
     with pytest.raises(BatonError) as refused:
-        await master.bodies()
+        await leader.bodies()
     assert refused.value.reason == "DATA_LOSS"
 
 
-async def test_a_slave_that_gets_nothing_but_damage_says_so(
+async def test_a_follower_that_gets_nothing_but_damage_says_so(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes on trying: the damage may be mended at the master."""
+    """It goes on trying: the damage may be mended at the leader."""
     scene.members = ("a", "b")
     await scene.start("a", "b")
-    master = await scene.master()
-    (slave_name,) = others(scene, master)
-    await scene.nodes[slave_name].stop()
-    await scene.in_sync(master.name)
-    receipts = await master.append(*numbered(0, 50))
-    rot(master, receipts[20].position)
-    await scene.start(slave_name)
+    leader = await scene.leader()
+    (follower_name,) = others(scene, leader)
+    await scene.nodes[follower_name].stop()
+    await scene.in_sync(leader.name)
+    receipts = await leader.append(*numbered(0, 50))
+    rot(leader, receipts[20].position)
+    await scene.start(follower_name)
 
     async def problem() -> str:
-        by_name = {replica.node_id: replica for replica in (await master.replicas()).replicas}
-        return by_name[slave_name].problem
+        by_name = {replica.node_id: replica for replica in (await leader.replicas()).replicas}
+        return by_name[follower_name].problem
 
     async def told() -> bool:
         return (await problem()).startswith("DATA_LOSS: ")
@@ -591,7 +593,7 @@ async def test_a_slave_that_gets_nothing_but_damage_says_so(
     (said,) = [one for one in caplog.records if one.name == "services.runtime.stuck"]
     assert said.levelname == "ERROR"
     assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
-    rot(master, receipts[20].position)  # and so mend it
+    rot(leader, receipts[20].position)  # and so mend it
 
     async def well() -> bool:
         return await problem() == ""
@@ -611,8 +613,8 @@ def rot(node: Replica, position: int) -> None:
 
 
 async def test_if_every_copy_is_damaged_one_begins_that_accepts_the_loss(scene: Scene) -> None:
-    master = await three(scene)
-    receipts = await master.append(*numbered(0, 50))
+    leader = await three(scene)
+    receipts = await leader.append(*numbered(0, 50))
     await scene.alike()
     nodes = list(scene.nodes.values())
     for node in nodes:
@@ -622,7 +624,7 @@ async def test_if_every_copy_is_damaged_one_begins_that_accepts_the_loss(scene: 
         rot(node, receipts[20].position)
     epoch = (await scene.standing()).epoch
     (first,) = await scene.start("a", accept_loss=True)
-    assert (await scene.master()).name == first.name
+    assert (await scene.leader()).name == first.name
     assert (await scene.standing()).epoch == epoch + 1
     assert await first.bodies() == [b"%d" % number for number in range(20)]
     await scene.start("b", "c")
@@ -634,20 +636,20 @@ async def test_an_operator_may_give_up_what_only_lost_nodes_have(
     scene: Scene, etcd_endpoint: str
 ) -> None:
     """They come back later all the same, and then have what the elected one has."""
-    master = await three(scene)
-    await master.append(*numbered(0, 3))
-    late_name, slave_name = others(scene, master)
+    leader = await three(scene)
+    await leader.append(*numbered(0, 3))
+    late_name, follower_name = others(scene, leader)
     late = scene.nodes[late_name]
 
     async def seen() -> bool:
         return await late.bodies() == [b"0", b"1", b"2"]
 
     await until(seen)
-    master.gate.shut.add(late_name)
-    await scene.in_sync(master.name, slave_name)
-    await master.append(*numbered(3, 3))
+    leader.gate.shut.add(late_name)
+    await scene.in_sync(leader.name, follower_name)
+    await leader.append(*numbered(3, 3))
     async with asyncio.TaskGroup() as tasks:
-        for name in (master.name, slave_name):
+        for name in (leader.name, follower_name):
             tasks.create_task(scene.nodes[name].crash())
     await scene.vacant()
     assert not await late.serves(), "it is not in sync"
@@ -668,26 +670,26 @@ async def test_an_operator_may_give_up_what_only_lost_nodes_have(
             return True
 
         await until(accepted)
-    assert await scene.master() is late
+    assert await scene.leader() is late
     assert await late.bodies() == [b"0", b"1", b"2"]
     (receipt,) = await late.append(batch(b"instead"))
     assert receipt.first_offset == 3
-    await scene.start(master.name, slave_name)
+    await scene.start(leader.name, follower_name)
     await scene.in_sync("a", "b", "c")
     await scene.alike()
     (loss,) = (await scene.standing()).accepted
-    assert (loss.node_id, set(loss.lost)) == (late_name, {master.name, slave_name})
+    assert (loss.node_id, set(loss.lost)) == (late_name, {leader.name, follower_name})
 
 
 async def test_a_node_that_was_alone_becomes_the_first_of_several(scene: Scene) -> None:
     (alone,) = await scene.start("b", replicas="")
     await alone.append(*numbered(0, 30))
     await alone.stop()
-    master = await three(scene)
-    assert master.name == "b"
+    leader = await three(scene)
+    assert leader.name == "b"
     await scene.alike()
-    assert await master.bodies() == [b"%d" % number for number in range(30)]
-    (receipt,) = await master.append(*numbered(29, 1))
+    assert await leader.bodies() == [b"%d" % number for number in range(30)]
+    (receipt,) = await leader.append(*numbered(29, 1))
     assert receipt.duplicate
 
 
@@ -704,29 +706,29 @@ async def test_a_set_is_not_begun_beside_a_member_that_still_runs_alone(scene: S
             async with asyncio.timeout(LEASE_MS / 2000):
                 await until(scene.led)
     await scene.start("b")
-    assert (await scene.master()).name == "b"
+    assert (await scene.leader()).name == "b"
     await scene.in_sync("a", "b", "c")
     await scene.alike()
     assert await scene.nodes["b"].bodies() == [b"%d" % number for number in range(30)]
 
 
-async def test_etcd_that_is_away_ends_a_mastership_before_its_lease(scene: Scene) -> None:
+async def test_etcd_that_is_away_ends_a_leadership_before_its_lease(scene: Scene) -> None:
     """So that nobody answers beside the next one; what is there is still read."""
-    master = await three(scene)
-    await master.append(*numbered(0, 3))
+    leader = await three(scene)
+    await leader.append(*numbered(0, 3))
     for node in scene.nodes.values():
         node.session.cut = True
 
     async def ended() -> bool:
-        return not await master.serves()
+        return not await leader.serves()
 
     await until(ended)
-    error = await master.refusal(*numbered(3, 1))
+    error = await leader.refusal(*numbered(3, 1))
     assert error.reason == "NO_QUORUM"
-    assert await master.bodies() == [b"0", b"1", b"2"]
+    assert await leader.bodies() == [b"0", b"1", b"2"]
     for node in scene.nodes.values():
         node.session.cut = False
-    again = await scene.master()
+    again = await scene.leader()
     (receipt,) = await again.append(*numbered(3, 1))
     assert receipt.first_offset == 3
 
@@ -743,17 +745,17 @@ async def test_etcd_that_is_away_ends_a_mastership_before_its_lease(scene: Scene
         ({"history": [(99, 0)]}, "OLD_EPOCH"),
     ],
 )
-async def test_what_no_slave_can_mean_is_refused(
+async def test_what_no_follower_can_mean_is_refused(
     scene: Scene, fields: dict[str, Any], reason: str
 ) -> None:
     scene.members = ("a", "b")
     await scene.start("a", "b")
-    master = await scene.master()
+    leader = await scene.leader()
     history = [
         replication_pb.EpochStart(epoch=epoch, position=at)
         for epoch, at in fields.pop("history", ())
     ]
     known = {"node_id": "b", "broker": BROKER, "history": history}
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await master.replication.Fetch(replication_pb.FetchRequest(**(known | fields)), timeout=20)
+        await leader.replication.Fetch(replication_pb.FetchRequest(**(known | fields)), timeout=20)
     assert from_rpc_error(refused.value).reason == reason

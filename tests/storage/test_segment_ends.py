@@ -192,26 +192,26 @@ async def together(scene: Scene) -> None:
         assert_good(node)
 
 
-async def test_a_slave_with_a_short_segment_follows_again(scene: Scene) -> None:
+async def test_a_follower_with_a_short_segment_follows_again(scene: Scene) -> None:
     await scene.start("a", "b", "c")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
-    await master.append(*map(keyed, range(3)))
+    await leader.append(*map(keyed, range(3)))
     await scene.alike()
-    slave = next(node for node in scene.nodes.values() if node is not master)
-    await slave.stop()
-    shorten(slave)
-    await scene.start(slave.name)
-    await master.append(*map(keyed, range(3, 6)))
+    follower = next(node for node in scene.nodes.values() if node is not leader)
+    await follower.stop()
+    shorten(follower)
+    await scene.start(follower.name)
+    await leader.append(*map(keyed, range(3, 6)))
     await scene.in_sync("a", "b", "c")
-    assert await master.bodies() == numbers(6)
+    assert await leader.bodies() == numbers(6)
     await together(scene)
 
 
-async def test_slaves_follow_a_master_with_a_short_segment(scene: Scene) -> None:
+async def test_followers_follow_a_leader_with_a_short_segment(scene: Scene) -> None:
     scene.settings |= {"min_in_sync": 2}
     await scene.start("a", "b", "c")
-    first = await scene.master()
+    first = await scene.leader()
     await scene.in_sync("a", "b", "c")
     await first.append(*map(keyed, range(3)))
     await scene.alike()
@@ -221,10 +221,10 @@ async def test_slaves_follow_a_master_with_a_short_segment(scene: Scene) -> None
     await first.stop()
     shorten(first)
     await scene.start(first.name)  # nobody else may be elected
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.start(*sorted(scene.nodes.keys() - {first.name}))
     await scene.in_sync("a", "b", "c")
-    await master.append(*map(keyed, range(3, 6)))
-    assert await master.bodies() == numbers(6)
-    assert len(list((master.folder / "log").iterdir())) == 2
+    await leader.append(*map(keyed, range(3, 6)))
+    assert await leader.bodies() == numbers(6)
+    assert len(list((leader.folder / "log").iterdir())) == 2
     await together(scene)

@@ -26,29 +26,29 @@ HISTORY = History(((1, 0),))
 
 
 class Pair:
-    """A master and a slave."""
+    """A leader and a follower."""
 
     def __init__(self) -> None:
         self.disks = MemoryDisk(), MemoryDisk()
-        self.master = open_store(self.disks[0], segment_bytes=SEGMENT_BYTES).store
-        slave = open_store(self.disks[1], segment_bytes=1_024).store
-        self.recovery = Recovery(self.disks[1], slave, synced_position=0)
+        self.leader = open_store(self.disks[0], segment_bytes=SEGMENT_BYTES).store
+        follower = open_store(self.disks[1], segment_bytes=1_024).store
+        self.recovery = Recovery(self.disks[1], follower, synced_position=0)
 
     @property
-    def slave(self) -> Store:
+    def follower(self) -> Store:
         return self.recovery.store
 
     def next_piece(self, bytes_max: int, history: History = HISTORY) -> bytes:
-        return read_whole(self.master.log, history, self.slave.log.next_position, bytes_max)
+        return read_whole(self.leader.log, history, self.follower.log.next_position, bytes_max)
 
     def take(self, data: bytes) -> None:
-        position = self.slave.log.next_position
-        segment = self.master.log.segment_of(position)[1:]
+        position = self.follower.log.next_position
+        segment = self.leader.log.segment_of(position)[1:]
         batches = check_received(self.recovery, position, data, segment)
-        self.slave.log.copy(data, segment)
+        self.follower.log.copy(data, segment)
         for header, one in batches:
             self.recovery.take(header, one)
-        sync(self.slave)
+        sync(self.follower)
 
     def log(self, which: int) -> dict[str, bytes]:
         files = self.disks[which].files
@@ -63,32 +63,32 @@ class Pair:
 def test_a_shipped_log_is_the_same_log(batches: list[tuple[int, int]], bytes_max: int) -> None:
     pair = Pair()
     for queue_id, size in batches:
-        stored(pair.master, batch(bytes(size), queue_id=queue_id))
+        stored(pair.leader, batch(bytes(size), queue_id=queue_id))
     while data := pair.next_piece(bytes_max):
         pair.take(data)
-    assert pair.slave.log.next_position == pair.master.log.next_position
+    assert pair.follower.log.next_position == pair.leader.log.next_position
     assert pair.log(0) == pair.log(1)
     for queue_id in range(4):
-        assert bodies(pair.slave, queue_id) == bodies(pair.master, queue_id)
+        assert bodies(pair.follower, queue_id) == bodies(pair.leader, queue_id)
 
 
 @pytest.mark.parametrize("rest", range(20))
 def test_a_log_that_ends_shortly_before_its_segment_does_is_shipped_and_goes_on(rest: int) -> None:
     pair = Pair()
-    least = stored(pair.master, batch(b""))[0].next_position
-    stored(pair.master, batch(bytes(SEGMENT_BYTES - 3 * least - rest)))
-    last = stored(pair.master, batch(b""))[0]
+    least = stored(pair.leader, batch(b""))[0].next_position
+    stored(pair.leader, batch(bytes(SEGMENT_BYTES - 3 * least - rest)))
+    last = stored(pair.leader, batch(b""))[0]
     assert last.next_position == SEGMENT_BYTES - rest
     for _ in range(2):
         while data := pair.next_piece(1_000):
             pair.take(data)
-        assert pair.slave.log.next_position == pair.master.log.next_position
-        stored(pair.master, batch(b"more"))
+        assert pair.follower.log.next_position == pair.leader.log.next_position
+        stored(pair.leader, batch(b"more"))
 
 
 def test_a_piece_ends_where_an_epoch_ends() -> None:
     pair = Pair()
-    first, second = stored(pair.master, batch(b"a"), batch(b"b"))
+    first, second = stored(pair.leader, batch(b"a"), batch(b"b"))
     history = History(((1, 0), (2, second.position)))
     assert len(pair.next_piece(10_000, history)) == first.next_position
     assert len(pair.next_piece(10_000)) == second.next_position
@@ -98,20 +98,20 @@ def test_a_piece_ends_where_an_epoch_ends() -> None:
 @given(st.data())
 def test_what_is_spoilt_on_its_way_is_refused_and_changes_nothing(data: st.DataObject) -> None:
     pair = Pair()
-    stored(pair.master, batch(b"one", b"two"), batch(b"three", queue_id=1))
+    stored(pair.leader, batch(b"one", b"two"), batch(b"three", queue_id=1))
     piece = bytearray(pair.next_piece(10_000))
     bit = data.draw(st.integers(0, 8 * len(piece) - 1))
     piece[bit // 8] ^= 1 << bit % 8
     with pytest.raises(DataLoss):
         pair.take(bytes(piece))
-    assert pair.slave.log.next_position == 0
+    assert pair.follower.log.next_position == 0
     pair.take(pair.next_piece(10_000))
-    assert bodies(pair.slave) == [b"one", b"two"]
+    assert bodies(pair.follower) == [b"one", b"two"]
 
 
 def test_a_piece_that_was_cut_short_is_refused() -> None:
     pair = Pair()
-    stored(pair.master, batch(b"one"), batch(b"two"))
+    stored(pair.leader, batch(b"one"), batch(b"two"))
     piece = pair.next_piece(10_000)
     for length in range(1, len(piece)):
         if length != len(batch(b"one")):
@@ -121,16 +121,16 @@ def test_a_piece_that_was_cut_short_is_refused() -> None:
 
 def test_a_batch_that_does_not_follow_its_queue_is_refused() -> None:
     pair = Pair()
-    (receipt, _) = stored(pair.master, batch(b"one"), batch(b"two"))
+    (receipt, _) = stored(pair.leader, batch(b"one"), batch(b"two"))
     pair.take(pair.next_piece(10_000)[: receipt.next_position])
-    pair.slave.queues[7, 0].next_offset = 5
+    pair.follower.queues[7, 0].next_offset = 5
     with pytest.raises(DataLoss):
         pair.take(pair.next_piece(10_000))
 
 
 def test_where_nothing_good_stands_nothing_is_sent() -> None:
     pair = Pair()
-    (receipt, _) = stored(pair.master, batch(b"one"), batch(b"two"))
+    (receipt, _) = stored(pair.leader, batch(b"one"), batch(b"two"))
     pair.disks[0].files["log/00000000000000000000"].content[receipt.next_position] ^= 1
     with pytest.raises(DataLoss):
         pair.next_piece(10_000)

@@ -153,7 +153,7 @@ class Held:
         patch.setattr(RealDisk, "replace", replace)
 
 
-async def test_an_epoch_that_is_noted_late_does_not_meet_that_of_the_next_master(
+async def test_an_epoch_that_is_noted_late_does_not_meet_that_of_the_next_leader(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await three(scene)
@@ -169,7 +169,7 @@ async def test_an_epoch_that_is_noted_late_does_not_meet_that_of_the_next_master
             key=lambda node: node.folder != held.folder,
         )
         heir.session.cut = True
-        assert await scene.master() is third
+        assert await scene.leader() is third
         await scene.in_sync(third.name)
         assert held.most == 1
     finally:

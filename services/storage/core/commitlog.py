@@ -180,7 +180,7 @@ class CommitLog:
             if error.errno not in NO_SPACE:
                 raise
             self._undo(position)
-            raise DiskFull("no space on disk for what the master has written") from error
+            raise DiskFull("no space on disk for what the leader has written") from error
         self.next_position += len(data)
 
     def read(self, position: int, bytes_max: int) -> bytes:

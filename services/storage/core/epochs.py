@@ -1,6 +1,6 @@
 """Which epoch wrote which part of the log: what makes two logs comparable without reading them.
 
-An epoch has one master, and a master writes a position once. So where two histories name the same
+An epoch has one leader, and a leader writes a position once. So where two histories name the same
 epoch, the two logs hold the same bytes. An epoch that wrote nothing is not in it, but for the last.
 The file is replaced, durably, before the epoch writes.
 
@@ -42,7 +42,7 @@ class History:
 
     Attributes:
         damaged: The node has lost a part of what it had: until it has everything again that was
-            confirmed, it must not be master.
+            confirmed, it must not be leader.
     """
 
     starts: tuple[Start, ...] = ()

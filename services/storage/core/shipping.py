@@ -84,7 +84,7 @@ def check_received(
     ends = {after, end} if end - after < FILLER.size else {after}  # a rest that takes nothing
     if scan.position not in ends or scan.reason != END_OF_LOG:
         raise DataLoss(
-            f"what the master sent is wrong at {scan.position}: {scan.reason}",
+            f"what the leader sent is wrong at {scan.position}: {scan.reason}",
             facts={"position": scan.position},
         )
     next_offsets: dict[tuple[int, int], int] = {}

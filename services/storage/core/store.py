@@ -197,7 +197,7 @@ class Store:
 
     Args:
         cache: Open files of the consume queues.
-        epoch: Epoch of the master, stamped on every batch; another one from its election on.
+        epoch: Epoch of the leader, stamped on every batch; another one from its election on.
     """
 
     def __init__(

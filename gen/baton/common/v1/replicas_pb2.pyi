@@ -21,28 +21,28 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class ReplicaSet(_message.Message):
     """Who may lead a replica set, as etcd keeps it under replicas/<service>/<set>. Changed only by
-    compare-and-swap: by a candidate together with its election, then by the elected master; and by an
+    compare-and-swap: by a candidate together with its election, then by the elected leader; and by an
     operator, once all in sync are lost.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
-    MASTER_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     IN_SYNC_FIELD_NUMBER: _builtins.int
     SERVED_EPOCH_FIELD_NUMBER: _builtins.int
     ACCEPTED_LOSSES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the last master; rises with every election."""
-    master: _builtins.str
-    """Node id of the last master."""
+    """Epoch of the last leader; rises with every election."""
+    leader: _builtins.str
+    """Node id of the last leader."""
     served_epoch: _builtins.int
     """Last epoch in which something was answered: whoever has nothing of it, or of a later one, has lost
     what it had, and is not elected either.
     """
     @_builtins.property
     def in_sync(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Node ids of those that have everything the master has answered for; the master is one of them.
+        """Node ids of those that have everything the leader has answered for; the leader is one of them.
         Nobody else can be elected.
         """
 
@@ -54,14 +54,14 @@ class ReplicaSet(_message.Message):
         self,
         *,
         epoch: _builtins.int = ...,
-        master: _builtins.str = ...,
+        leader: _builtins.str = ...,
         in_sync: _abc.Iterable[_builtins.str] | None = ...,
         served_epoch: _builtins.int = ...,
         accepted_losses: _abc.Iterable[Global___AcceptedLoss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_losses", b"accepted_losses", "epoch", b"epoch", "in_sync", b"in_sync", "master", b"master", "served_epoch", b"served_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_losses", b"accepted_losses", "epoch", b"epoch", "in_sync", b"in_sync", "leader", b"leader", "served_epoch", b"served_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,7 +81,7 @@ class AcceptedLoss(_message.Message):
     node_id: _builtins.str
     """Node id of the one that may be elected since."""
     epoch: _builtins.int
-    """Epoch of the last master before."""
+    """Epoch of the last leader before."""
     unix_ms: _builtins.int
     """When, by the operator's clock."""
     by: _builtins.str
@@ -109,12 +109,12 @@ Global___AcceptedLoss: _TypeAlias = AcceptedLoss  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
-    """One member of a replica set, as the master sees it."""
+    """One member of a replica set, as the leader sees it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
-    MASTER_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     IN_SYNC_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
@@ -122,8 +122,8 @@ class Replica(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id."""
-    master: _builtins.bool
-    """True for the master itself."""
+    leader: _builtins.bool
+    """True for the leader itself."""
     in_sync: _builtins.bool
     """Whether it is in the in-sync set, and so may be elected."""
     position: _builtins.int
@@ -135,12 +135,12 @@ class Replica(_message.Message):
     in this epoch.
     """
     problem: _builtins.str
-    """Why it can't follow, if that does not pass by itself, as it told the master; empty if it can."""
+    """Why it can't follow, if that does not pass by itself, as it told the leader; empty if it can."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
-        master: _builtins.bool = ...,
+        leader: _builtins.bool = ...,
         in_sync: _builtins.bool = ...,
         position: _builtins.int = ...,
         lag: _builtins.int = ...,
@@ -149,7 +149,7 @@ class Replica(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_sync", b"in_sync", "lag", b"lag", "lag_ms", b"lag_ms", "master", b"master", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_sync", b"in_sync", "lag", b"lag", "lag_ms", b"lag_ms", "leader", b"leader", "node_id", b"node_id", "position", b"position", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

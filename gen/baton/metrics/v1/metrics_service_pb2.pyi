@@ -776,7 +776,7 @@ class Latency(_message.Message):
         OPERATION_FSYNC: Latency._Operation.ValueType  # 2
         """One fsync."""
         OPERATION_REPLICATION: Latency._Operation.ValueType  # 3
-        """From durable at the master until durable at all members of the in-sync set."""
+        """From durable at the leader until durable at all members of the in-sync set."""
         OPERATION_PULL: Latency._Operation.ValueType  # 4
         """From the arrival of a pull that delivers something, or from when it found something, until its
         answer.
@@ -800,7 +800,7 @@ class Latency(_message.Message):
     OPERATION_FSYNC: Latency.Operation.ValueType  # 2
     """One fsync."""
     OPERATION_REPLICATION: Latency.Operation.ValueType  # 3
-    """From durable at the master until durable at all members of the in-sync set."""
+    """From durable at the leader until durable at all members of the in-sync set."""
     OPERATION_PULL: Latency.Operation.ValueType  # 4
     """From the arrival of a pull that delivers something, or from when it found something, until its
     answer.

@@ -1162,7 +1162,7 @@ class Node(_message.Message):
     epoch: _builtins.int
     """Epoch or term of the process: rises with every start or election. 0 where there is none."""
     leader: _builtins.bool
-    """True if it is the one to talk to: leader or master."""
+    """True if it is the one to talk to: leader or leader."""
     room: _builtins.str
     """Machine room, for the strategy of that name; empty for none."""
     replica_epoch: _builtins.int

@@ -28,7 +28,7 @@ class Position(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the master that wrote it; 0 if the node has nothing."""
+    """Epoch of the leader that wrote it; 0 if the node has nothing."""
     version: _builtins.int
     """Its version; 0 if the node has nothing."""
     def __init__(
@@ -56,16 +56,16 @@ class FetchRequest(_message.Message):
     HOLD_MS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
-    """Node id of the slave. Required."""
+    """Node id of the follower. Required."""
     hold_ms: _builtins.int
     """Hold the call this long if there is nothing, 0 to 10,000 ms."""
     problem: _builtins.str
-    """Why the slave could do nothing with the last answers, or can do nothing with the next, if that does
+    """Why the follower could do nothing with the last answers, or can do nothing with the next, if that does
     not pass by itself; else empty.
     """
     @_builtins.property
     def position(self) -> Global___Position:
-        """Last change the slave has, durably."""
+        """Last change the follower has, durably."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class FetchResponse(_message.Message):
     READ_ALL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the master."""
+    """Epoch of the leader."""
     read_all: _builtins.bool
-    """The master can't go on from the slave's position: ReadAll."""
+    """The leader can't go on from the follower's position: ReadAll."""
     version: _builtins.int
-    """Last version of the master."""
+    """Last version of the leader."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]:
-        """The changes after the slave's position, ascending, without gaps; empty if there are none yet."""
+        """The changes after the follower's position, ascending, without gaps; empty if there are none yet."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Change(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def position(self) -> Global___Position:
-        """Epoch of the master that wrote it, and its version."""
+        """Epoch of the leader that wrote it, and its version."""
 
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Entry]:
@@ -186,9 +186,9 @@ class ReadAllRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
-    """Node id of the slave. Required."""
+    """Node id of the follower. Required."""
     epoch: _builtins.int
-    """Highest epoch the slave has seen."""
+    """Highest epoch the follower has seen."""
     def __init__(
         self,
         *,
@@ -246,9 +246,9 @@ class DigestRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
-    """Node id of the slave. Required."""
+    """Node id of the follower. Required."""
     epoch: _builtins.int
-    """Highest epoch the slave has seen."""
+    """Highest epoch the follower has seen."""
     def __init__(
         self,
         *,
@@ -322,7 +322,7 @@ class DescribeReplicasResponse(_message.Message):
     replica_set: _builtins.str
     """Name of the replica set."""
     epoch: _builtins.int
-    """Epoch of the master."""
+    """Epoch of the leader."""
     confirmed: _builtins.int
     """Everything up to this version is in the whole in-sync set."""
     min_in_sync: _builtins.int

@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class ReplicationServiceStub:
-    """Copies progress from the master of an offsets replica set to its slaves.
+    """Copies progress from the leader of an offsets replica set to its followers.
 
     Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one master; its history says which
+    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
     versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the master only: FAILED_PRECONDITION (NOT_LEADER).
+    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
     """
 
     def __init__(self, channel):
@@ -63,28 +63,28 @@ class ReplicationServiceStub:
 
 
 class ReplicationServiceServicer:
-    """Copies progress from the master of an offsets replica set to its slaves.
+    """Copies progress from the leader of an offsets replica set to its followers.
 
     Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one master; its history says which
+    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
     versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the master only: FAILED_PRECONDITION (NOT_LEADER).
+    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
     """
 
     def Fetch(self, request, context):
-        """The changes after the last one the slave has. The call tells the master that the slave has
+        """The changes after the last one the follower has. The call tells the leader that the follower has
         everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
 
-        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the slave has seen a newer
-        master).
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
+        leader).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadAll(self, request, context):
-        """Everything, as of one version; for a slave whose last change the master does not have, or which is
-        so far behind that the master no longer keeps the changes since. Replaces all the slave has.
+        """Everything, as of one version; for a follower whose last change the leader does not have, or which is
+        so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
@@ -93,7 +93,7 @@ class ReplicationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Digest(self, request, context):
-        """What the state of a version comes to, so that a slave finds out if it holds something else.
+        """What the state of a version comes to, so that a follower finds out if it holds something else.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
@@ -142,12 +142,12 @@ def add_ReplicationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReplicationService:
-    """Copies progress from the master of an offsets replica set to its slaves.
+    """Copies progress from the leader of an offsets replica set to its followers.
 
     Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one master; its history says which
+    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
     versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the master only: FAILED_PRECONDITION (NOT_LEADER).
+    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
     """
 
     @staticmethod

@@ -27,12 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ReplicationServiceStub:
-    """Copies progress from the master of an offsets replica set to its slaves.
+    """Copies progress from the leader of an offsets replica set to its followers.
 
     Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one master; its history says which
+    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
     versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the master only: FAILED_PRECONDITION (NOT_LEADER).
+    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
     """
 
     @_typing.overload
@@ -40,20 +40,20 @@ class ReplicationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReplicationServiceAsyncStub: ...
     Fetch: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]
-    """The changes after the last one the slave has. The call tells the master that the slave has
+    """The changes after the last one the follower has. The call tells the leader that the follower has
     everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
 
-    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the slave has seen a newer
-    master).
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
+    leader).
     """
     ReadAll: _grpc.UnaryStreamMultiCallable[_replication_service_pb2.ReadAllRequest, _replication_service_pb2.ReadAllResponse]
-    """Everything, as of one version; for a slave whose last change the master does not have, or which is
-    so far behind that the master no longer keeps the changes since. Replaces all the slave has.
+    """Everything, as of one version; for a follower whose last change the leader does not have, or which is
+    so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     Digest: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.DigestRequest, _replication_service_pb2.DigestResponse]
-    """What the state of a version comes to, so that a slave finds out if it holds something else.
+    """What the state of a version comes to, so that a follower finds out if it holds something else.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
@@ -65,30 +65,30 @@ class ReplicationServiceStub:
 
 @_typing.type_check_only
 class ReplicationServiceAsyncStub(ReplicationServiceStub):
-    """Copies progress from the master of an offsets replica set to its slaves.
+    """Copies progress from the leader of an offsets replica set to its followers.
 
     Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one master; its history says which
+    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
     versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the master only: FAILED_PRECONDITION (NOT_LEADER).
+    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]  # type: ignore[assignment]
-    """The changes after the last one the slave has. The call tells the master that the slave has
+    """The changes after the last one the follower has. The call tells the leader that the follower has
     everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
 
-    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the slave has seen a newer
-    master).
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
+    leader).
     """
     ReadAll: _aio.UnaryStreamMultiCallable[_replication_service_pb2.ReadAllRequest, _replication_service_pb2.ReadAllResponse]  # type: ignore[assignment]
-    """Everything, as of one version; for a slave whose last change the master does not have, or which is
-    so far behind that the master no longer keeps the changes since. Replaces all the slave has.
+    """Everything, as of one version; for a follower whose last change the leader does not have, or which is
+    so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
     Digest: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.DigestRequest, _replication_service_pb2.DigestResponse]  # type: ignore[assignment]
-    """What the state of a version comes to, so that a slave finds out if it holds something else.
+    """What the state of a version comes to, so that a follower finds out if it holds something else.
 
     Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
     """
@@ -99,12 +99,12 @@ class ReplicationServiceAsyncStub(ReplicationServiceStub):
     """
 
 class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Copies progress from the master of an offsets replica set to its slaves.
+    """Copies progress from the leader of an offsets replica set to its followers.
 
     Everything offsets keeps is a set of keys with values, and every change of it has a version:
-    1, 2, 3 ... without gaps, for ever. An epoch is the time of one master; its history says which
+    1, 2, 3 ... without gaps, for ever. An epoch is the time of one leader; its history says which
     versions each epoch wrote. Two nodes whose last change has the same epoch and version hold the
-    same bytes. All calls are answered by the master only: FAILED_PRECONDITION (NOT_LEADER).
+    same bytes. All calls are answered by the leader only: FAILED_PRECONDITION (NOT_LEADER).
     """
 
     @_abc_1.abstractmethod
@@ -113,11 +113,11 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.FetchResponse, _abc.Awaitable[_replication_service_pb2.FetchResponse]]:
-        """The changes after the last one the slave has. The call tells the master that the slave has
+        """The changes after the last one the follower has. The call tells the leader that the follower has
         everything up to there, durably. With nothing to tell it is held up to `hold_ms`.
 
-        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the slave has seen a newer
-        master).
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH: the follower has seen a newer
+        leader).
         """
 
     @_abc_1.abstractmethod
@@ -126,8 +126,8 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.ReadAllRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replication_service_pb2.ReadAllResponse], _abc.AsyncIterator[_replication_service_pb2.ReadAllResponse]]:
-        """Everything, as of one version; for a slave whose last change the master does not have, or which is
-        so far behind that the master no longer keeps the changes since. Replaces all the slave has.
+        """Everything, as of one version; for a follower whose last change the leader does not have, or which is
+        so far behind that the leader no longer keeps the changes since. Replaces all the follower has.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """
@@ -138,7 +138,7 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.DigestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.DigestResponse, _abc.Awaitable[_replication_service_pb2.DigestResponse]]:
-        """What the state of a version comes to, so that a slave finds out if it holds something else.
+        """What the state of a version comes to, so that a follower finds out if it holds something else.
 
         Statuses: FAILED_PRECONDITION (NOT_LEADER, OLD_EPOCH).
         """

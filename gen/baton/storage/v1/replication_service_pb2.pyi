@@ -59,17 +59,17 @@ class FetchRequest(_message.Message):
     BYTES_MAX_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
-    """Node id of the slave. Required."""
+    """Node id of the follower. Required."""
     broker: _builtins.str
     """Broker, the replica set. Required."""
     position: _builtins.int
-    """End of the slave's log, all of it durable."""
+    """End of the follower's log, all of it durable."""
     hold_ms: _builtins.int
     """Hold the call this long if there is nothing, 0 to 10,000 ms."""
     bytes_max: _builtins.int
     """Send no more than about this many bytes, 64 KiB to 16 MiB; 0 means 4 MiB. One batch always fits."""
     problem: _builtins.str
-    """Why the slave could do nothing with the last answers, if that does not pass by itself; else empty."""
+    """Why the follower could do nothing with the last answers, if that does not pass by itself; else empty."""
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]:
         """Its history, ascending; empty if it has nothing."""
@@ -111,10 +111,10 @@ class FetchResponse(_message.Message):
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the master."""
+    """Epoch of the leader."""
     position: _builtins.int
-    """Where `data` begins. Equal to the slave's end, unless it has to cut its log first: then less; or to
-    begin anew, because the master has nothing so old any more: then `floors` is set.
+    """Where `data` begins. Equal to the follower's end, unless it has to cut its log first: then less; or to
+    begin anew, because the leader has nothing so old any more: then `floors` is set.
     """
     data: _builtins.bytes
     """Whole batches and fillers of one segment and one epoch, as they are in the log; empty if there is
@@ -123,17 +123,17 @@ class FetchResponse(_message.Message):
     confirmed_position: _builtins.int
     """Everything below is in the whole in-sync set: consumers may see it."""
     end_position: _builtins.int
-    """End of the master's log."""
+    """End of the leader's log."""
     floors: _builtins.bytes
-    """Where the queues go on whose messages the master has removed, for a slave that begins anew, as in
+    """Where the queues go on whose messages the leader has removed, for a follower that begins anew, as in
     the file `floors` (docs/format.md); unset otherwise.
     """
     segment_position: _builtins.int
     """First position of the segment that holds `position`, or will."""
     segment_bytes: _builtins.int
-    """Size of that segment: the slave's has the same."""
+    """Size of that segment: the follower's has the same."""
     first_position: _builtins.int
-    """Position of the oldest byte that the master keeps: the slave may remove what is before."""
+    """Position of the oldest byte that the leader keeps: the follower may remove what is before."""
     producers: _builtins.bytes
     """With `floors`: the sequences of producers that the log says nothing about any more, as a
     checkpoint (docs/format.md) that has nothing else. Of many producers those that wrote last.
@@ -198,7 +198,7 @@ class DescribeReplicasResponse(_message.Message):
     broker: _builtins.str
     """Broker, the replica set."""
     epoch: _builtins.int
-    """Epoch of the master."""
+    """Epoch of the leader."""
     confirmed_position: _builtins.int
     """Everything below is in the whole in-sync set."""
     min_in_sync: _builtins.int

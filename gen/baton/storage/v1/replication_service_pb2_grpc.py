@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class ReplicationServiceStub:
-    """Copies the commit log from the master of a storage replica set to its slaves, byte for byte.
+    """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
     The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the master only, others
+    the first position at which their histories differ. All calls are answered by the leader only, others
     refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
@@ -52,23 +52,23 @@ class ReplicationServiceStub:
 
 
 class ReplicationServiceServicer:
-    """Copies the commit log from the master of a storage replica set to its slaves, byte for byte.
+    """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
     The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the master only, others
+    the first position at which their histories differ. All calls are answered by the leader only, others
     refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     def Fetch(self, request, context):
-        """The bytes of the log from the slave's end on. The call tells the master that the slave has
+        """The bytes of the log from the follower's end on. The call tells the leader that the follower has
         everything up to there, durably, and by which history. With nothing to tell it is held up to
         `hold_ms`.
 
-        The slave first takes over the part of `history` that begins at or before its own end, durably,
+        The follower first takes over the part of `history` that begins at or before its own end, durably,
         and then writes `data`. So its history never claims what it does not have.
 
-        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the slave has seen a newer master,
-        WRONG_BROKER), DATA_LOSS (the master's copy is damaged there).
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
+        WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,10 +103,10 @@ def add_ReplicationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReplicationService:
-    """Copies the commit log from the master of a storage replica set to its slaves, byte for byte.
+    """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
     The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the master only, others
+    the first position at which their histories differ. All calls are answered by the leader only, others
     refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 

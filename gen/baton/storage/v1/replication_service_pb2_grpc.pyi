@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ReplicationServiceStub:
-    """Copies the commit log from the master of a storage replica set to its slaves, byte for byte.
+    """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
     The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the master only, others
+    the first position at which their histories differ. All calls are answered by the leader only, others
     refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
@@ -39,48 +39,48 @@ class ReplicationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReplicationServiceAsyncStub: ...
     Fetch: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]
-    """The bytes of the log from the slave's end on. The call tells the master that the slave has
+    """The bytes of the log from the follower's end on. The call tells the leader that the follower has
     everything up to there, durably, and by which history. With nothing to tell it is held up to
     `hold_ms`.
 
-    The slave first takes over the part of `history` that begins at or before its own end, durably,
+    The follower first takes over the part of `history` that begins at or before its own end, durably,
     and then writes `data`. So its history never claims what it does not have.
 
-    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the slave has seen a newer master,
-    WRONG_BROKER), DATA_LOSS (the master's copy is damaged there).
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
+    WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
     """
     DescribeReplicas: _grpc.UnaryUnaryMultiCallable[_replication_service_pb2.DescribeReplicasRequest, _replication_service_pb2.DescribeReplicasResponse]
     """How far every member of the set has come."""
 
 @_typing.type_check_only
 class ReplicationServiceAsyncStub(ReplicationServiceStub):
-    """Copies the commit log from the master of a storage replica set to its slaves, byte for byte.
+    """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
     The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the master only, others
+    the first position at which their histories differ. All calls are answered by the leader only, others
     refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.FetchRequest, _replication_service_pb2.FetchResponse]  # type: ignore[assignment]
-    """The bytes of the log from the slave's end on. The call tells the master that the slave has
+    """The bytes of the log from the follower's end on. The call tells the leader that the follower has
     everything up to there, durably, and by which history. With nothing to tell it is held up to
     `hold_ms`.
 
-    The slave first takes over the part of `history` that begins at or before its own end, durably,
+    The follower first takes over the part of `history` that begins at or before its own end, durably,
     and then writes `data`. So its history never claims what it does not have.
 
-    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the slave has seen a newer master,
-    WRONG_BROKER), DATA_LOSS (the master's copy is damaged there).
+    Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
+    WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
     """
     DescribeReplicas: _aio.UnaryUnaryMultiCallable[_replication_service_pb2.DescribeReplicasRequest, _replication_service_pb2.DescribeReplicasResponse]  # type: ignore[assignment]
     """How far every member of the set has come."""
 
 class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Copies the commit log from the master of a storage replica set to its slaves, byte for byte.
+    """Copies the commit log from the leader of a storage replica set to its followers, byte for byte.
 
     The history of a log says at which position each epoch began to write. Two logs are the same up to
-    the first position at which their histories differ. All calls are answered by the master only, others
+    the first position at which their histories differ. All calls are answered by the leader only, others
     refuse them: UNAVAILABLE (NOT_LEADER, NO_QUORUM).
     """
 
@@ -90,15 +90,15 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_service_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_service_pb2.FetchResponse, _abc.Awaitable[_replication_service_pb2.FetchResponse]]:
-        """The bytes of the log from the slave's end on. The call tells the master that the slave has
+        """The bytes of the log from the follower's end on. The call tells the leader that the follower has
         everything up to there, durably, and by which history. With nothing to tell it is held up to
         `hold_ms`.
 
-        The slave first takes over the part of `history` that begins at or before its own end, durably,
+        The follower first takes over the part of `history` that begins at or before its own end, durably,
         and then writes `data`. So its history never claims what it does not have.
 
-        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the slave has seen a newer master,
-        WRONG_BROKER), DATA_LOSS (the master's copy is damaged there).
+        Statuses: INVALID_ARGUMENT, FAILED_PRECONDITION (OLD_EPOCH: the follower has seen a newer leader,
+        WRONG_BROKER), DATA_LOSS (the leader's copy is damaged there).
         """
 
     @_abc_1.abstractmethod

@@ -103,7 +103,7 @@ class AppendRequest(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     durability: Global___Durability.ValueType
-    """Answer once this is reached. Should a slave fall out of the in-sync set while the call waits, a
+    """Answer once this is reached. Should a follower fall out of the in-sync set while the call waits, a
     receipt says DURABILITY_FSYNCED though DURABILITY_REPLICATED was asked for: the message is stored,
     and receipts don't lie.
     """
@@ -339,10 +339,10 @@ class PullResponse(_message.Message):
     lost_count: _builtins.int
     """Messages in [offset, next_offset) that retention had removed before the group had read them."""
     progress_taken: _builtins.bool
-    """True if `progress` of the request was taken: durable, as after a Commit. A slave takes none."""
+    """True if `progress` of the request was taken: durable, as after a Commit. A follower takes none."""
     next_node_id: _builtins.str
-    """Node id from which to pull next; empty for the master. A slave is named to those who are so far
-    behind that the master would have to read from its disk, and while there is no master.
+    """Node id from which to pull next; empty for the leader. A follower is named to those who are so far
+    behind that the leader would have to read from its disk, and while there is no leader.
     """
     offsets_set: _builtins.str
     """Replica set of offsets whose epoch `offsets_epoch` is; empty if there is but one."""

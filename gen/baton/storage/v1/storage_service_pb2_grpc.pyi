@@ -44,8 +44,8 @@ class StorageServiceStub:
     known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
     than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
     large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
-    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a slave, and from a
-    master that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
+    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, and from a
+    leader that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
     while it was at work on the call: not known.
     """
     Pull: _grpc.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]
@@ -54,7 +54,7 @@ class StorageServiceStub:
     append. A reply without batches whose `next_offset` is past `offset` means that everything
     between was filtered, or is no longer kept: see `lost_count`.
 
-    Slaves answer too, with what the whole in-sync set has. One whose master is there does not hold
+    Followers answer too, with what the whole in-sync set has. One whose leader is there does not hold
     the call. One that lags behind `offset` refuses with NOT_LEADER.
 
     Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
@@ -96,8 +96,8 @@ class StorageServiceAsyncStub(StorageServiceStub):
     known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
     than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
     large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
-    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a slave, and from a
-    master that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
+    it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, and from a
+    leader that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
     while it was at work on the call: not known.
     """
     Pull: _aio.UnaryUnaryMultiCallable[_storage_service_pb2.PullRequest, _storage_service_pb2.PullResponse]  # type: ignore[assignment]
@@ -106,7 +106,7 @@ class StorageServiceAsyncStub(StorageServiceStub):
     append. A reply without batches whose `next_offset` is past `offset` means that everything
     between was filtered, or is no longer kept: see `lost_count`.
 
-    Slaves answer too, with what the whole in-sync set has. One whose master is there does not hold
+    Followers answer too, with what the whole in-sync set has. One whose leader is there does not hold
     the call. One that lags behind `offset` refuses with NOT_LEADER.
 
     Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,
@@ -151,8 +151,8 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         known whether the topic exists; NOT_ENOUGH_REPLICAS: fewer are in sync than `min_in_sync`, or
         than two for DURABILITY_REPLICATED). Statuses: INVALID_ARGUMENT if the request is empty or too
         large, UNAVAILABLE (NOT_SERVING) while starting or draining, and once the disk has failed: then
-        it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a slave, and from a
-        master that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
+        it is not known what was stored; UNAVAILABLE (NOT_LEADER, NO_QUORUM) from a follower, and from a
+        leader that may be none any more: nothing was; UNAVAILABLE (UNREACHABLE) if it has become so
         while it was at work on the call: not known.
         """
 
@@ -167,7 +167,7 @@ class StorageServiceServicer(metaclass=_abc_1.ABCMeta):
         append. A reply without batches whose `next_offset` is past `offset` means that everything
         between was filtered, or is no longer kept: see `lost_count`.
 
-        Slaves answer too, with what the whole in-sync set has. One whose master is there does not hold
+        Followers answer too, with what the whole in-sync set has. One whose leader is there does not hold
         the call. One that lags behind `offset` refuses with NOT_LEADER.
 
         Statuses: INVALID_ARGUMENT (BAD_EXPRESSION, a missing field), NOT_FOUND (TOPIC_NOT_FOUND,

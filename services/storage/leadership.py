@@ -1,7 +1,7 @@
-"""What the master of a replica set does for its slaves: hand out the log, and wait for them.
+"""What the leader of a replica set does for its followers: hand out the log, and wait for them.
 
 A message is answered for, and seen by readers, once every member of the in-sync set has it on
-disk. A slave says how far it has come by asking for what follows (protocol section 12).
+disk. A follower says how far it has come by asking for what follows (protocol section 12).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from services.storage.stream import REPLICATION, StorageStream
 log = logging.getLogger(__name__)
 
 PRODUCER_QUEUES_MAX = 50_000
-"""Of so many pairs of producer and queue a slave that begins anew gets the sequences: 10 MB."""
+"""Of so many pairs of producer and queue a follower that begins anew gets the sequences: 10 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """What a slave gets.
+    """What a follower gets.
 
     Attributes:
         position: Where `data` begins.
         segment: Holds `position`, or will.
-        floors: Set if the slave has to begin anew,
+        floors: Set if the follower has to begin anew,
         producers: and what it then has to know of producers, as a checkpoint.
     """
 
@@ -49,8 +49,8 @@ class Shipment:
     producers: bytes = b""
 
 
-class Mastership:
-    """One node's time as master.
+class Leadership:
+    """One node's time as leader.
 
     In the keeper's books positions are one higher than in the log, for those who have the history
     up to this epoch: so even of an empty log it shows who has heard of the epoch.
@@ -70,7 +70,7 @@ class Mastership:
 
     @property
     def epoch(self) -> int:
-        """Of this mastership."""
+        """Of this leadership."""
         return self.keeper.epoch
 
     @property
@@ -96,7 +96,7 @@ class Mastership:
         await self.keeper.serve()
 
     def end(self) -> None:
-        """The mastership is over: nothing is confirmed by it any more, nor handed out."""
+        """The leadership is over: nothing is confirmed by it any more, nor handed out."""
         self._over = True
         self._grown.set()
         flusher = self.serving.flusher
@@ -105,10 +105,10 @@ class Mastership:
         self.keeper.on_news.clear()
 
     async def fetch(self, name: str, end: int, theirs: History, wish: Wish) -> Shipment:
-        """What slave `name` is to do next, whose log with that history ends at `end`.
+        """What follower `name` is to do next, whose log with that history ends at `end`.
 
         Raises:
-            NotLeader: the mastership has ended meanwhile.
+            NotLeader: the leadership has ended meanwhile.
             DataLoss: the log is damaged there.
         """
         mine, log_ = self.history, self._log
@@ -126,7 +126,7 @@ class Mastership:
         if has_epoch and end >= log_.synced_position:
             await wait_until(grown, wish.hold_ms)
             if self._over:  # and somebody else may be at work on the log
-                raise NotLeader("this node is not the master any more", retry_after_ms=200)
+                raise NotLeader("this node is not the leader any more", retry_after_ms=200)
         try:
             data = read_whole(log_, self.history, end, wish.bytes_max)
         except DataLoss as error:
@@ -168,7 +168,7 @@ class Mastership:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How a slave wants to be answered: held so long if there is nothing, with so much at most."""
+    """How a follower wants to be answered: held so long if there is nothing, with so much at most."""
 
     hold_ms: int
     bytes_max: int

@@ -1,9 +1,9 @@
-"""Reading from slaves.
+"""Reading from followers.
 
-Goal: a slave gives what the whole in-sync set has, under the same checks as the master; it is asked
-while there is no master, and by those who are far behind, and otherwise sends readers back.
+Goal: a follower gives what the whole in-sync set has, under the same checks as the leader; it is asked
+while there is no leader, and by those who are far behind, and otherwise sends readers back.
 Method: three real nodes in one process (tests/storage/replicas.py), an offsets service that notes
-what is recorded, and at the end a real consumer that loses its master.
+what is recorded, and at the end a real consumer that loses its leader.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ async def offsets(scene: Scene) -> AsyncIterator[OffsetsTwin]:
 
 
 async def three(scene: Scene) -> tuple[Replica, Replica]:
-    """All three are in sync; the master, and one of its slaves."""
+    """All three are in sync; the leader, and one of its followers."""
     await scene.start("a", "b", "c")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
-    return master, scene.nodes[min(scene.nodes.keys() - {master.name})]
+    return leader, scene.nodes[min(scene.nodes.keys() - {leader.name})]
 
 
 async def pull(node: Replica, **fields: Any) -> pb.PullResponse:
@@ -96,96 +96,96 @@ async def shows(node: Replica, count: int) -> None:
     await until(look)
 
 
-async def test_a_slave_records_a_delivery_before_it_answers(
+async def test_a_follower_records_a_delivery_before_it_answers(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    master, slave = await three(scene)
-    await master.append(batch(b"a"), batch(b"b"))
-    await shows(slave, 2)
-    answer = await pull(slave)
+    leader, follower = await three(scene)
+    await leader.append(batch(b"a"), batch(b"b"))
+    await shows(follower, 2)
+    answer = await pull(follower)
     assert bodies(answer) == [b"a", b"b"]
     assert offsets.recorded == [(GROUP, 0, 0, 2)]
     offsets.tokens[GROUP, 0] = 5
     with pytest.raises(BatonError) as refused:
-        await pull(slave)
+        await pull(follower)
     assert refused.value.reason == "FENCED"
 
 
-async def test_a_slave_takes_no_acks(scene: Scene, offsets: OffsetsTwin) -> None:
-    master, slave = await three(scene)
-    await master.append(batch(b"a"), batch(b"b"))
-    await shows(slave, 2)
+async def test_a_follower_takes_no_acks(scene: Scene, offsets: OffsetsTwin) -> None:
+    leader, follower = await three(scene)
+    await leader.append(batch(b"a"), batch(b"b"))
+    await shows(follower, 2)
     acks = offsets_pb.Acks(committed_offset=1)
-    assert not (await pull(slave, offset=1, progress=acks)).progress_taken
-    assert (await pull(master, offset=1, progress=acks)).progress_taken
+    assert not (await pull(follower, offset=1, progress=acks)).progress_taken
+    assert (await pull(leader, offset=1, progress=acks)).progress_taken
     assert [item.HasField("progress") for item in offsets.items] == [False, True]
 
 
-async def test_a_slave_with_a_master_sends_readers_back_at_once(
+async def test_a_follower_with_a_leader_sends_readers_back_at_once(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    master, slave = await three(scene)
-    await master.append(batch(b"a"))
-    await shows(slave, 1)
-    assert (await pull(slave)).next_node_id == ""
-    answer = await pull(slave, offset=1, hold_ms=30_000)
+    leader, follower = await three(scene)
+    await leader.append(batch(b"a"))
+    await shows(follower, 1)
+    assert (await pull(follower)).next_node_id == ""
+    answer = await pull(follower, offset=1, hold_ms=30_000)
     assert not answer.batches
     assert answer.next_node_id == ""
 
 
-async def test_a_slave_without_a_master_holds_and_keeps_its_readers(
+async def test_a_follower_without_a_leader_holds_and_keeps_its_readers(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     scene.settings["replica_lag_ms_max"] = 500
-    master, slave = await three(scene)
-    await master.append(batch(b"a"))
-    await shows(slave, 1)
+    leader, follower = await three(scene)
+    await leader.append(batch(b"a"))
+    await shows(follower, 1)
     for node in scene.nodes.values():
         node.session.cut = True  # so that nobody is elected
-    await master.crash()
+    await leader.crash()
 
     async def keeps() -> bool:
-        return (await pull(slave)).next_node_id == slave.name
+        return (await pull(follower)).next_node_id == follower.name
 
     await until(keeps)
     begin_ms = Clock().monotonic_ms()
-    assert not (await pull(slave, offset=1, hold_ms=300)).batches
+    assert not (await pull(follower, offset=1, hold_ms=300)).batches
     assert Clock().monotonic_ms() - begin_ms >= 250
 
 
-async def test_a_slave_that_lags_refuses_what_it_does_not_have(
+async def test_a_follower_that_lags_refuses_what_it_does_not_have(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
-    master, slave = await three(scene)
+    leader, follower = await three(scene)
     with pytest.raises(BatonError) as refused:
-        await pull(slave, offset=7)
+        await pull(follower, offset=7)
     assert refused.value.reason == "NOT_LEADER"
     with pytest.raises(BatonError) as refused:
-        await slave.read(offset=7)
+        await follower.read(offset=7)
     assert refused.value.reason == "NOT_LEADER"
     with pytest.raises(BatonError) as refused:
-        await pull(master, offset=7)
+        await pull(leader, offset=7)
     assert refused.value.reason == "OFFSET_AHEAD_OF_LOG"
 
 
-async def test_who_is_far_behind_is_sent_to_a_slave_and_comes_back(
+async def test_who_is_far_behind_is_sent_to_a_follower_and_comes_back(
     scene: Scene, offsets: OffsetsTwin
 ) -> None:
     scene.settings["memory_window_bytes"] = 50_000
-    master, slave = await three(scene)
+    leader, follower = await three(scene)
     for _ in range(20):
-        await master.append(batch(bytes(5_000)))
-    await shows(slave, 20)
-    assert (await pull(master, messages_max=1)).next_node_id == slave.name
-    assert (await pull(slave, messages_max=1)).next_node_id == slave.name
-    assert (await pull(slave, offset=15, messages_max=1)).next_node_id == ""
-    assert (await pull(master, offset=15, messages_max=1)).next_node_id == ""
+        await leader.append(batch(bytes(5_000)))
+    await shows(follower, 20)
+    assert (await pull(leader, messages_max=1)).next_node_id == follower.name
+    assert (await pull(follower, messages_max=1)).next_node_id == follower.name
+    assert (await pull(follower, offset=15, messages_max=1)).next_node_id == ""
+    assert (await pull(leader, offset=15, messages_max=1)).next_node_id == ""
 
 
 async def test_readers_ask_each_node_in_turn_until_one_answers(
     scene: Scene, etcd_endpoint: str
 ) -> None:
-    master, _ = await three(scene)
+    leader, _ = await three(scene)
     async with replica(etcd_endpoint, scene.cluster) as nameserver:
         directory = Directory(nameserver.address, Random(1))
         await directory.refresh()
@@ -196,41 +196,41 @@ async def test_readers_ask_each_node_in_turn_until_one_answers(
         assert directory.next_reader(BROKER, "gone") == ""
         assert directory.next_reader("other", "") == ""
         await directory.close()
-    assert master.name in asked
+    assert leader.name in asked
 
 
-async def test_messages_are_looked_up_at_a_slave_while_nobody_leads(
+async def test_messages_are_looked_up_at_a_follower_while_nobody_leads(
     scene: Scene, etcd_endpoint: str
 ) -> None:
     scene.members = ("a", "b")
     await scene.start("a", "b")
-    master = await scene.master()
+    leader = await scene.leader()
     await scene.in_sync("a", "b")
-    (receipt,) = await master.append(batch(b"found"))
-    (slave,) = [node for node in scene.nodes.values() if node is not master]
-    await shows(slave, 1)
-    master.gate.shut.add(slave.name)
-    await scene.in_sync(master.name)  # so the other one can't be elected
-    await master.crash()
+    (receipt,) = await leader.append(batch(b"found"))
+    (follower,) = [node for node in scene.nodes.values() if node is not leader]
+    await shows(follower, 1)
+    leader.gate.shut.add(follower.name)
+    await scene.in_sync(leader.name)  # so the other one can't be elected
+    await leader.crash()
     async with (
         replica(etcd_endpoint, scene.cluster) as nameserver,
         Admin(nameserver.address) as admin,
     ):
 
         async def gone() -> bool:
-            return [n.node_id for n in (await admin.cluster()).nodes] == [slave.name]
+            return [n.node_id for n in (await admin.cluster()).nodes] == [follower.name]
 
         await until(gone)
         found = await Queries(admin).message(f"{BROKER}-{receipt.position}-0")
     assert found.body == b"found"
 
 
-async def test_a_reader_goes_on_while_there_is_no_master(scene: Scene, etcd_endpoint: str) -> None:
-    """What was written is read to its end from a slave; nothing twice, nothing left out."""
+async def test_a_reader_goes_on_while_there_is_no_leader(scene: Scene, etcd_endpoint: str) -> None:
+    """What was written is read to its end from a follower; nothing twice, nothing left out."""
     scene.settings["replica_lag_ms_max"] = 500
-    master, slave = await three(scene)
-    await master.append(*(batch(b"%d" % number) for number in range(100)))
-    await shows(slave, 100)
+    leader, follower = await three(scene)
+    await leader.append(*(batch(b"%d" % number) for number in range(100)))
+    await shows(follower, 100)
     queue = QueueId(TOPIC, BROKER, 0)
     found: list[bytes] = []
     async with EtcdSession(scene.endpoint, scene.cluster, Clock()) as session:
@@ -247,7 +247,7 @@ async def test_a_reader_goes_on_while_there_is_no_master(scene: Scene, etcd_endp
                 found += [message.body for message in messages]
         for node in scene.nodes.values():
             node.session.cut = True
-        await master.crash()
+        await leader.crash()
         while len(found) < 100:
             for messages in (await puller.poll(count_max=10)).values():
                 found += [message.body for message in messages]

@@ -1,6 +1,6 @@
-"""What the master of a replica set does for its slaves: number the changes, hand them out, wait.
+"""What the leader of a replica set does for its followers: number the changes, hand them out, wait.
 
-A change is answered for once every member of the in-sync set has it durably. A slave says how far
+A change is answered for once every member of the in-sync set has it durably. A follower says how far
 it has come by asking for what follows (protocol section 12).
 """
 
@@ -20,8 +20,8 @@ FETCH_BYTES_MAX = 4 * 1024 * 1024
 """One answer holds no more changes than this, but one in any case."""
 
 
-class Mastership:
-    """One node's time as master.
+class Leadership:
+    """One node's time as leader.
 
     Args:
         changes: Of this node; nobody else writes to `disk` meanwhile.
@@ -33,7 +33,7 @@ class Mastership:
 
     @property
     def epoch(self) -> int:
-        """Of this mastership."""
+        """Of this leadership."""
         return self.keeper.epoch
 
     @property
@@ -70,7 +70,7 @@ class Mastership:
         return version
 
     async def fetch(self, name: str, position: Position, hold_ms: int) -> list[Change] | None:
-        """What follows `position`, which slave `name` has; None if it has to begin anew."""
+        """What follows `position`, which follower `name` has; None if it has to begin anew."""
         if not self._changes.holds(position):
             self.keeper.books.forget(name)
             return None

@@ -1,9 +1,9 @@
-"""Goal: a master dies, consumers go on through its slave and keep their progress; the old master
+"""Goal: a leader dies, consumers go on through its follower and keep their progress; the old leader
 returns with what it had, and may lead again: nothing is handled again, no committed offset falls.
 
-Method: real processes; masters of offsets and of storage; acks that travel with pulls and such that
+Method: real processes; leaders of offsets and of storage; acks that travel with pulls and such that
 don't. Committed offsets are asked for all the time. After the return the group leaves as a whole,
-and others join, who know only what the cluster tells them. Then the old master leads once more.
+and others join, who know only what the cluster tells them. Then the old leader leads once more.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Story:
                 await group.join(client_id)
 
     async def goes_down_and_returns(self, service: str, broker: str = "") -> None:
-        """The master dies, a slave takes over, the master returns, and leads again."""
+        """The leader dies, a follower takes over, the leader returns, and leads again."""
         await in_sync(self.admin, service, broker)
         old = await leader(self.admin, self.cluster, service, broker=broker)
         await self.cluster.kill(old)
@@ -149,17 +149,17 @@ async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[Story]:
             task.cancel()
 
 
-async def test_a_master_of_offsets_returns_with_an_old_file(tmp_path: Path) -> None:
+async def test_a_leader_of_offsets_returns_with_an_old_file(tmp_path: Path) -> None:
     async with story(tmp_path, ClusterOptions(offsets=3)) as told:
         await told.goes_down_and_returns("offsets")
 
 
-async def test_a_master_of_storage_returns_with_an_old_log(tmp_path: Path) -> None:
+async def test_a_leader_of_storage_returns_with_an_old_log(tmp_path: Path) -> None:
     async with story(tmp_path, ClusterOptions(storage_replicas=2)) as told:
         await told.goes_down_and_returns("storage", BROKER)
 
 
-async def test_a_commit_that_is_repeated_reaches_the_next_master(tmp_path: Path) -> None:
+async def test_a_commit_that_is_repeated_reaches_the_next_leader(tmp_path: Path) -> None:
     options = ClusterOptions(offsets=3, auto_restart=False)
     async with (
         LocalCluster(tmp_path / "cluster", options, start=nursery().start) as cluster,
