@@ -19,21 +19,23 @@ help:           ## this list
 
 setup: $(SETUP) ## virtual environment with the locked dependencies and this project
 
-$(SETUP): requirements.lock pyproject.toml
+PROJECTS := pyproject.toml services/pyproject.toml spark-jobs/pyproject.toml
+$(SETUP): requirements.lock $(PROJECTS)
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  -e . -e services -e spark-jobs
 	touch $@
 
-LOCK_IMAGE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-  --constraint requirements.lock --custom-compile-command 'make lock'
+LOCK = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' \
+  --no-emit-package batonmq --no-emit-package batonmq-server
+LOCK_IMAGE = $(LOCK) --constraint requirements.lock
 
 lock: $(SETUP)  ## choose newest allowed versions anew, into requirements.lock
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
-	  --custom-compile-command 'make lock' pyproject.toml -o requirements.lock
-	$(LOCK_IMAGE) pyproject.toml -o deploy/images/services.lock
-	$(LOCK_IMAGE) --extra spark pyproject.toml -o deploy/images/spark.lock
+	$(LOCK) --extra prometheus --extra redis --extra sql --group dev $(PROJECTS) -o requirements.lock
+	$(LOCK_IMAGE) services/pyproject.toml -o deploy/images/services.lock
+	$(LOCK_IMAGE) spark-jobs/pyproject.toml -o deploy/images/spark.lock
 	$(LOCK_IMAGE) --no-deps deploy/images/demo.in -o deploy/images/demo.lock
 
 fmt: $(SETUP)   ## rewrite code to the house format

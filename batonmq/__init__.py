@@ -16,26 +16,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batonmq.admin import Admin
-    from batonmq.blocking import BlockingConsumer, BlockingProducer, BlockingPuller
-    from batonmq.common import errors
-    from batonmq.common.errors import BatonError, Retry
-    from batonmq.consumer import Consumer
-    from batonmq.consuming.membership import Verdict
-    from batonmq.consuming.message import ReceivedMessage
-    from batonmq.consuming.results import MessageFailed, RetryLater, Suspend
-    from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
-    from batonmq.core.records import Message
-    from batonmq.core.retries import Origin
-    from batonmq.core.route import QueueId
-    from batonmq.metrics import ClientMetrics
-    from batonmq.producer import Producer
-    from batonmq.producing.placing import ProducerClosed
-    from batonmq.producing.receipts import Pending, Receipt
-    from batonmq.producing.settings import Durability, ProducerSettings
-    from batonmq.puller import AtTime, Puller, PullerSettings
-    from batonmq.scheduling import PendingSchedule, ScheduleReceipt
-    from batonmq.security import Security
+    from batonmq import errors
+    from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
+    from batonmq._connection.security import Security
+    from batonmq._consumer.consumer import Consumer
+    from batonmq._consumer.membership import Verdict
+    from batonmq._consumer.message import ReceivedMessage
+    from batonmq._consumer.puller import AtTime, Puller, PullerSettings
+    from batonmq._consumer.results import MessageFailed, RetryLater, Suspend
+    from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+    from batonmq._core.records import Message
+    from batonmq._core.retries import Origin
+    from batonmq._core.route import QueueId
+    from batonmq._producer.placing import ProducerClosed
+    from batonmq._producer.producer import Producer
+    from batonmq._producer.receipts import Pending, Receipt
+    from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
+    from batonmq._producer.settings import Durability, ProducerSettings
+    from batonmq._telemetry.client_metrics import ClientMetrics
+    from batonmq.admin.admin import Admin
+    from batonmq.errors import BatonError, Retry
 
 __all__ = [
     "Admin",
@@ -72,43 +72,43 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Admin": "batonmq.admin",
-    "AtTime": "batonmq.puller",
-    "BatonError": "batonmq.common.errors",
-    "BlockingConsumer": "batonmq.blocking",
-    "BlockingProducer": "batonmq.blocking",
-    "BlockingPuller": "batonmq.blocking",
-    "ClientMetrics": "batonmq.metrics",
-    "Consumer": "batonmq.consumer",
-    "ConsumerSettings": "batonmq.consuming.session",
-    "Durability": "batonmq.producing.settings",
-    "Message": "batonmq.core.records",
-    "MessageFailed": "batonmq.consuming.results",
-    "Origin": "batonmq.core.retries",
-    "OwnershipEvent": "batonmq.consuming.session",
-    "Pending": "batonmq.producing.receipts",
-    "PendingSchedule": "batonmq.scheduling",
-    "Producer": "batonmq.producer",
-    "ProducerClosed": "batonmq.producing.placing",
-    "ProducerSettings": "batonmq.producing.settings",
-    "Puller": "batonmq.puller",
-    "PullerSettings": "batonmq.puller",
-    "QueueId": "batonmq.core.route",
-    "Receipt": "batonmq.producing.receipts",
-    "ReceivedMessage": "batonmq.consuming.message",
-    "Retry": "batonmq.common.errors",
-    "RetryLater": "batonmq.consuming.results",
-    "ScheduleReceipt": "batonmq.scheduling",
-    "Security": "batonmq.security",
-    "Suspend": "batonmq.consuming.results",
-    "Verdict": "batonmq.consuming.membership",
+    "Admin": "batonmq.admin.admin",
+    "AtTime": "batonmq._consumer.puller",
+    "BatonError": "batonmq.errors",
+    "BlockingConsumer": "batonmq._blocking",
+    "BlockingProducer": "batonmq._blocking",
+    "BlockingPuller": "batonmq._blocking",
+    "ClientMetrics": "batonmq._telemetry.client_metrics",
+    "Consumer": "batonmq._consumer.consumer",
+    "ConsumerSettings": "batonmq._consumer.session",
+    "Durability": "batonmq._producer.settings",
+    "Message": "batonmq._core.records",
+    "MessageFailed": "batonmq._consumer.results",
+    "Origin": "batonmq._core.retries",
+    "OwnershipEvent": "batonmq._consumer.session",
+    "Pending": "batonmq._producer.receipts",
+    "PendingSchedule": "batonmq._producer.scheduling",
+    "Producer": "batonmq._producer.producer",
+    "ProducerClosed": "batonmq._producer.placing",
+    "ProducerSettings": "batonmq._producer.settings",
+    "Puller": "batonmq._consumer.puller",
+    "PullerSettings": "batonmq._consumer.puller",
+    "QueueId": "batonmq._core.route",
+    "Receipt": "batonmq._producer.receipts",
+    "ReceivedMessage": "batonmq._consumer.message",
+    "Retry": "batonmq.errors",
+    "RetryLater": "batonmq._consumer.results",
+    "ScheduleReceipt": "batonmq._producer.scheduling",
+    "Security": "batonmq._connection.security",
+    "Suspend": "batonmq._consumer.results",
+    "Verdict": "batonmq._consumer.membership",
 }
 
 
 def __getattr__(name: str) -> object:
     """Load a public name when it is first used: services need only parts of the library."""
     if name == "errors":
-        return importlib.import_module("batonmq.common.errors")
+        return importlib.import_module("batonmq.errors")
     if name not in _HOMES:
         raise AttributeError(f"module 'batonmq' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

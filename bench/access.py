@@ -9,18 +9,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from batonmq._producer.settings import Durability, ProducerSettings
+
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.access import AccessControl, Grant, Role
-from batonmq.admin import Admin
-from batonmq.common.errors import BatonError
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
-from batonmq.producing.settings import Durability, ProducerSettings
+from batonmq._producer.producer import Producer
+from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq.admin.admin import Admin
+from batonmq.errors import BatonError
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup
 from bench.sides import append_rates, send_times

@@ -10,15 +10,14 @@ from time import process_time
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
+from batonmq._connection.channels import connect
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq.admin.admin import Admin
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.setup import TOPIC, Setup, batch
 from bench.site import TIMEOUT_S

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, perf_counter
 
-from batonmq.common.errors import BatonError
-from batonmq.core.records import tag_hash
-from batonmq.core.subscription import SqlFilter
+from batonmq._core.records import tag_hash
+from batonmq._core.subscription import SqlFilter
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.filter import HashFilter
+from batonmq_server.storage.core.store import TopicQueues, Wanted, check
+from batonmq_server.storage.node import Node, opened
+from batonmq_server.storage.requests import filter_of
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import BATCH_BYTES, TOPIC, Setup, batch
-from services.storage.core.filter import HashFilter
-from services.storage.core.store import TopicQueues, Wanted, check
-from services.storage.node import Node, opened
-from services.storage.requests import filter_of
 
 SEGMENT_BYTES = 1 << 30
 BYTES_WRITTEN = 3 * SEGMENT_BYTES // 2

@@ -7,18 +7,18 @@ import tracemalloc
 from statistics import quantiles
 from time import perf_counter
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.consumer import Consumer
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.records import Message
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
+from batonmq._common.clock import Clock
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
+from batonmq_server.storage.core.delay import Delayed, DelayLevels
 from bench.figures import Figure, Goal, figure
 from bench.setup import TOPIC, Setup
-from services.storage.core.delay import Delayed, DelayLevels
 
 QUEUES = 8
 DUE_PER_S = 2_000

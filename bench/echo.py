@@ -14,12 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import grpc.aio
+
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from batonmq.channels import OPTIONS
+from batonmq._connection.channels import OPTIONS
+from batonmq_server.runtime.memory import keep_freed
 from bench.setup import BATCH_BYTES
-from services.runtime.memory import keep_freed
 
 
 class EchoServicer(pb_grpc.StorageServiceServicer):

@@ -8,15 +8,15 @@ from contextlib import AsyncExitStack
 from statistics import median
 from time import perf_counter
 
-from batonmq.admin import Admin
-from batonmq.common.errors import BatonError
-from batonmq.core.route import QueueId
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions, highly_available
-from batonmq.local.standing import lacks, leading
-from batonmq.producer import Producer
-from batonmq.puller import Puller
+from batonmq._consumer.puller import Puller
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import BatonError
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions, highly_available
+from batonmq_server.local.standing import lacks, leading
 from bench.figures import Figure, Goal, figure
 from bench.setup import TOPIC, Setup
 

@@ -8,11 +8,11 @@ from itertools import cycle
 from statistics import median
 from time import perf_counter
 
+from batonmq_server.storage.core.store import check
+from batonmq_server.storage.node import Node
 from bench.core import open_node, sync, topics
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.setup import Setup, batch
-from services.storage.core.store import check
-from services.storage.node import Node
 
 QUEUE_COUNTS = (1, 100, 10_000)
 MESSAGES_PER_BATCH = 10

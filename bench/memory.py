@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 from baton.storage.v1 import storage_service_pb2 as pb
-
 from bench.figures import MIB, Figure, Goal, figure
 from bench.setup import Setup, batch
 from bench.site import TIMEOUT_S, Site, site

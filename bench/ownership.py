@@ -14,24 +14,24 @@ from time import perf_counter
 from typing import Literal
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.consumer import Consumer
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.records import Message
-from batonmq.demo.crew import Crew, Member, Part
-from batonmq.demo.journal import handovers_ms, read
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
+from batonmq._connection.channels import connect
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq_server.demo.crew import Crew, Member, Part
+from batonmq_server.demo.journal import handovers_ms, read
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.pulls import fill
 from bench.setup import TOPIC, Setup

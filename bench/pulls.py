@@ -11,7 +11,6 @@ from pathlib import Path
 from time import perf_counter
 
 from baton.storage.v1 import storage_service_pb2 as pb
-
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import Setup, batch
 from bench.site import TIMEOUT_S, Site, group_queue, site

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from batonmq.core.records import BatchBuilder, Message, encode_record
+from batonmq._core.records import BatchBuilder, Message, encode_record
+from batonmq_server.storage.core.store import check
+from batonmq_server.storage.node import Node
 from bench.core import open_node, sync, topics
 from bench.figures import Figure, Goal, figure
 from bench.pulls import forget_pages
 from bench.setup import TOPIC, Setup
-from services.storage.core.store import check
-from services.storage.node import Node
 
 LOG_BYTES = 5 << 30
 RECORD_BYTES, RECORDS = 1_024, 500

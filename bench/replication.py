@@ -12,13 +12,12 @@ from time import perf_counter
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.replication import Replica, replicas_of
+from batonmq._connection.channels import connect
+from batonmq.admin.admin import Admin
+from batonmq.admin.replication import Replica, replicas_of
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import TOPIC, Setup, batch
 from bench.site import BROKER, TIMEOUT_S

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batonmq.core.records import RECORD, BatchBuilder, Message, encode_record
+from batonmq._core.records import RECORD, BatchBuilder, Message, encode_record
 
 TOPIC = "bench"
 BATCH_BYTES = 512 * 1024

@@ -8,8 +8,7 @@ from functools import partial
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.producer import Producer
+from batonmq._producer.producer import Producer
 from bench.figures import interleaved, seconds
 from bench.setup import TOPIC, Setup, batch
 from bench.wire import IN_FLIGHT, QUEUES, rate

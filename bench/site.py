@@ -12,12 +12,11 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.local.child import Child, Program, execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
+from batonmq._connection.channels import connect
+from batonmq.admin.admin import Admin
+from batonmq_server.local.child import Child, Program, execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from bench.setup import TOPIC
 
 BROKER = "broker-0"

@@ -11,16 +11,16 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
 from pyspark.sql import DataFrameReader, SparkSession
 
-from batonmq.admin import Admin
-from batonmq.core.records import Message
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.metric_arrow import encode_events
-from batonmq.producer import Producer
+from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
+from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
+from batonmq._telemetry.metric_arrow import encode_events
+from batonmq.admin.admin import Admin
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from batonspark.session import build_session
 from bench.figures import Figure, Goal, figure
 from bench.setup import Setup

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
 from bench.figures import Figure, Goal, figure, interleaved
 from bench.setup import Setup, batch
 from bench.site import TIMEOUT_S, Site, group_queue, site

@@ -6,16 +6,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._producer.settings import Durability, ProducerSettings
 
-from batonmq.admin import Admin
-from batonmq.channels import Connect
-from batonmq.common.health import SERVING, ask_health
-from batonmq.local.child import execute
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
-from batonmq.producing.settings import Durability, ProducerSettings
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._common.health import SERVING, ask_health
+from batonmq._connection.channels import Connect
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq_server.local.child import execute
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved, seconds
 from bench.setup import TOPIC, Setup
 from bench.sides import append_rates, send_times

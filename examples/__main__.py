@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 
 HERE = Path(__file__).parent
 SETTINGS = {"storage": {"segment_bytes": 16 * 1024 * 1024}}

@@ -27,22 +27,22 @@ from typing import Any
 
 import deltalake
 import pyarrow as pa
-from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 
-from batonmq.admin import Admin
-from batonmq.common.aio import interruptible
-from batonmq.common.errors import SubscriptionConflict
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.names import METRICS_TOPIC
-from batonmq.core.route import QueueId
-from batonmq.demo.flights import load_flights
-from batonmq.demo.play import Result, play
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
-from batonmq.puller import Puller
+from baton.metrics.v1.metrics_service_pb2 import MetricBatch
+from batonmq._common.aio import interruptible
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.puller import Puller
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.names import METRICS_TOPIC
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import SubscriptionConflict
+from batonmq_server.demo.flights import load_flights
+from batonmq_server.demo.play import Result, play
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 
 HERE = Path(__file__).resolve().parent
 TOPIC, GROUP = "reservations", "desk"

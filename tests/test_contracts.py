@@ -14,16 +14,16 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-import baton
 import grpc
 import pytest
-from baton.common.v1 import error_pb2
 from google.protobuf.descriptor import EnumDescriptor, FileDescriptor, ServiceDescriptor
 
-import services
-from batonmq.common import errors
-from batonmq.common.errors import BatonError, Difference, Retry
-from batonmq.common.rpc import ERROR_OF, error_from_pb, error_to_pb, status_of
+import baton
+import batonmq_server
+from baton.common.v1 import error_pb2
+from batonmq import errors
+from batonmq._common.rpc import ERROR_OF, error_from_pb, error_to_pb, status_of
+from batonmq.errors import BatonError, Difference, Retry
 
 
 def modules(package: ModuleType, pattern: str) -> list[ModuleType]:
@@ -39,7 +39,7 @@ def modules(package: ModuleType, pattern: str) -> list[ModuleType]:
 
 FILES: list[FileDescriptor] = [found.DESCRIPTOR for found in modules(baton, "*_pb2.py")]
 SERVICES: list[ServiceDescriptor] = [s for f in FILES for s in f.services_by_name.values()]
-SERVED = modules(services, "*.py")
+SERVED = modules(batonmq_server, "*.py")
 REASONS = [name.removeprefix("REASON_") for name in error_pb2.Reason.keys()][1:]  # noqa: SIM118
 ERRORS: list[type[BatonError]] = [
     cls
@@ -82,7 +82,7 @@ def test_there_are_contracts_and_services_to_compare() -> None:
 @pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.full_name)
 def test_every_call_is_served(service: ServiceDescriptor) -> None:
     base = generated_base(service)
-    served_by = [c for c in below(base) if c.__module__.startswith("services.")]
+    served_by = [c for c in below(base) if c.__module__.startswith("batonmq_server.")]
     assert len(served_by) == 1, f"{service.full_name} is served by {served_by}"
     inherited = [m for m in service.methods_by_name if getattr(served_by[0], m) is getattr(base, m)]
     assert not inherited, f"{served_by[0]} does not serve {inherited}"

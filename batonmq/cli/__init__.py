@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from batonmq._connection.security import Security
 from batonmq.cli import (
     access,
     bench,
@@ -28,8 +29,6 @@ from batonmq.cli.cancel import cancel
 from batonmq.cli.complete import contexts_that_begin, default_config
 from batonmq.cli.consume import consume
 from batonmq.cli.context_file import Context, ContextError
-from batonmq.cli.demo import demo
-from batonmq.cli.fsck import fsck
 from batonmq.cli.moving import move, spread_groups
 from batonmq.cli.output import Form, Output
 from batonmq.cli.produce import produce
@@ -49,10 +48,7 @@ from batonmq.cli.stuck import lag, why_stuck
 from batonmq.cli.top import top
 from batonmq.cli.topic_stats import stats
 from batonmq.cli.trace import trace
-from batonmq.cli.traffic import traffic
-from batonmq.cli.up import up
-from batonmq.common.errors import InvalidArgument
-from batonmq.security import Security
+from batonmq.errors import InvalidArgument
 
 app = typer.Typer(
     name="baton",
@@ -187,7 +183,6 @@ def _chosen(path: Path, name: str, *, lenient: bool) -> Context:
     return known.get(wanted)
 
 
-app.command()(up)
 app.command()(produce)
 app.command()(consume)
 app.command()(top)
@@ -210,6 +205,5 @@ app.add_typer(config.app, name="config")
 app.add_typer(debug.app, name="debug")
 app.add_typer(mqadmin.app, name="mqadmin")
 app.add_typer(contexts.app, name="context")
-app.command()(demo)
-app.command()(traffic)
-app.command()(fsck)
+for point in sorted(entry_points(group="batonmq.commands"), key=lambda point: point.name):
+    app.command(point.name)(point.load())

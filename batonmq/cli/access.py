@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from batonmq.access import AccessControl, Answer, Grant, IdentityAccess, Role
+from batonmq.admin.access import AccessControl, Answer, Grant, IdentityAccess, Role
 from batonmq.cli.output import Columns, Form, Item, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 

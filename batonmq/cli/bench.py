@@ -11,17 +11,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from batonmq.admin import Admin
+from batonmq._core.records import BODY_BYTES_MAX
+from batonmq._producer.settings import Durability, ProducerSettings
+from batonmq.admin.admin import Admin
 from batonmq.cli.complete import topics_that_begin
+from batonmq.cli.measuring import SIZE_BYTES_MIN, Bench, Load, Measured, Told, own_topic
 from batonmq.cli.output import Columns, Item
 from batonmq.cli.produce import Compressed, CompressionOption
 from batonmq.cli.progress import progress
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.cli.times import parse_rate
-from batonmq.common.errors import InvalidArgument
-from batonmq.core.records import BODY_BYTES_MAX
-from batonmq.measuring import SIZE_BYTES_MIN, Bench, Load, Measured, Told, own_topic
-from batonmq.producing.settings import Durability, ProducerSettings
+from batonmq.errors import InvalidArgument
 
 app = typer.Typer(help="Measure how fast a running cluster is.", no_args_is_help=True)
 

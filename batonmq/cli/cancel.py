@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.producer import Producer
-from batonmq.producing.settings import ProducerSettings
 
 
 def cancel(

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from batonmq.admin.operation import Operation
 from batonmq.cli.session import Defaults, Session
-from batonmq.operation import Operation
 
 
 def who() -> str:

@@ -10,17 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from batonmq.admin import Admin
-from batonmq.channels import Connect
+from batonmq._common.clock import Clock
+from batonmq._common.health import SERVING, ask_health
+from batonmq._connection.channels import Connect
+from batonmq.admin.admin import Admin
+from batonmq.admin.diagnostics import describe_broker
+from batonmq.admin.replication import ElectionPlan, Replica, elect, replicas
+from batonmq.admin.reports import Node
 from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, Item, counted, duration, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
-from batonmq.common.health import SERVING, ask_health
-from batonmq.diagnostics import describe_broker
-from batonmq.replication import ElectionPlan, Replica, elect, replicas
-from batonmq.reports import Node
+from batonmq.errors import BatonError
 
 app = typer.Typer(help="Look at the processes of the cluster.", no_args_is_help=True)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import typer
 
-from batonmq.admin import Admin
+from batonmq._core.names import is_system_topic
+from batonmq.admin.admin import Admin
 from batonmq.cli import context_file
 from batonmq.cli.context_file import SECURITY, Context, ContextError
 from batonmq.cli.security import chosen, token_of_environment
 from batonmq.cli.session import DEFAULT_NAMESERVER
-from batonmq.common.errors import BatonError
-from batonmq.core.names import is_system_topic
+from batonmq.errors import BatonError
 
 _DEADLINE_S = 0.7
 

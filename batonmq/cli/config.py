@@ -13,7 +13,7 @@ import typer
 from batonmq.cli.output import Columns, Item
 from batonmq.cli.services import SERVICES, settings_of
 from batonmq.cli.session import FormatOption, Session, open_session
-from batonmq.common.errors import InvalidArgument
+from batonmq.errors import InvalidArgument
 
 app = typer.Typer(
     help="Look at the settings of the services, and check them.", no_args_is_help=True

@@ -10,22 +10,22 @@ from typing import Annotated, cast
 
 import typer
 
-from batonmq.admin import Admin
+from batonmq._common.clock import Clock
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.delays import parse_duration_ms
+from batonmq._core.retries import retry_topic
+from batonmq._core.route import QueueId
+from batonmq._core.starting import ConsumeFrom
+from batonmq._core.subscription import parse_filter
+from batonmq.admin.admin import Admin
 from batonmq.cli.complete import groups_that_begin
 from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.places import TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.cli.times import parse_unix_ms
-from batonmq.common.clock import Clock
-from batonmq.common.errors import GroupNotFound, InvalidArgument, Unreachable
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.delays import parse_duration_ms
-from batonmq.core.retries import retry_topic
-from batonmq.core.route import QueueId
-from batonmq.core.starting import ConsumeFrom
-from batonmq.core.subscription import parse_filter
+from batonmq.errors import GroupNotFound, InvalidArgument, Unreachable
 
 _LOOK_S = 0.2
 

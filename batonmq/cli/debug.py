@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
+from batonmq._common.clock import Clock
+from batonmq.admin.diagnostics import Diagnostics
 from batonmq.cli.output import counted
 from batonmq.cli.progress import progress
 from batonmq.cli.services import settings_of_services
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.clock import Clock
-from batonmq.diagnostics import Diagnostics
 
 app = typer.Typer(help="Collect what somebody needs who helps from afar.", no_args_is_help=True)
 

@@ -13,6 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from batonmq._common.clock import Clock
+from batonmq._core.delays import parse_duration_ms
+from batonmq.admin.dead_letters import Criteria, DeadLetter, DeadLetters, Redrive, Redriven
 from batonmq.cli.changes import ByOption, ReasonOption, operation
 from batonmq.cli.message import body_of
 from batonmq.cli.output import Columns, Item, counted, described, printable, wall_time
@@ -21,10 +24,7 @@ from batonmq.cli.progress import progress
 from batonmq.cli.resets import ExecuteOption
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.cli.times import parse_unix_ms
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BadExpression, InvalidArgument, LimitExceeded
-from batonmq.core.delays import parse_duration_ms
-from batonmq.dead_letters import Criteria, DeadLetter, DeadLetters, Redrive, Redriven
+from batonmq.errors import BadExpression, InvalidArgument, LimitExceeded
 
 app = typer.Typer(help="Dead letters: look at them, send them again.", no_args_is_help=True)
 

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from batonmq.admin import Strategy
+from batonmq.admin.admin import Strategy
+from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
+from batonmq.admin.placement import Place, locate_group
 from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, counted, described, differences, wall_time
 from batonmq.cli.places import GroupArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.errors import BatonError, GroupNotFound
-from batonmq.group_reports import Group, GroupProgress, RefusedClient, Subscription
-from batonmq.placement import Place, locate_group
+from batonmq.errors import BatonError, GroupNotFound
 
 app = typer.Typer(
     help="Look at consumer groups, change them, move their progress.", no_args_is_help=True

@@ -11,11 +11,11 @@ from typing import TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from batonmq._core.delays import parse_duration_ms
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
 from batonmq.cli.times import parse_unix_ms
-from batonmq.common.errors import InvalidArgument
-from batonmq.core.delays import parse_duration_ms
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
+from batonmq.errors import InvalidArgument
 
 
 class When(TypedDict, total=False):

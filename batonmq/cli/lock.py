@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
+from batonmq._core.route import QueueId
+from batonmq.admin.locks import LockDetail, Locks
+from batonmq.admin.operation import Operation
 from batonmq.cli.changes import ByOption, OpIdOption, ReasonOption, operation
 from batonmq.cli.output import Columns, counted, described, duration
 from batonmq.cli.places import GroupArgument, TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.core.route import QueueId
-from batonmq.locks import LockDetail, Locks
-from batonmq.operation import Operation
 
 app = typer.Typer(help="Look at the locks on queues, and break them.", no_args_is_help=True)
 BrokerArgument = Annotated[str, typer.Argument(metavar="BROKER", help="The queue's broker.")]

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from batonmq.admin import Admin
+from batonmq._core.redriving import DeadLetter
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
+from batonmq.admin.query import Queries, StoredMessage
 from batonmq.cli.output import Item, printable, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.cli.times import parse_unix_ms
-from batonmq.common.errors import InvalidArgument, MessageNotFound, QueueNotFound
-from batonmq.core.redriving import DeadLetter
-from batonmq.core.route import QueueId
-from batonmq.query import Queries, StoredMessage
+from batonmq.errors import InvalidArgument, MessageNotFound, QueueNotFound
 
 app = typer.Typer(help="Look messages up; cancel scheduled ones.", no_args_is_help=True)
 

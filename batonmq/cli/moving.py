@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from batonmq.admin import Admin
+from batonmq.admin.admin import Admin
+from batonmq.admin.placement import Move, locate_group, move_group
 from batonmq.cli.changes import DryRunOption
 from batonmq.cli.output import Columns, counted
 from batonmq.cli.places import GroupArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.errors import BatonError
-from batonmq.placement import Move, locate_group, move_group
+from batonmq.errors import BatonError
 
 ARRIVED_WITHIN_S = 30.0
 _LOOK_S = 0.1

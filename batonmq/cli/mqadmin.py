@@ -13,6 +13,10 @@ from typing import Annotated
 
 import typer
 
+from batonmq._common.clock import Clock
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
 from batonmq.cli.changes import YesOption, named
 from batonmq.cli.complete import groups_that_begin, topics_that_begin
@@ -21,11 +25,7 @@ from batonmq.cli.resets import ExecuteOption, reset_offsets
 from batonmq.cli.session import FormatOption, Session, open_session
 from batonmq.cli.topic import Permission
 from batonmq.cli.topic_stats import stats
-from batonmq.common.clock import Clock
-from batonmq.common.errors import TopicNotFound
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.producing.settings import ProducerSettings
+from batonmq.errors import TopicNotFound
 
 app = typer.Typer(
     help="The commonest commands of RocketMQ's mqadmin, by their names and flags.",

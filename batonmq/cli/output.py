@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batonmq.common.errors import BatonError
+from batonmq.errors import BatonError
 
 Item = Mapping[str, Any]
 Columns = Mapping[str, str | Callable[[Item], object]]

@@ -11,6 +11,13 @@ from typing import Annotated
 
 import typer
 
+from batonmq._core.delays import LEVEL_NAMES
+from batonmq._core.records import BODY_BYTES_MAX, Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Pending, Receipt
+from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
+from batonmq._producer.settings import ProducerSettings
 from batonmq.cli.inputs import Parcel, Parse, from_json, from_text, parse_properties, when
 from batonmq.cli.lines import read_lines
 from batonmq.cli.output import Form, Output, counted, wall_time
@@ -18,14 +25,7 @@ from batonmq.cli.places import TopicArgument, parse_queue
 from batonmq.cli.progress import progress
 from batonmq.cli.session import FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_rate
-from batonmq.common.errors import BatonError, InvalidArgument
-from batonmq.core.delays import LEVEL_NAMES
-from batonmq.core.records import BODY_BYTES_MAX, Message
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Pending, Receipt
-from batonmq.producing.settings import ProducerSettings
-from batonmq.scheduling import PendingSchedule, ScheduleReceipt
+from batonmq.errors import BatonError, InvalidArgument
 
 _PENDING_MAX = 10_000
 

@@ -14,19 +14,19 @@ from typing import Annotated
 
 import typer
 
+from batonmq._common.clock import Clock
+from batonmq._core.delays import parse_duration_ms
+from batonmq._core.route import QueueId
+from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq.admin.operation import Operation
+from batonmq.admin.resets import Done, Plan, Resets, Scope
 from batonmq.cli.changes import ByOption, DryRunOption, OpIdOption, ReasonOption, operation
 from batonmq.cli.complete import groups_that_begin
 from batonmq.cli.output import Columns, counted, wall_time
 from batonmq.cli.places import GroupArgument, QueueOption, TopicOption, parse_queue
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.cli.times import parse_unix_ms
-from batonmq.common.clock import Clock
-from batonmq.common.errors import InvalidArgument
-from batonmq.core.delays import parse_duration_ms
-from batonmq.core.route import QueueId
-from batonmq.core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
-from batonmq.operation import Operation
-from batonmq.resets import Done, Plan, Resets, Scope
+from batonmq.errors import InvalidArgument
 
 _WAYS = (
     "--to-offset, --to-datetime, --by-duration, --to-earliest, --to-latest, --to-current, "

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from pydantic import SecretStr
 
+from batonmq._connection.security import Security
 from batonmq.cli.context_file import SECURITY, Context
-from batonmq.security import Security
 
 TlsOption = Annotated[
     bool | None,

@@ -17,7 +17,7 @@ _TIMEOUT_S = 60.0
 
 
 def settings_of(service: str, given: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`settings` and `problems` of a service, as `batonmq.common.explain` has them.
+    """`settings` and `problems` of a service, as `batonmq._process.explain` has them.
 
     Args:
         given: The variables it is to see; None for those of this process.
@@ -29,8 +29,7 @@ def settings_of(service: str, given: Mapping[str, str] | None = None) -> dict[st
     if given is not None:
         env = {name: value for name, value in env.items() if not name.startswith("BATON_")}
         env |= given
-    # -P: a folder called `services` where the command was given is not ours.
-    command = [sys.executable, "-P", "-m", f"services.{service}", "--explain-config"]
+    command = [sys.executable, "-m", f"batonmq_server.{service}", "--explain-config"]
     try:
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S

@@ -17,12 +17,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from batonmq.admin import Admin
+from batonmq._common.aio import interruptible
+from batonmq._connection.handshake import refused
+from batonmq._connection.security import Security
+from batonmq.admin.admin import Admin
 from batonmq.cli.output import Form, Output
-from batonmq.common.aio import interruptible
-from batonmq.common.errors import BatonError, Unreachable
-from batonmq.handshake import refused
-from batonmq.security import Security
+from batonmq.errors import BatonError, Unreachable
 
 DEFAULT_NAMESERVER = "127.0.0.1:9876"
 Value = TypeVar("Value")

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from batonmq.admin.group_reports import Diagnosis
 from batonmq.cli.output import Columns, counted
 from batonmq.cli.places import GroupArgument, QueueOption, TopicOption, parse_queue
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.group_reports import Diagnosis
 
 _WHY_COLUMNS: Columns = {
     "QUEUE": lambda item: f"{item['topic']}/{item['broker']}/{item['queue_id']}",

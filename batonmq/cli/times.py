@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
-from batonmq.common.errors import InvalidArgument
+from batonmq.errors import InvalidArgument
 
 _DIGITS_OF_A_DATE = range(4, 9)
 _DIGITS_MAX = 15

@@ -12,18 +12,18 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from rich.console import Console
 from rich.live import Live
 
-from batonmq.admin import Admin
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._core.board import Board, Place, Standing
+from batonmq.admin.admin import Admin
+from batonmq.admin.event_watch import EventWatch
 from batonmq.cli.output import Form
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
 from batonmq.cli.top_view import Frame, item_of
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
-from batonmq.core.board import Board, Place, Standing
-from batonmq.watching import EventWatch
+from batonmq.errors import BatonError
 
 GROUPS_MAX = 50
 """Groups that are asked for their progress at the start; of others events tell."""

@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from batonmq._core.board import Snapshot
 from batonmq.cli.output import printable, wall_time
-from batonmq.core.board import Snapshot
 
 _AROUND = 13
 """Lines for headings, empty lines, what is left out, and the foot."""

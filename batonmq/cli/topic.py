@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from batonmq._core.names import is_system_topic
+from batonmq.admin.reports import Topic
 from batonmq.cli.changes import YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, wall_time
 from batonmq.cli.places import TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.core.names import is_system_topic
-from batonmq.reports import Topic
 
 app = typer.Typer(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
 

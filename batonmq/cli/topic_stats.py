@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from batonmq._common.clock import Clock
+from batonmq.admin.topic_stats import QueueStats, TopicStats
 from batonmq.cli.output import Columns, duration, wall_time
 from batonmq.cli.places import TopicArgument
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.clock import Clock
-from batonmq.topic_stats import QueueStats, TopicStats
 
 _COLUMNS: Columns = {
     "TOPIC": "topic",

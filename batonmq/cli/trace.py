@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from batonmq._core.route import QueueId
+from batonmq._core.tracing import Step, What
+from batonmq.admin.query import Queries, StoredMessage
+from batonmq.admin.trace import Copy, GroupTrace, Trace, Tracer
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, counted, wall_time
 from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.common.errors import MessageNotFound
-from batonmq.core.route import QueueId
-from batonmq.core.tracing import Step, What
-from batonmq.query import Queries, StoredMessage
-from batonmq.trace import Copy, GroupTrace, Trace, Tracer
+from batonmq.errors import MessageNotFound
 
 _ENDLESS_MS = 1 << 62
 _STATES = {

@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
-from batonmq.common.errors import InvalidArgument
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater, failure_of
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import RetryLater, failure_of
+from batonmq.errors import InvalidArgument
 from batonmq.idempotence.store import DONE, Store
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)

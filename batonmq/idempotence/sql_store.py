@@ -9,7 +9,7 @@ from typing import Any, Self
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from batonmq.common.errors import InvalidArgument
+from batonmq.errors import InvalidArgument
 
 PURGE_EVERY = 1_000
 """After so many calls rows whose time is over are deleted, twice as many at most."""

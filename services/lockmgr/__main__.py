@@ -1,10 +1,10 @@
-"""`python -m services.lockmgr`: one lock manager; the elected one answers."""
+"""`python -m batonmq_server.lockmgr`: one lock manager; the elected one answers."""
 
 from __future__ import annotations
 
-from services.lockmgr.app import build
-from services.lockmgr.config import LockmgrSettings
-from services.runtime.process import run
+from batonmq_server.lockmgr.app import build
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.runtime.process import run
 
 if __name__ == "__main__":
     run("lockmgr", LockmgrSettings, build)

@@ -8,20 +8,19 @@ from functools import partial
 
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-
-from services.lockmgr.access import RULES
-from services.lockmgr.config import LockmgrSettings
-from services.lockmgr.leader import Leader
-from services.lockmgr.membership import PREFIX as GROUPS
-from services.lockmgr.membership import Membership
-from services.lockmgr.offsets import OffsetsPeers
-from services.lockmgr.server import LockmgrServicer
-from services.runtime.gates import PREFIX as GATES
-from services.runtime.mirror import Mirror, all_ready
-from services.runtime.peers import Peers
-from services.runtime.places import OFFSETS, Places
-from services.runtime.places import PREFIX as PLACES
-from services.runtime.process import App, Runtime
+from batonmq_server.lockmgr.access import RULES
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.lockmgr.leader import Leader
+from batonmq_server.lockmgr.membership import PREFIX as GROUPS
+from batonmq_server.lockmgr.membership import Membership
+from batonmq_server.lockmgr.offsets import OffsetsPeers
+from batonmq_server.lockmgr.server import LockmgrServicer
+from batonmq_server.runtime.gates import PREFIX as GATES
+from batonmq_server.runtime.mirror import Mirror, all_ready
+from batonmq_server.runtime.peers import Peers
+from batonmq_server.runtime.places import OFFSETS, Places
+from batonmq_server.runtime.places import PREFIX as PLACES
+from batonmq_server.runtime.process import App, Runtime
 
 SERVICE = "baton.lockmgr.v1.LockmgrService"
 

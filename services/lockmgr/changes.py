@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from batonmq.common.errors import BatonError, NotLeader
-from services.lockmgr.core.locks import QueueKey
+from batonmq.errors import BatonError, NotLeader
+from batonmq_server.lockmgr.core.locks import QueueKey
 
 CHANGE_WAIT_S = 5.0
 """How long a call waits for a change whose outcome is not known yet."""

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from services.lockmgr.core.locks import Policy, Profile
-from services.runtime.settings import ServiceSettings
+from batonmq_server.lockmgr.core.locks import Policy, Profile
+from batonmq_server.runtime.settings import ServiceSettings
 
 CLIENT_MARGIN_MS = 3_000
 """An owner stops so long before its lease ends, by its own clock (protocol section 8)."""

@@ -13,18 +13,17 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, HandoverPending, SubscriptionDraining
-from services.lockmgr.changes import Changes, moved, outcome_of
-from services.lockmgr.core.access import Deny, Grant
-from services.lockmgr.core.locks import Entry, Incarnation, Pending, QueueKey, Step
-from services.lockmgr.core.table import HoldState, KeepAlive, Report
-from services.lockmgr.freeing import Freeing
-from services.lockmgr.handover import HandOvers, Refusal, Term, Wish
-from services.lockmgr.looking import Looks
-from services.lockmgr.membership import Membership
-from services.lockmgr.translate import Notice
-from services.lockmgr.waiting import Waiting
+from batonmq.errors import BatonError, HandoverPending, SubscriptionDraining
+from batonmq_server.lockmgr.changes import Changes, moved, outcome_of
+from batonmq_server.lockmgr.core.access import Deny, Grant
+from batonmq_server.lockmgr.core.locks import Entry, Incarnation, Pending, QueueKey, Step
+from batonmq_server.lockmgr.core.table import HoldState, KeepAlive, Report
+from batonmq_server.lockmgr.freeing import Freeing
+from batonmq_server.lockmgr.handover import HandOvers, Refusal, Term, Wish
+from batonmq_server.lockmgr.looking import Looks
+from batonmq_server.lockmgr.membership import Membership
+from batonmq_server.lockmgr.translate import Notice
+from batonmq_server.lockmgr.waiting import Waiting
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
-
-from batonmq.common.errors import BatonError, HandoverPending, NoQuorum, UnknownQueue
-from services.lockmgr.changes import CHANGE_WAIT_S, Changes, moved, outcome_of
-from services.lockmgr.core.access import Condition, Free, Grant, decide_clear
-from services.lockmgr.core.locks import (
+from batonmq.errors import BatonError, HandoverPending, NoQuorum, UnknownQueue
+from batonmq_server.lockmgr.changes import CHANGE_WAIT_S, Changes, moved, outcome_of
+from batonmq_server.lockmgr.core.access import Condition, Free, Grant, decide_clear
+from batonmq_server.lockmgr.core.locks import (
     Entry,
     Incarnation,
     Observation,
@@ -21,12 +20,12 @@ from services.lockmgr.core.locks import (
     QueueKey,
     Step,
 )
-from services.lockmgr.core.tenures import End
-from services.lockmgr.handover import Clear, Force, HandOvers, Refusal, Term
-from services.lockmgr.looking import Looks
-from services.lockmgr.membership import Membership
-from services.lockmgr.store import Change, Conflict
-from services.lockmgr.waiting import Waiting
+from batonmq_server.lockmgr.core.tenures import End
+from batonmq_server.lockmgr.handover import Clear, Force, HandOvers, Refusal, Term
+from batonmq_server.lockmgr.looking import Looks
+from batonmq_server.lockmgr.membership import Membership
+from batonmq_server.lockmgr.store import Change, Conflict
+from batonmq_server.lockmgr.waiting import Waiting
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq.errors import (
     BatonError,
     HandoverPending,
     Internal,
@@ -36,17 +35,17 @@ from batonmq.common.errors import (
     Unacked,
     Unreachable,
 )
-from services.lockmgr.core.access import Condition, Grant, held
-from services.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, QueueKey, Step
-from services.lockmgr.core.table import LockTable
-from services.lockmgr.core.tenures import End, HandOver, Passed, Tenures
-from services.lockmgr.metrics import Recorder
-from services.lockmgr.offsets import Fenced, Offsets, Verdict, unreachable
-from services.lockmgr.store import BACKOFF, Change, Conflict, LockStore
-from services.lockmgr.translate import incarnation_to_pb, key_to_pb
-from services.runtime.etcd import Compare
-from services.runtime.gates import PREFIX as GATES
-from services.runtime.gates import Gate
+from batonmq_server.lockmgr.core.access import Condition, Grant, held
+from batonmq_server.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, QueueKey, Step
+from batonmq_server.lockmgr.core.table import LockTable
+from batonmq_server.lockmgr.core.tenures import End, HandOver, Passed, Tenures
+from batonmq_server.lockmgr.metrics import Recorder
+from batonmq_server.lockmgr.offsets import Fenced, Offsets, Verdict, unreachable
+from batonmq_server.lockmgr.store import BACKOFF, Change, Conflict, LockStore
+from batonmq_server.lockmgr.translate import incarnation_to_pb, key_to_pb
+from batonmq_server.runtime.etcd import Compare
+from batonmq_server.runtime.gates import PREFIX as GATES
+from batonmq_server.runtime.gates import Gate
 
 log = logging.getLogger(__name__)
 

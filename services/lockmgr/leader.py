@@ -8,21 +8,20 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-
-from batonmq.common.errors import BatonError, NotLeader, NotServing
-from services.lockmgr.config import LockmgrSettings
-from services.lockmgr.core.table import LockTable
-from services.lockmgr.desk import Desk
-from services.lockmgr.handover import Term
-from services.lockmgr.membership import Membership
-from services.lockmgr.metrics import Recorder
-from services.lockmgr.offsets import Offsets, OffsetsPeers
-from services.lockmgr.store import BACKOFF, LockStore
-from services.lockmgr.taking_over import TakingOver
-from services.runtime.election import Election
-from services.runtime.places import Places
-from services.runtime.process import Runtime
-from services.runtime.registration import Registration
+from batonmq.errors import BatonError, NotLeader, NotServing
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.lockmgr.core.table import LockTable
+from batonmq_server.lockmgr.desk import Desk
+from batonmq_server.lockmgr.handover import Term
+from batonmq_server.lockmgr.membership import Membership
+from batonmq_server.lockmgr.metrics import Recorder
+from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
+from batonmq_server.lockmgr.store import BACKOFF, LockStore
+from batonmq_server.lockmgr.taking_over import TakingOver
+from batonmq_server.runtime.election import Election
+from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.registration import Registration
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, OffsetsUnreachable
-from services.lockmgr.core.locks import Observation, QueueKey
-from services.lockmgr.core.table import LockTable
-from services.lockmgr.offsets import Offsets
+from batonmq._common.clock import Clock
+from batonmq.errors import BatonError, OffsetsUnreachable
+from batonmq_server.lockmgr.core.locks import Observation, QueueKey
+from batonmq_server.lockmgr.core.table import LockTable
+from batonmq_server.lockmgr.offsets import Offsets
 
 
 class Looks:

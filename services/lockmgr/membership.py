@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.errors import NotMember, NotSubscribed, SubscriptionDraining
-from services.lockmgr.core.locks import Asker, Incarnation, QueueKey
-from services.runtime.gates import Gate, Gates
-from services.runtime.mirror import Mirror
+from batonmq.errors import NotMember, NotSubscribed, SubscriptionDraining
+from batonmq_server.lockmgr.core.locks import Asker, Incarnation, QueueKey
+from batonmq_server.runtime.gates import Gate, Gates
+from batonmq_server.runtime.mirror import Mirror
 
 PREFIX = "groups/"
 WAIT_S = 2.0

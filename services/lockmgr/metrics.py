@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 
-from baton.common.v1 import error_pb2
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from batonmq.common.errors import BatonError
-from batonmq.events import EventHub
-from services.lockmgr.core.locks import Incarnation, LockState, QueueKey
-from services.lockmgr.core.table import Report
-from services.lockmgr.translate import key_to_pb
+from baton.common.v1 import error_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import BatonError
+from batonmq_server.lockmgr.core.locks import Incarnation, LockState, QueueKey
+from batonmq_server.lockmgr.core.table import Report
+from batonmq_server.lockmgr.translate import key_to_pb
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 

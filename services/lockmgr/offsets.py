@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc.aio
+
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.common.batcher import Batcher
-from batonmq.common.errors import (
+from batonmq._common.batcher import Batcher
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import (
     BatonError,
     GroupMoved,
     NotServing,
@@ -23,12 +24,11 @@ from batonmq.common.errors import (
     UnknownQueue,
     Unreachable,
 )
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from services.lockmgr.core.locks import Observation, QueueKey
-from services.lockmgr.translate import key_from_pb, key_to_pb
-from services.runtime.by_set import BySet
-from services.runtime.peers import Peers
-from services.runtime.places import Places
+from batonmq_server.lockmgr.core.locks import Observation, QueueKey
+from batonmq_server.lockmgr.translate import key_from_pb, key_to_pb
+from batonmq_server.runtime.by_set import BySet
+from batonmq_server.runtime.peers import Peers
+from batonmq_server.runtime.places import Places
 
 RPC_TIMEOUT_S = 2.0
 _FENCES_MAX = 64

@@ -7,17 +7,17 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import InvalidArgument
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.names import check_group, check_topic
-from services.lockmgr import translate
-from services.lockmgr.core.locks import Asker, QueueKey
-from services.lockmgr.handover import Force, Wish
-from services.lockmgr.leader import Leader
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.names import check_group, check_topic
+from batonmq.errors import InvalidArgument
+from batonmq_server.lockmgr import translate
+from batonmq_server.lockmgr.core.locks import Asker, QueueKey
+from batonmq_server.lockmgr.handover import Force, Wish
+from batonmq_server.lockmgr.leader import Leader
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from random import Random
 
 from baton.lockmgr.v1 import stored_lock_pb2
-
-from batonmq.common.backoff import Backoff
-from batonmq.common.batcher import Batcher
-from batonmq.common.errors import NoQuorum
-from services.lockmgr.core.locks import Lock, QueueKey
-from services.lockmgr.translate import key_from_pb, lock_from_pb, lock_to_pb
-from services.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq._common.backoff import Backoff
+from batonmq._common.batcher import Batcher
+from batonmq.errors import NoQuorum
+from batonmq_server.lockmgr.core.locks import Lock, QueueKey
+from batonmq_server.lockmgr.translate import key_from_pb, lock_from_pb, lock_to_pb
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
 
 log = logging.getLogger(__name__)
 

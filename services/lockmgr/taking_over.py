@@ -12,10 +12,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from batonmq.common.errors import BatonError, OldEpoch
-from services.lockmgr.core.locks import Lock, QueueKey
-from services.lockmgr.handover import Term
-from services.lockmgr.store import BACKOFF
+from batonmq.errors import BatonError, OldEpoch
+from batonmq_server.lockmgr.core.locks import Lock, QueueKey
+from batonmq_server.lockmgr.handover import Term
+from batonmq_server.lockmgr.store import BACKOFF
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,10 @@ from collections.abc import Container, Iterable, Sequence
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import stored_lock_pb2
-
-from batonmq.common.errors import InvalidArgument, LimitExceeded
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.names import check_broker, check_client_id, check_group, check_topic
-from services.lockmgr.core.locks import (
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
+from batonmq.errors import InvalidArgument, LimitExceeded
+from batonmq_server.lockmgr.core.locks import (
     Denial,
     Entry,
     Incarnation,
@@ -22,7 +21,7 @@ from services.lockmgr.core.locks import (
     Wanted,
     WantedReason,
 )
-from services.lockmgr.core.table import HoldState, Report
+from batonmq_server.lockmgr.core.table import HoldState, Report
 
 Notice = tuple[QueueKey, int, Wanted | None]
 """A queue with its token, and why it is wanted from its owner; None if it is free instead."""

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from batonmq.common.errors import BatonError
-from services.lockmgr.core.locks import Incarnation, QueueKey
-from services.lockmgr.handover import Term
-from services.lockmgr.membership import Membership
-from services.lockmgr.translate import Notice
-from services.lockmgr.watching import Watchers
+from batonmq.errors import BatonError
+from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
+from batonmq_server.lockmgr.handover import Term
+from batonmq_server.lockmgr.membership import Membership
+from batonmq_server.lockmgr.translate import Notice
+from batonmq_server.lockmgr.watching import Watchers
 
 log = logging.getLogger(__name__)
 

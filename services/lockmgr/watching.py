@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from batonmq.common.errors import Overloaded
-from services.lockmgr.core.locks import Incarnation, QueueKey
+from batonmq.errors import Overloaded
+from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
 
 
 class Watcher:

@@ -1,4 +1,4 @@
-"""`python -m services.nameserver`: names, routes and group membership."""
+"""`python -m batonmq_server.nameserver`: names, routes and group membership."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from baton.nameserver.v1 import access_service_pb2_grpc as access_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-
-from batonmq.core import sql_parser
-from services.nameserver.access import RULES
-from services.nameserver.access_server import AccessServicer
-from services.nameserver.access_store import AccessStore
-from services.nameserver.catalog import Catalog
-from services.nameserver.config import NameserverSettings
-from services.nameserver.electing import Electing
-from services.nameserver.group_calls import GroupCalls
-from services.nameserver.group_metrics import GroupMetrics
-from services.nameserver.group_store import GroupStore
-from services.nameserver.inspector import Inspector
-from services.nameserver.lookout import Lookout
-from services.nameserver.placing import Placing
-from services.nameserver.progress import Progress
-from services.nameserver.questions import Brokers, Questions
-from services.nameserver.refusals import Refusals
-from services.nameserver.server import NameserverServicer
-from services.nameserver.sessions import Sessions
-from services.nameserver.set_metrics import SetMetrics
-from services.nameserver.shrinking import Shrinking
-from services.nameserver.stuck_calls import StuckCalls
-from services.nameserver.system_topics import SystemTopics
-from services.nameserver.telemetry import Telemetry
-from services.nameserver.tending import Tending
-from services.nameserver.topic_calls import TopicCalls
-from services.nameserver.topic_store import TopicStore
-from services.nameserver.turns import Turns
-from services.runtime.mirror import all_ready
-from services.runtime.peers import Peer, Peers
-from services.runtime.places import OFFSETS, Places
-from services.runtime.process import App, Runtime, run
+from batonmq._core import sql_parser
+from batonmq_server.nameserver.access import RULES
+from batonmq_server.nameserver.access_server import AccessServicer
+from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.electing import Electing
+from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.group_metrics import GroupMetrics
+from batonmq_server.nameserver.group_store import GroupStore
+from batonmq_server.nameserver.inspector import Inspector
+from batonmq_server.nameserver.lookout import Lookout
+from batonmq_server.nameserver.placing import Placing
+from batonmq_server.nameserver.progress import Progress
+from batonmq_server.nameserver.questions import Brokers, Questions
+from batonmq_server.nameserver.refusals import Refusals
+from batonmq_server.nameserver.server import NameserverServicer
+from batonmq_server.nameserver.sessions import Sessions
+from batonmq_server.nameserver.set_metrics import SetMetrics
+from batonmq_server.nameserver.shrinking import Shrinking
+from batonmq_server.nameserver.stuck_calls import StuckCalls
+from batonmq_server.nameserver.system_topics import SystemTopics
+from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.nameserver.tending import Tending
+from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.nameserver.topic_store import TopicStore
+from batonmq_server.nameserver.turns import Turns
+from batonmq_server.runtime.mirror import all_ready
+from batonmq_server.runtime.peers import Peer, Peers
+from batonmq_server.runtime.places import OFFSETS, Places
+from batonmq_server.runtime.process import App, Runtime, run
 
 ACCESS = "baton.nameserver.v1.AccessService"
 

@@ -7,13 +7,13 @@ import secrets
 from typing import Any
 
 import grpc.aio
+
 from baton.nameserver.v1 import access_service_pb2 as pb
 from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
-
-from batonmq.common.errors import InvalidArgument
-from services.nameserver.access_store import AccessStore
-from services.runtime.access import (
+from batonmq.errors import InvalidArgument
+from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.runtime.access import (
     SERVICE_PREFIX,
     Access,
     Grant,
@@ -22,8 +22,8 @@ from services.runtime.access import (
     check_wanted,
     covering,
 )
-from services.runtime.guard import Guard
-from services.runtime.stored_access import digest_of, grant_from_pb, grant_to_pb
+from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.stored_access import digest_of, grant_from_pb, grant_to_pb
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.nameserver.v1 import stored_access_pb2 as pb
 from google.protobuf.message import DecodeError
 
-from batonmq.common.errors import LimitExceeded
-from services.nameserver.turns import Turns, as_read
-from services.runtime.access import Grant
-from services.runtime.etcd import EtcdSession, Put, Stored
-from services.runtime.stored_access import (
+from baton.nameserver.v1 import stored_access_pb2 as pb
+from batonmq.errors import LimitExceeded
+from batonmq_server.nameserver.turns import Turns, as_read
+from batonmq_server.runtime.access import Grant
+from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.stored_access import (
     PREFIX,
     grants_from_bytes,
     grants_key,

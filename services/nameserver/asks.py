@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from batonmq.common.errors import BatonError, Difference
-from services.nameserver.core.groups import Group, Heartbeat, Member
-from services.nameserver.core.ledger import Ledger, Verdict
+from batonmq.errors import BatonError, Difference
+from batonmq_server.nameserver.core.groups import Group, Heartbeat, Member
+from batonmq_server.nameserver.core.ledger import Ledger, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from google.protobuf.message import DecodeError
 
-from batonmq.common.errors import NotServing, Overloaded
-from services.nameserver.convert_groups import group_from_pb
-from services.nameserver.convert_topics import topic_from_bytes
-from services.nameserver.core.groups import Group
-from services.nameserver.core.topics import Route, Topic, build_route
-from services.nameserver.group_store import is_owned
-from services.runtime.etcd import EtcdSession
-from services.runtime.mirror import Mirror
-from services.runtime.places import PREFIX as PLACES
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq.errors import NotServing, Overloaded
+from batonmq_server.nameserver.convert_groups import group_from_pb
+from batonmq_server.nameserver.convert_topics import topic_from_bytes
+from batonmq_server.nameserver.core.groups import Group
+from batonmq_server.nameserver.core.topics import Route, Topic, build_route
+from batonmq_server.nameserver.group_store import is_owned
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.places import PREFIX as PLACES
 
 log = logging.getLogger(__name__)
 

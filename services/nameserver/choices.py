@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from batonmq.common.errors import InvalidArgument
+from batonmq.errors import InvalidArgument
 
 Value = TypeVar("Value")
 

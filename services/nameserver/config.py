@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from services.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX
-from services.runtime.settings import ServiceSettings
+from batonmq_server.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX
+from batonmq_server.runtime.settings import ServiceSettings
 
 
 class NameserverSettings(ServiceSettings):

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from services.nameserver.core.diagnosis import Finding
-from services.nameserver.core.evidence import Evidence, Refused, Unlike
+from batonmq_server.nameserver.core.diagnosis import Finding
+from batonmq_server.nameserver.core.evidence import Evidence, Refused, Unlike
 
 
 def diagnosis_to_pb(e: Evidence, finding: Finding) -> pb.Diagnosis:

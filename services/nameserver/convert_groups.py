@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, InvalidArgument, LimitExceeded
-from batonmq.common.rpc import differences_to_pb, error_to_pb
-from batonmq.core.names import check_client_id, check_group, check_host, check_topic
-from batonmq.core.subscription import parse_filter
-from services.nameserver.choices import choice
-from services.nameserver.core.dealing import Strategy
-from services.nameserver.core.groups import (
+from batonmq._common.rpc import differences_to_pb, error_to_pb
+from batonmq._core.names import check_client_id, check_group, check_host, check_topic
+from batonmq._core.subscription import parse_filter
+from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
+from batonmq_server.nameserver.choices import choice
+from batonmq_server.nameserver.core.dealing import Strategy
+from batonmq_server.nameserver.core.groups import (
     SUBSCRIPTIONS_MAX,
     Beginning,
     BrokerAssignment,
@@ -28,7 +27,7 @@ from services.nameserver.core.groups import (
     Terms,
     TopicAssignment,
 )
-from services.nameserver.core.ledger import GroupSettings, Verdict
+from batonmq_server.nameserver.core.ledger import GroupSettings, Verdict
 
 BY_CHARACTERS_MAX = 255
 REASON_CHARACTERS_MAX = 1_024

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from services.nameserver.choices import choice
-from services.nameserver.core.topics import QueueSpread, Route, Topic
+from batonmq_server.nameserver.choices import choice
+from batonmq_server.nameserver.core.topics import QueueSpread, Route, Topic
 
 _PERMISSIONS: Mapping[int, str] = {
     pb.TOPIC_PERMISSION_UNSPECIFIED: "READ_WRITE",

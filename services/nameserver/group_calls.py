@@ -8,28 +8,27 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, ClientIdInUse, SubscriptionConflict
-from batonmq.core.names import check_group
-from services.nameserver.catalog import Catalog
-from services.nameserver.config import NameserverSettings
-from services.nameserver.convert_groups import (
+from batonmq._common.clock import Clock
+from batonmq._core.names import check_group
+from batonmq.errors import BatonError, ClientIdInUse, SubscriptionConflict
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.convert_groups import (
     group_to_pb,
     heartbeat_from_pb,
     incarnation_from_pb,
     settings_from_pb,
     verdict_to_pb,
 )
-from services.nameserver.core.groups import Group, Heartbeat, hash_of
-from services.nameserver.core.ledger import ACCEPTED, Verdict
-from services.nameserver.group_store import GroupStore, group_not_found
-from services.nameserver.placing import Placing
-from services.nameserver.progress import Progress
-from services.nameserver.refusals import Refusals
-from services.nameserver.sessions import SessionKey, Sessions
-from services.nameserver.telemetry import Telemetry
-from services.nameserver.topic_calls import TopicCalls
+from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
+from batonmq_server.nameserver.core.ledger import ACCEPTED, Verdict
+from batonmq_server.nameserver.group_store import GroupStore, group_not_found
+from batonmq_server.nameserver.placing import Placing
+from batonmq_server.nameserver.progress import Progress
+from batonmq_server.nameserver.refusals import Refusals
+from batonmq_server.nameserver.sessions import SessionKey, Sessions
+from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.nameserver.topic_calls import TopicCalls
 
 log = logging.getLogger(__name__)
 

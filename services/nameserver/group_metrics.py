@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from batonmq.core.route import QueueId
-from services.nameserver.core.evidence import Evidence
-from services.nameserver.inspector import Diagnosis
-from services.nameserver.questions import Key
+from batonmq._core.route import QueueId
+from batonmq_server.nameserver.core.evidence import Evidence
+from batonmq_server.nameserver.inspector import Diagnosis
+from batonmq_server.nameserver.questions import Key
 
 RESET, UNASKED = "reset", "unasked"
 """Why progress went back: an operator wanted it, or made the topic anew; or nobody did."""

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from baton.lockmgr.v1 import stored_lock_pb2
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from google.protobuf.message import DecodeError
 
-from batonmq.common.errors import (
+from baton.lockmgr.v1 import stored_lock_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq.errors import (
     BatonError,
     GroupNotFound,
     Internal,
@@ -33,14 +33,14 @@ from batonmq.common.errors import (
     NoQuorum,
     Overloaded,
 )
-from services.nameserver.asks import Ask, GroupChange, Outcome, Written
-from services.nameserver.convert_groups import gate_of, group_from_pb, group_to_pb
-from services.nameserver.core.groups import Group, Heartbeat
-from services.nameserver.core.ledger import GroupSettings, Ledger, verdict_of
-from services.nameserver.core.topics import Topic
-from services.nameserver.topic_store import TopicStore
-from services.nameserver.turns import Turns, as_read, at_once
-from services.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.nameserver.asks import Ask, GroupChange, Outcome, Written
+from batonmq_server.nameserver.convert_groups import gate_of, group_from_pb, group_to_pb
+from batonmq_server.nameserver.core.groups import Group, Heartbeat
+from batonmq_server.nameserver.core.ledger import GroupSettings, Ledger, verdict_of
+from batonmq_server.nameserver.core.topics import Topic
+from batonmq_server.nameserver.topic_store import TopicStore
+from batonmq_server.nameserver.turns import Turns, as_read, at_once
+from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
 
 BATCH_MAX = 32
 """Calls about one group that one transaction answers. Each may need three of etcd's 128 steps."""

@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import DataLoss
-from batonmq.core.route import QueueId
-from services.nameserver.catalog import Catalog
-from services.nameserver.convert_diagnoses import refused_from_pb
-from services.nameserver.core.dealing import Queue
-from services.nameserver.core.diagnosis import SILENT_MS, Finding, diagnose
-from services.nameserver.core.evidence import (
+from batonmq._common.clock import Clock
+from batonmq._core.route import QueueId
+from batonmq.errors import DataLoss
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.convert_diagnoses import refused_from_pb
+from batonmq_server.nameserver.core.dealing import Queue
+from batonmq_server.nameserver.core.diagnosis import SILENT_MS, Finding, diagnose
+from batonmq_server.nameserver.core.evidence import (
     Change,
     Damage,
     Evidence,
@@ -37,8 +36,8 @@ from services.nameserver.core.evidence import (
     Refused,
     Unlike,
 )
-from services.nameserver.core.groups import Group, owners_of
-from services.nameserver.questions import Answer, Key, Questions, Stamp
+from batonmq_server.nameserver.core.groups import Group, owners_of
+from batonmq_server.nameserver.questions import Answer, Key, Questions, Stamp
 
 LOOK_AGAIN_MS = 1_000
 """Time between two looks at queues that were never looked at: do they move?"""

@@ -14,12 +14,11 @@ from collections import Counter
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.events import EventHub
-from services.nameserver.catalog import Catalog
-from services.nameserver.group_metrics import GroupMetrics
-from services.nameserver.inspector import Diagnosis, Inspector, Target
-from services.nameserver.questions import Key
+from batonmq._telemetry.events import EventHub
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.group_metrics import GroupMetrics
+from batonmq_server.nameserver.inspector import Diagnosis, Inspector, Target
+from batonmq_server.nameserver.questions import Key
 
 log = logging.getLogger(__name__)
 

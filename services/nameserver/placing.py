@@ -12,15 +12,14 @@ from __future__ import annotations
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.errors import GroupMoving, OffsetsUnreachable, SetNotFound
-from batonmq.core.names import check_group, check_offsets_set
-from batonmq.core.route import highest
-from services.nameserver.catalog import Catalog
-from services.nameserver.group_store import GroupStore, group_not_found
-from services.nameserver.turns import Turns, as_read
-from services.runtime.etcd import EtcdSession, Put, Stored
-from services.runtime.places import PREFIX, Place, Places, place_of
+from batonmq._core.names import check_group, check_offsets_set
+from batonmq._core.route import highest
+from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.group_store import GroupStore, group_not_found
+from batonmq_server.nameserver.turns import Turns, as_read
+from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.places import PREFIX, Place, Places, place_of
 
 log = logging.getLogger(__name__)
 

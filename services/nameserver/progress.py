@@ -9,13 +9,13 @@ from functools import partial
 from typing import TypeVar
 
 import grpc.aio
+
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import BatonError, GroupInUse, OffsetsUnreachable, Unreachable
-from batonmq.common.rpc import from_rpc_error
-from services.nameserver.turns import at_once
-from services.runtime.places import Places
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, GroupInUse, OffsetsUnreachable, Unreachable
+from batonmq_server.nameserver.turns import at_once
+from batonmq_server.runtime.places import Places
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
@@ -20,12 +21,11 @@ from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.common.errors import BatonError, Unreachable
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.core.records import read_header
-from batonmq.core.route import QueueId
-from services.nameserver.core.evidence import Lock, Log, Progress, Scan
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._core.records import read_header
+from batonmq._core.route import QueueId
+from batonmq.errors import BatonError, Unreachable
+from batonmq_server.nameserver.core.evidence import Lock, Log, Progress, Scan
 
 CALL_TIMEOUT_S = 4.0
 CALLS_MAX = 32

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, NoQuorum
-from services.nameserver.catalog import Catalog
-from services.nameserver.convert_groups import refused_to_pb
-from services.nameserver.core.groups import Heartbeat
-from services.runtime.etcd import EtcdSession
+from batonmq.errors import BatonError, NoQuorum
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.convert_groups import refused_to_pb
+from batonmq_server.nameserver.core.groups import Heartbeat
+from batonmq_server.runtime.etcd import EtcdSession
 
 log = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
+
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
-
-from services.nameserver.catalog import Catalog
-from services.nameserver.electing import Electing
-from services.nameserver.group_calls import GroupCalls
-from services.nameserver.stuck_calls import StuckCalls
-from services.nameserver.topic_calls import TopicCalls
-from services.runtime.access import Need, join, use
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.electing import Electing
+from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.stuck_calls import StuckCalls
+from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.runtime.access import Need, join, use
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from batonmq.common.aio import wait_until
-from batonmq.common.errors import BatonError
-from services.nameserver.catalog import Catalog
-from services.nameserver.core.sessions import Silence, next_look_ms, silence_of
-from services.nameserver.group_store import GroupStore
-from services.nameserver.telemetry import Telemetry
-from services.runtime.etcd import EtcdSession
+from batonmq._common.aio import wait_until
+from batonmq.errors import BatonError
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.core.sessions import Silence, next_look_ms, silence_of
+from batonmq_server.nameserver.group_store import GroupStore
+from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.runtime.etcd import EtcdSession
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.nameserver.catalog import Catalog
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.nameserver.catalog import Catalog
 
 _LABELS = ("kind", "replica_set")
 _STORAGE = "storage"

@@ -11,19 +11,19 @@ import logging
 from collections.abc import Callable, Sequence
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.common.errors import BatonError, NotServing, Unreachable
-from batonmq.common.rpc import answered, error_from_pb, from_rpc_error
-from batonmq.core.route import TOPICS_REVISION
-from services.nameserver.catalog import Catalog
-from services.nameserver.core.topics import QueueSpread, Topic
-from services.nameserver.spread import QueueEnd, dropped, unread_count
-from services.nameserver.topic_store import TopicStore
+from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
+from batonmq._core.route import TOPICS_REVISION
+from batonmq.errors import BatonError, NotServing, Unreachable
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
+from batonmq_server.nameserver.spread import QueueEnd, dropped, unread_count
+from batonmq_server.nameserver.topic_store import TopicStore
 
 log = logging.getLogger(__name__)
 

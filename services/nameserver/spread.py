@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from batonmq.common.errors import LimitExceeded, NoBroker
-from services.nameserver.core.groups import Group
-from services.nameserver.core.topics import QueueSpread, Topic
+from batonmq.errors import LimitExceeded, NoBroker
+from batonmq_server.nameserver.core.groups import Group
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from services.nameserver.convert_diagnoses import diagnosis_to_pb
-from services.nameserver.group_calls import GroupCalls
-from services.nameserver.inspector import Inspector, Target
-from services.nameserver.topic_calls import TopicCalls
+from batonmq_server.nameserver.convert_diagnoses import diagnosis_to_pb
+from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.inspector import Inspector, Target
+from batonmq_server.nameserver.topic_calls import TopicCalls
 
 
 @dataclass(frozen=True, slots=True)

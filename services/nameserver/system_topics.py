@@ -7,12 +7,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from batonmq.common.errors import BatonError
-from batonmq.core.names import ALERTS_TOPIC, METRICS_TOPIC
-from services.nameserver.catalog import Catalog
-from services.nameserver.core.topics import Topic, housed
-from services.nameserver.spread import resized
-from services.nameserver.topic_store import Forget, TopicStore
+from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
+from batonmq.errors import BatonError
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.core.topics import Topic, housed
+from batonmq_server.nameserver.spread import resized
+from batonmq_server.nameserver.topic_store import Forget, TopicStore
 
 log = logging.getLogger(__name__)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from baton.common.v1 import queue_pb2
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from batonmq.common.errors import BatonError, SubscriptionConflict
-from batonmq.common.rpc import differences_to_pb
-from batonmq.events import EventHub
-from services.nameserver.asks import GroupChange
-from services.nameserver.catalog import Catalog
-from services.nameserver.core.differences import longest_standing
-from services.nameserver.core.groups import Group, Heartbeat, Policy, hash_of, owners_of
+from baton.common.v1 import queue_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common.rpc import differences_to_pb
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import BatonError, SubscriptionConflict
+from batonmq_server.nameserver.asks import GroupChange
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.core.differences import longest_standing
+from batonmq_server.nameserver.core.groups import Group, Heartbeat, Policy, hash_of, owners_of
 
 log = logging.getLogger(__name__)
 

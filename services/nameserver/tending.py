@@ -10,12 +10,12 @@ import asyncio
 import logging
 from random import Random
 
-from batonmq.common.backoff import Backoff
-from batonmq.common.errors import BatonError, NoQuorum, Overloaded
-from services.nameserver.catalog import Catalog
-from services.nameserver.core.dealing import Strategy
-from services.nameserver.core.groups import is_dealt_out
-from services.nameserver.group_store import GroupStore
+from batonmq._common.backoff import Backoff
+from batonmq.errors import BatonError, NoQuorum, Overloaded
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.core.dealing import Strategy
+from batonmq_server.nameserver.core.groups import is_dealt_out
+from batonmq_server.nameserver.group_store import GroupStore
 
 log = logging.getLogger(__name__)
 

@@ -7,16 +7,15 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.errors import LimitExceeded, TopicExists, TopicNotFound
-from batonmq.core.names import check_topic, check_user_topic
-from services.nameserver.catalog import Catalog
-from services.nameserver.config import NameserverSettings
-from services.nameserver.convert_topics import permission_from_pb, route_to_pb, topic_to_pb
-from services.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX, Route, Topic, housed
-from services.nameserver.progress import Progress
-from services.nameserver.spread import resized
-from services.nameserver.topic_store import CreatedTopic, TopicStore, topic_not_found
+from batonmq._core.names import check_topic, check_user_topic
+from batonmq.errors import LimitExceeded, TopicExists, TopicNotFound
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.convert_topics import permission_from_pb, route_to_pb, topic_to_pb
+from batonmq_server.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX, Route, Topic, housed
+from batonmq_server.nameserver.progress import Progress
+from batonmq_server.nameserver.spread import resized
+from batonmq_server.nameserver.topic_store import CreatedTopic, TopicStore, topic_not_found
 
 log = logging.getLogger(__name__)
 

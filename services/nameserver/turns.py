@@ -8,10 +8,10 @@ from random import Random
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from batonmq.common.aio import only_error
-from batonmq.common.backoff import Backoff
-from batonmq.common.errors import Overloaded
-from services.runtime.etcd import Compare, Stored
+from batonmq._common.aio import only_error
+from batonmq._common.backoff import Backoff
+from batonmq.errors import Overloaded
+from batonmq_server.runtime.etcd import Compare, Stored
 
 TRIES_MAX = 20
 _BACKOFF = Backoff(first_ms=5, delay_ms_max=250)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import error_to_pb
-from services.offsets.core.calls import (
+from batonmq._common.rpc import error_to_pb
+from batonmq.errors import BatonError
+from batonmq_server.offsets.core.calls import (
     Committed,
     Grant,
     Holder,
@@ -17,10 +16,10 @@ from services.offsets.core.calls import (
     Source,
     Tombstone,
 )
-from services.offsets.core.holds import Hold
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
-from services.offsets.core.resets import Operation, Step
+from batonmq_server.offsets.core.holds import Hold
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.resets import Operation, Step
 
 ACKED_MAX = 1_000
 """Acked ranges that are told of a queue."""

@@ -10,28 +10,27 @@ from typing import cast
 
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
-
-from services.offsets.access import RULES
-from services.offsets.arriving import Origin
-from services.offsets.config import OffsetsSettings
-from services.offsets.disk import Disk, set_aside_damage
-from services.offsets.following import Following, ReplicationPeer
-from services.offsets.leadership import Leadership
-from services.offsets.metrics import OffsetsMetrics
-from services.offsets.persistence import Stored, read_changes
-from services.offsets.replication_server import ReplicationServicer
-from services.offsets.role import Role
-from services.offsets.serving import Offsets, Surroundings, alone, elected
-from services.offsets.stream import OffsetsStream
-from services.runtime.gates import PREFIX as GATES
-from services.runtime.mirror import Mirror, all_ready
-from services.runtime.peers import Peer, Peers
-from services.runtime.places import OFFSETS
-from services.runtime.places import PREFIX as PLACES
-from services.runtime.process import App, Runtime
-from services.runtime.replicas import check_alone
-from services.runtime.role import WhileLeader
-from services.runtime.stuck import Stuck
+from batonmq_server.offsets.access import RULES
+from batonmq_server.offsets.arriving import Origin
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.disk import Disk, set_aside_damage
+from batonmq_server.offsets.following import Following, ReplicationPeer
+from batonmq_server.offsets.leadership import Leadership
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.offsets.persistence import Stored, read_changes
+from batonmq_server.offsets.replication_server import ReplicationServicer
+from batonmq_server.offsets.role import Role
+from batonmq_server.offsets.serving import Offsets, Surroundings, alone, elected
+from batonmq_server.offsets.stream import OffsetsStream
+from batonmq_server.runtime.gates import PREFIX as GATES
+from batonmq_server.runtime.mirror import Mirror, all_ready
+from batonmq_server.runtime.peers import Peer, Peers
+from batonmq_server.runtime.places import OFFSETS
+from batonmq_server.runtime.places import PREFIX as PLACES
+from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.replicas import check_alone
+from batonmq_server.runtime.role import WhileLeader
+from batonmq_server.runtime.stuck import Stuck
 
 SERVICE = "baton.offsets.v1.OffsetsService"
 REPLICATION = "baton.offsets.v1.ReplicationService"

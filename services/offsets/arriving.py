@@ -19,12 +19,11 @@ from dataclasses import dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.common.aio import wait_until
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, NoQuorum
-from batonmq.common.rpc import answered
-from services.offsets.codec import (
+from batonmq._common.aio import wait_until
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import answered
+from batonmq.errors import BatonError, NoQuorum
+from batonmq_server.offsets.codec import (
     META,
     decode_key,
     decode_operation,
@@ -32,13 +31,13 @@ from services.offsets.codec import (
     seal,
     unseal,
 )
-from services.offsets.core.calls import Instant, QueueKey, Tombstone
-from services.offsets.core.changes import Entry
-from services.offsets.core.homes import Home, HomeState
-from services.offsets.core.progress import Progress
-from services.offsets.core.resets import Operation
-from services.offsets.leaving import Keeping
-from services.offsets.persistence import (
+from batonmq_server.offsets.core.calls import Instant, QueueKey, Tombstone
+from batonmq_server.offsets.core.changes import Entry
+from batonmq_server.offsets.core.homes import Home, HomeState
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.resets import Operation
+from batonmq_server.offsets.leaving import Keeping
+from batonmq_server.offsets.persistence import (
     RESET,
     HomeKey,
     Written,
@@ -46,9 +45,9 @@ from services.offsets.persistence import (
     home_entry,
     tombstone_entries,
 )
-from services.runtime.etcd import Compare, EtcdSession, Put
-from services.runtime.mirror import Mirror
-from services.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.places import PREFIX, Place, place_of
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ stand together. Keys of anything but queues begin with NUL. A value begins with 
 from __future__ import annotations
 
 import google_crc32c
-from baton.common.v1 import queue_pb2
-from baton.offsets.v1 import stored_progress_pb2
 from google.protobuf.message import DecodeError
 
-from batonmq.common.errors import DataLoss
-from services.offsets.core.calls import (
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import stored_progress_pb2
+from batonmq.errors import DataLoss
+from batonmq_server.offsets.core.calls import (
     Grant,
     Holder,
     Moved,
@@ -25,11 +25,11 @@ from services.offsets.core.calls import (
     Source,
     Tombstone,
 )
-from services.offsets.core.holds import Ended, Handover, HoldEnd, Reach
-from services.offsets.core.homes import Home, HomeState
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
-from services.offsets.core.resets import Operation, Order, Step
+from batonmq_server.offsets.core.holds import Ended, Handover, HoldEnd, Reach
+from batonmq_server.offsets.core.homes import Home, HomeState
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.resets import Operation, Order, Step
 
 META = b"\0"
 """First byte of keys that are not of queues."""

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.offsets.core.calls import Limits
-from services.offsets.disk import FREE_BYTES_MIN
-from services.runtime.keeper import ReplicaPolicy
-from services.runtime.settings import ServiceSettings
+from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.disk import FREE_BYTES_MIN
+from batonmq_server.runtime.keeper import ReplicaPolicy
+from batonmq_server.runtime.settings import ServiceSettings
 
 
 class OffsetsSettings(ServiceSettings):
-    """What `python -m services.offsets` reads."""
+    """What `python -m batonmq_server.offsets` reads."""
 
     node_id: str = Field("offsets-0", pattern=r"^[a-z0-9-]{1,63}$")
     """Name of the process."""

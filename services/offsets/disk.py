@@ -21,7 +21,7 @@ from types import TracebackType
 
 import lmdb
 
-from batonmq.common.errors import DataLoss, DiskFull
+from batonmq.errors import DataLoss, DiskFull
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def set_aside_damage(folder: Path) -> None:
     if not stored.exists():
         return
     # Not in this process, which the damage might end: see there.
-    command = [sys.executable, "-P", "-m", "services.offsets.verify", str(stored)]
+    command = [sys.executable, "-m", "batonmq_server.offsets.verify", str(stored)]
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode == 0:
         return

@@ -13,19 +13,19 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 import grpc.aio
+
 from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
-
-from batonmq.common.backoff import Backoff
-from batonmq.common.errors import BatonError, DataLoss, DiskFull, OldEpoch, Unreachable
-from batonmq.common.rpc import from_rpc_error
-from services.offsets.config import OffsetsSettings
-from services.offsets.core.changes import Change, ChangeLog, Entry
-from services.offsets.persistence import Stored, log_of, read_changes
-from services.runtime.peers import Peer
-from services.runtime.position import Position
-from services.runtime.process import Runtime
-from services.runtime.stuck import Stuck
+from batonmq._common.backoff import Backoff
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, Unreachable
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.core.changes import Change, ChangeLog, Entry
+from batonmq_server.offsets.persistence import Stored, log_of, read_changes
+from batonmq_server.runtime.peers import Peer
+from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.stuck import Stuck
 
 log = logging.getLogger(__name__)
 

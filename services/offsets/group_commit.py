@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from batonmq.common.errors import DiskFull, Unreachable
+from batonmq.errors import DiskFull, Unreachable
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from batonmq.common.errors import NoQuorum, NotServing
-from services.offsets.core.homes import arriving, moved
-from services.offsets.core.table import ProgressTable
-from services.runtime.etcd import Compare, EtcdSession, Put
-from services.runtime.mirror import Mirror
-from services.runtime.places import PREFIX, Place, place_of
+from batonmq.errors import NoQuorum, NotServing
+from batonmq_server.offsets.core.homes import arriving, moved
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.places import PREFIX, Place, place_of
 
 log = logging.getLogger(__name__)
 

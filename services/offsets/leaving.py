@@ -11,12 +11,17 @@ import logging
 from dataclasses import dataclass, field
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from services.offsets.core.homes import HomeState, old_move
-from services.offsets.core.resets import Records
-from services.offsets.core.table import ProgressTable
-from services.offsets.group_commit import GroupCommit
-from services.offsets.persistence import DurableKey, HomeKey, Stored, Written, entries_of_group
+from batonmq_server.offsets.core.homes import HomeState, old_move
+from batonmq_server.offsets.core.resets import Records
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.group_commit import GroupCommit
+from batonmq_server.offsets.persistence import (
+    DurableKey,
+    HomeKey,
+    Stored,
+    Written,
+    entries_of_group,
+)
 
 log = logging.getLogger(__name__)
 

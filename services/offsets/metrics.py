@@ -8,11 +8,11 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from batonmq.common.errors import BatonError, Fenced
-from services.offsets.core.calls import Committed, Condition, Grant
-from services.offsets.core.resets import Order, Outcome
-from services.offsets.core.table import ProgressTable
-from services.runtime.keeper import Keeper
+from batonmq.errors import BatonError, Fenced
+from batonmq_server.offsets.core.calls import Committed, Condition, Grant
+from batonmq_server.offsets.core.resets import Order, Outcome
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.runtime.keeper import Keeper
 
 CUT_OFF = "CUT_OFF"
 """Cause of duplicates: a queue was given back before a handler had ended."""

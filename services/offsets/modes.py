@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batonmq.common.errors import GroupInUse, ModeChanged, NotServing
-from services.runtime.gates import Gates
-from services.runtime.mirror import Mirror
+from batonmq.errors import GroupInUse, ModeChanged, NotServing
+from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.mirror import Mirror
 
 
 class Modes:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from batonmq.common.errors import DataLoss
-from services.offsets.codec import (
+from batonmq.errors import DataLoss
+from batonmq_server.offsets.codec import (
     META,
     decode_handover,
     decode_home,
@@ -24,13 +24,20 @@ from services.offsets.codec import (
     seal,
     unseal,
 )
-from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
-from services.offsets.core.changes import HISTORY, POSITION, Change, ChangeLog, Entry, read_log
-from services.offsets.core.holds import HOLDS_MAX, Handover
-from services.offsets.core.homes import Home
-from services.offsets.core.resets import RecordKey, Records
-from services.offsets.core.table import ProgressTable
-from services.offsets.disk import Found
+from batonmq_server.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
+from batonmq_server.offsets.core.changes import (
+    HISTORY,
+    POSITION,
+    Change,
+    ChangeLog,
+    Entry,
+    read_log,
+)
+from batonmq_server.offsets.core.holds import HOLDS_MAX, Handover
+from batonmq_server.offsets.core.homes import Home
+from batonmq_server.offsets.core.resets import RecordKey, Records
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.disk import Found
 
 log = logging.getLogger(__name__)
 

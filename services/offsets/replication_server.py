@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
+
 from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import InvalidArgument, LimitExceeded, OldEpoch
-from services.offsets.core.changes import Change
-from services.offsets.following import digest_of
-from services.offsets.persistence import Stored, log_of
-from services.offsets.role import Role
-from services.runtime.position import Position
-from services.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch
+from batonmq_server.offsets.core.changes import Change
+from batonmq_server.offsets.following import digest_of
+from batonmq_server.offsets.persistence import Stored, log_of
+from batonmq_server.offsets.role import Role
+from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000

@@ -10,16 +10,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from batonmq.common.errors import DiskFull, NotServing
-from services.offsets.config import OffsetsSettings
-from services.offsets.following import Following
-from services.offsets.leadership import Leadership
-from services.offsets.metrics import OffsetsMetrics
-from services.offsets.serving import Offsets
-from services.runtime import role
-from services.runtime.keeper import Keeper
-from services.runtime.member import Member
-from services.runtime.process import Runtime
+from batonmq.errors import DiskFull, NotServing
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.following import Following
+from batonmq_server.offsets.leadership import Leadership
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime import role
+from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.member import Member
+from batonmq_server.runtime.process import Runtime
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import grpc.aio
+
 from baton.common.v1 import error_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, Fenced, GroupMoved, GroupsApart
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.names import check_group, check_offsets_set, check_topic
-from services.offsets.answers import (
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.names import check_group, check_offsets_set, check_topic
+from batonmq.errors import BatonError, Fenced, GroupMoved, GroupsApart
+from batonmq_server.offsets.answers import (
     committed_pb,
     fenced_pb,
     hold_pb,
@@ -32,7 +32,7 @@ from services.offsets.answers import (
     step_pb,
     token_pb,
 )
-from services.offsets.core.calls import (
+from batonmq_server.offsets.core.calls import (
     Acks,
     Committed,
     Delivered,
@@ -42,19 +42,19 @@ from services.offsets.core.calls import (
     QueueKey,
     Source,
 )
-from services.offsets.core.calls import Fence as Wish
-from services.offsets.core.holds import Handover, holds
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
-from services.offsets.core.resets import Outcome, Resets, Step
-from services.offsets.core.table import ProgressTable
-from services.offsets.group_commit import GroupCommit
-from services.offsets.here import Here
-from services.offsets.leaving import Leaving
-from services.offsets.modes import Modes, group_in_use
-from services.offsets.persistence import DurableKey, HandedOver
-from services.offsets.telemetry import Telemetry
-from services.offsets.wire import Reader, check_single, number, outcomes_of, topic_or_all
+from batonmq_server.offsets.core.calls import Fence as Wish
+from batonmq_server.offsets.core.holds import Handover, holds
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.resets import Outcome, Resets, Step
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.group_commit import GroupCommit
+from batonmq_server.offsets.here import Here
+from batonmq_server.offsets.leaving import Leaving
+from batonmq_server.offsets.modes import Modes, group_in_use
+from batonmq_server.offsets.persistence import DurableKey, HandedOver
+from batonmq_server.offsets.telemetry import Telemetry
+from batonmq_server.offsets.wire import Reader, check_single, number, outcomes_of, topic_or_all
 
 log = logging.getLogger(__name__)
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import grpc.aio
-from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 
-from batonmq.common.clock import Clock
-from services.offsets.arriving import Arriving, Origin
-from services.offsets.core.calls import Instant, Limits
-from services.offsets.core.changes import Entry
-from services.offsets.core.resets import Records, Resets
-from services.offsets.core.table import ProgressTable
-from services.offsets.group_commit import GroupCommit
-from services.offsets.here import Here
-from services.offsets.leaving import Keeping, Leaving
-from services.offsets.metrics import OffsetsMetrics
-from services.offsets.modes import Modes
-from services.offsets.persistence import (
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from batonmq._common.clock import Clock
+from batonmq_server.offsets.arriving import Arriving, Origin
+from batonmq_server.offsets.core.calls import Instant, Limits
+from batonmq_server.offsets.core.changes import Entry
+from batonmq_server.offsets.core.resets import Records, Resets
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.group_commit import GroupCommit
+from batonmq_server.offsets.here import Here
+from batonmq_server.offsets.leaving import Keeping, Leaving
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.offsets.modes import Modes
+from batonmq_server.offsets.persistence import (
     DurableKey,
     Stored,
     begin_life,
@@ -29,10 +29,10 @@ from services.offsets.persistence import (
     next_change,
     recover_meanwhile,
 )
-from services.offsets.server import OffsetsServicer, Parts
-from services.offsets.stream import OffsetsStream
-from services.offsets.telemetry import Telemetry
-from services.runtime.mirror import Mirror
+from batonmq_server.offsets.server import OffsetsServicer, Parts
+from batonmq_server.offsets.stream import OffsetsStream
+from batonmq_server.offsets.telemetry import Telemetry
+from batonmq_server.runtime.mirror import Mirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
 

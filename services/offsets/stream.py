@@ -11,15 +11,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
-
-from batonmq.common.errors import Fenced
-from batonmq.core.names import METRICS_TOPIC
-from batonmq.events import EventHub
-from batonmq.latencies import Latencies, Timed
-from services.offsets.answers import queue_pb
-from services.offsets.core.calls import Holder, QueueKey
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
+from batonmq._core.names import METRICS_TOPIC
+from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.latencies import Latencies, Timed
+from batonmq.errors import Fenced
+from batonmq_server.offsets.answers import queue_pb
+from batonmq_server.offsets.core.calls import Holder, QueueKey
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import RangeSet
 
 HOLDERS_MAX = 100_000
 """Queues of which the last two holders are remembered, to name those that are fenced."""

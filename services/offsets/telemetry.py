@@ -6,14 +6,13 @@ import logging
 from collections.abc import Sequence
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, Fenced
-from services.offsets.answers import queue_pb
-from services.offsets.core.calls import Committed, Condition, Fence, Grant, QueueKey
-from services.offsets.core.resets import Order, Outcome
-from services.offsets.core.table import ProgressTable
-from services.offsets.metrics import CUT_OFF, OffsetsMetrics
-from services.offsets.stream import OffsetsStream
+from batonmq.errors import BatonError, Fenced
+from batonmq_server.offsets.answers import queue_pb
+from batonmq_server.offsets.core.calls import Committed, Condition, Fence, Grant, QueueKey
+from batonmq_server.offsets.core.resets import Order, Outcome
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.metrics import CUT_OFF, OffsetsMetrics
+from batonmq_server.offsets.stream import OffsetsStream
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m services.offsets.verify FOLDER`: exit status 0 if the stored progress is whole.
+"""`python -m batonmq_server.offsets.verify FOLDER`: exit status 0 if the stored progress is whole.
 
 A process of its own: LMDB follows what stands in its file, and a damaged file can lead it outside
 of it, which ends the process (SIGBUS, SIGSEGV). Nothing is written.
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import lmdb
 
-from batonmq.common.errors import DataLoss
-from services.offsets.codec import unseal
-from services.offsets.persistence import FORMAT
+from batonmq.errors import DataLoss
+from batonmq_server.offsets.codec import unseal
+from batonmq_server.offsets.persistence import FORMAT
 
 
 def verify(folder: Path) -> None:

@@ -8,11 +8,10 @@ from typing import NamedTuple, TypeVar
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, InvalidArgument, LimitExceeded
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.names import check_broker, check_client_id, check_group, check_topic
-from services.offsets.core.calls import (
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
+from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
+from batonmq_server.offsets.core.calls import (
     Acks,
     Condition,
     Delivery,
@@ -22,8 +21,8 @@ from services.offsets.core.calls import (
     QueueKey,
     Source,
 )
-from services.offsets.core.ranges import EMPTY, RangeSet
-from services.offsets.core.resets import Order, Target
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.resets import Order, Target
 
 ITEMS_MAX = 1_024
 NUMBER_MAX = 1 << 62

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from batonmq.common.errors import InvalidArgument, PermissionDenied, Unauthenticated
-from batonmq.core.names import METRICS_TOPIC, check_group, check_topic, is_system_topic
-from batonmq.core.retries import group_of
+from batonmq._core.names import METRICS_TOPIC, check_group, check_topic, is_system_topic
+from batonmq._core.retries import group_of
+from batonmq.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
 SERVICE_PREFIX = "service:"
 """Of the identities of the services, such as `service:storage`."""

@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import abort
-from services.runtime.access import ANYTHING, Need, denied
-from services.runtime.guard import Caller, Guard, Metadata
-from services.runtime.rules import Each
+from batonmq._common.rpc import abort
+from batonmq.errors import BatonError
+from batonmq_server.runtime.access import ANYTHING, Need, denied
+from batonmq_server.runtime.guard import Caller, Guard, Metadata
+from batonmq_server.runtime.rules import Each
 
 _BY_CHARACTERS_MAX = 200
 """The least that a request's `by` may have."""

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batonmq.common.aio import wait_until
-from batonmq.common.errors import NoQuorum
-from services.runtime.etcd import Compare, EtcdSession, Lease, Put
+from batonmq._common.aio import wait_until
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Lease, Put
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ import grpc
 import grpc.aio
 from aetcd import rpc, utils
 
-from batonmq.channels import connector
-from batonmq.common.clock import Clock
-from batonmq.common.errors import NoQuorum
-from batonmq.security import Security
-from services.runtime.etcd_members import TRY_S, Member, Members
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connector
+from batonmq._connection.security import Security
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd_members import TRY_S, Member, Members
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Largest answer: a whole prefix is read at once; 100,000 lock entries are about 20 MiB."""
@@ -29,7 +29,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # as batonmq.channels
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # as batonmq._connection.channels
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),  # left alone a minute, whatever the line above says

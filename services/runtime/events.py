@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import grpc.aio
+
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
-
-from batonmq.events import EventHub
+from batonmq._telemetry.events import EventHub
 
 
 class MetricsServicer(pb_grpc.MetricsServiceServicer):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.errors import GroupNotFound, ModeChanged, Paused
-from services.runtime.mirror import Mirror
+from batonmq.errors import GroupNotFound, ModeChanged, Paused
+from batonmq_server.runtime.mirror import Mirror
 
 PREFIX = "gates/"
 

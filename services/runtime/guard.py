@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from batonmq.common.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
-from services.runtime import stored_access
-from services.runtime.access import SERVICE_PREFIX, Access, Need
-from services.runtime.etcd import EtcdSession
-from services.runtime.mirror import Mirror
-from services.runtime.rules import COMMON, Rule, Rules
+from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
+from batonmq_server.runtime import stored_access
+from batonmq_server.runtime.access import SERVICE_PREFIX, Access, Need
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.rules import COMMON, Rule, Rules
 
 log = logging.getLogger(__name__)
 

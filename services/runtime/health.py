@@ -18,8 +18,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from batonmq.common.errors import NoQuorum
-from services.runtime.options import HEALTH_OPTIONS
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.options import HEALTH_OPTIONS
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, Internal, NoDeadline, NotServing
-from batonmq.common.rpc import abort
-from services.runtime.admission import Admission
-from services.runtime.guard import Guard
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import abort
+from batonmq.errors import BatonError, Internal, NoDeadline, NotServing
+from batonmq_server.runtime.admission import Admission
+from batonmq_server.runtime.guard import Guard
 
 log = logging.getLogger(__name__)
 

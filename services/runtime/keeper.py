@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import replicas_pb2
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import NoQuorum, NotEnoughReplicas, NotLeader
-from services.runtime.election import Election
-from services.runtime.insync import InSync
-from services.runtime.replicas import ReplicaSet, Standing
+from batonmq._common.clock import Clock
+from batonmq.errors import NoQuorum, NotEnoughReplicas, NotLeader
+from batonmq_server.runtime.election import Election
+from batonmq_server.runtime.insync import InSync
+from batonmq_server.runtime.replicas import ReplicaSet, Standing
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-
-from batonmq.common.errors import NoQuorum, NotLeader
-from services.runtime.election import Candidacy, Election
-from services.runtime.keeper import Keeper, ReplicaPolicy, Won
-from services.runtime.position import Position
-from services.runtime.process import Runtime
-from services.runtime.registration import Registration
-from services.runtime.replicas import ReplicaSet
+from batonmq.errors import NoQuorum, NotLeader
+from batonmq_server.runtime.election import Candidacy, Election
+from batonmq_server.runtime.keeper import Keeper, ReplicaPolicy, Won
+from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.registration import Registration
+from batonmq_server.runtime.replicas import ReplicaSet
 
 log = logging.getLogger(__name__)
 

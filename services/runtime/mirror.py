@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 
-from batonmq.common.backoff import Backoff
-from batonmq.common.errors import NoQuorum
-from services.runtime.etcd import EtcdSession, Stored
+from batonmq._common.backoff import Backoff
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd import EtcdSession, Stored
 
 log = logging.getLogger(__name__)
 

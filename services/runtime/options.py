@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batonmq.channels import OPTIONS
+from batonmq._connection.channels import OPTIONS
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *OPTIONS,

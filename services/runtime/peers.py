@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import grpc.aio
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.channels import connect
-from batonmq.common.errors import Unreachable
-from services.runtime.mirror import Mirror
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._connection.channels import connect
+from batonmq.errors import Unreachable
+from batonmq_server.runtime.mirror import Mirror
 
 Stub = TypeVar("Stub")
 

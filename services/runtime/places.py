@@ -1,7 +1,7 @@
 """Which offsets replica set keeps which group: a live copy of the places in etcd.
 
 A place says where a group is to be. Whether a set has it, and so may answer, only the set itself
-knows (`services.offsets.homes`): so nobody does harm with a place that is out of date.
+knows (`batonmq_server.offsets.homes`): so nobody does harm with a place that is out of date.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from services.runtime.etcd import Stored
-from services.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.mirror import Mirror
 
 PREFIX = "places/"
 OFFSETS = "offsets"

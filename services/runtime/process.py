@@ -16,31 +16,31 @@ from random import Random
 from typing import Any, NoReturn, TypeVar
 
 import grpc.aio
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
-from batonmq.channels import connect, connector
-from batonmq.common import logs
-from batonmq.common.aio import unless
-from batonmq.common.clock import Clock
-from batonmq.common.config import ConfigError, load
-from batonmq.common.errors import NoQuorum
-from batonmq.common.explain import explain
-from batonmq.events import EventHub
-from services.runtime.etcd import EtcdSession, Lease
-from services.runtime.events import watchable
-from services.runtime.guard import Guard
-from services.runtime.health import Health, health_of
-from services.runtime.interceptor import EdgeInterceptor
-from services.runtime.mirror import Mirror
-from services.runtime.options import SERVER_OPTIONS
-from services.runtime.position import NOWHERE, Position
-from services.runtime.rules import Rules
-from services.runtime.settings import ServiceSettings
-from services.runtime.streaming import publisher_of
-from services.runtime.tls import check_files, listen, show_expiry
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from batonmq._common.aio import unless
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect, connector
+from batonmq._process import logs
+from batonmq._process.config import ConfigError, load
+from batonmq._process.explain import explain
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd import EtcdSession, Lease
+from batonmq_server.runtime.events import watchable
+from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.health import Health, health_of
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.options import SERVER_OPTIONS
+from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.rules import Rules
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.streaming import publisher_of
+from batonmq_server.runtime.tls import check_files, listen, show_expiry
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ def run(
         clock: Makes the clock of the process.
     """
     prefix = f"BATON_{service.upper()}"
-    usage = f"usage: python -m services.{service} [--print-config | --explain-config]"
+    usage = f"usage: python -m batonmq_server.{service} [--print-config | --explain-config]"
     usage += f"; settings: {prefix}_*"
     if {"-h", "--help"}.intersection(sys.argv[1:]):
         print(usage)

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from batonmq.common.backoff import Backoff
-from batonmq.common.errors import NoQuorum
-from services.runtime.position import NOWHERE, Position
-from services.runtime.process import Runtime
+from batonmq._common.backoff import Backoff
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.process import Runtime
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import replicas_pb2
-
-from batonmq.common.config import ConfigError, Problem
-from batonmq.common.errors import NoQuorum, NotLeader
-from services.runtime.election import Candidacy, Election
-from services.runtime.etcd import Compare, EtcdSession, Put, Stored
-from services.runtime.position import Position
+from batonmq._process.config import ConfigError, Problem
+from batonmq.errors import NoQuorum, NotLeader
+from batonmq_server.runtime.election import Candidacy, Election
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.position import Position
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
-from batonmq.common.errors import BatonError, NoQuorum, NotLeader, Unreachable
-from services.runtime.member import Member
+from batonmq.errors import BatonError, NoQuorum, NotLeader, Unreachable
+from batonmq_server.runtime.member import Member
 
 Leadership = TypeVar("Leadership")
 

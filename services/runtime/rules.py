@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from batonmq.common.errors import BatonError
-from batonmq.core.names import METRICS_TOPIC
-from services.runtime.access import ANYTHING, Need, consume, join
+from batonmq._core.names import METRICS_TOPIC
+from batonmq.errors import BatonError
+from batonmq_server.runtime.access import ANYTHING, Need, consume, join
 
 Needs = Callable[[Any], Iterable[Need]]
 

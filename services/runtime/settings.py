@@ -7,8 +7,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from batonmq.common.config import Settings
-from batonmq.security import Security
+from batonmq._connection.security import Security
+from batonmq._process.config import Settings
 
 _ADDRESS = r"^([^,\s]+:\d+)?$"
 

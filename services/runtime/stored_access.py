@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from hashlib import sha256
 from urllib.parse import quote, unquote
 
-from baton.nameserver.v1 import stored_access_pb2 as pb
 from google.protobuf.message import DecodeError
 
-from services.runtime.access import Access, Grant, Role, Token
+from baton.nameserver.v1 import stored_access_pb2 as pb
+from batonmq_server.runtime.access import Access, Grant, Role, Token
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.directory import Surroundings
-from batonmq.producer import Producer
-from batonmq.publishing import PRODUCER, Encode, Publisher, as_protobuf
-from services.runtime.mirror import Mirror
+from batonmq._connection.directory import Surroundings
+from batonmq._producer.producer import Producer
+from batonmq._telemetry.publishing import PRODUCER, Encode, Publisher, as_protobuf
+from batonmq_server.runtime.mirror import Mirror
 
 if TYPE_CHECKING:
-    from services.runtime.process import Runtime
+    from batonmq_server.runtime.process import Runtime
 
 
 def publisher_of(runtime: Runtime) -> Publisher:
@@ -35,7 +34,7 @@ def _encoder(encoding: Literal["protobuf", "arrow"]) -> Encode:
     if encoding == "protobuf":
         return as_protobuf
     # Only who asks for it needs pyarrow.
-    from batonmq.metric_arrow import encode_events  # noqa: PLC0415
+    from batonmq._telemetry.metric_arrow import encode_events  # noqa: PLC0415
 
     def as_arrow(batch: metrics_pb.MetricBatch) -> bytes:
         batch.arrow = encode_events(batch.events)

@@ -6,7 +6,7 @@ import logging
 
 from prometheus_client import Gauge
 
-from batonmq.common.errors import BatonError, DataLoss, DiskFull
+from batonmq.errors import BatonError, DataLoss, DiskFull
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, Gauge
 
-from batonmq.common.config import ConfigError, Problem
-from batonmq.common.errors import InvalidArgument
-from batonmq.security import Papers, Pems, Security
-from services.runtime.settings import ServiceSettings
-from services.runtime.validity import expiry_unix_s
+from batonmq._connection.security import Papers, Pems, Security
+from batonmq._process.config import ConfigError, Problem
+from batonmq.errors import InvalidArgument
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.validity import expiry_unix_s
 
 log = logging.getLogger(__name__)
 

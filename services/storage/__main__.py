@@ -1,12 +1,12 @@
-"""`python -m services.storage`: a storage node."""
+"""`python -m batonmq_server.storage`: a storage node."""
 
 from __future__ import annotations
 
-from batonmq.core import sql_parser
-from services.runtime.memory import keep_freed
-from services.runtime.process import run
-from services.storage.app import build
-from services.storage.config import StorageSettings
+from batonmq._core import sql_parser
+from batonmq_server.runtime.memory import keep_freed
+from batonmq_server.runtime.process import run
+from batonmq_server.storage.app import build
+from batonmq_server.storage.config import StorageSettings
 
 if __name__ == "__main__":
     keep_freed()

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import BadBatch
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.records import read_topic
-from services.runtime.access import ANYTHING, OPERATE, Need, consume, produce, use
-from services.runtime.rules import Each, Rule, Rules, needs, of_queue, on, only, rules_of
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.records import read_topic
+from batonmq.errors import BadBatch
+from batonmq_server.runtime.access import ANYTHING, OPERATE, Need, consume, produce, use
+from batonmq_server.runtime.rules import Each, Rule, Rules, needs, of_queue, on, only, rules_of
 
 
 def _write(batch: bytes) -> Need:

@@ -14,34 +14,33 @@ from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from services.runtime.gates import PREFIX as GATES_PREFIX
-from services.runtime.gates import Gates
-from services.runtime.mirror import Mirror, all_ready
-from services.runtime.peers import Peer, Peers
-from services.runtime.places import OFFSETS, Places
-from services.runtime.places import PREFIX as PLACES_PREFIX
-from services.runtime.process import App, Runtime
-from services.runtime.replicas import check_alone
-from services.runtime.stuck import Stuck
-from services.storage.access import RULES
-from services.storage.config import StorageSettings
-from services.storage.copies import Copy
-from services.storage.core.files import Disk
-from services.storage.core.recovery import RecoveryReport
-from services.storage.deliveries import Deliveries
-from services.storage.delivery_sets import DeliverySets
-from services.storage.disk import RealDisk, locked
-from services.storage.flush import InThread, in_thread
-from services.storage.following import Following
-from services.storage.guarantee import Alone
-from services.storage.metrics import StorageMetrics
-from services.storage.node import Node, opened, recovered
-from services.storage.replication_server import Front, ReplicationServicer
-from services.storage.role import Role
-from services.storage.serving import Serving, Surroundings, serve
-from services.storage.stream import StorageStream
-from services.storage.topics import Topics
+from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
+from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.mirror import Mirror, all_ready
+from batonmq_server.runtime.peers import Peer, Peers
+from batonmq_server.runtime.places import OFFSETS, Places
+from batonmq_server.runtime.places import PREFIX as PLACES_PREFIX
+from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.replicas import check_alone
+from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.storage.access import RULES
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.copies import Copy
+from batonmq_server.storage.core.files import Disk
+from batonmq_server.storage.core.recovery import RecoveryReport
+from batonmq_server.storage.deliveries import Deliveries
+from batonmq_server.storage.delivery_sets import DeliverySets
+from batonmq_server.storage.disk import RealDisk, locked
+from batonmq_server.storage.flush import InThread, in_thread
+from batonmq_server.storage.following import Following
+from batonmq_server.storage.guarantee import Alone
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import Node, opened, recovered
+from batonmq_server.storage.replication_server import Front, ReplicationServicer
+from batonmq_server.storage.role import Role
+from batonmq_server.storage.serving import Serving, Surroundings, serve
+from batonmq_server.storage.stream import StorageStream
+from batonmq_server.storage.topics import Topics
 
 log = logging.getLogger(__name__)
 

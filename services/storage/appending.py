@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DiskFull
-from services.storage.core.producers import Receipt
-from services.storage.core.retention import DiskState, Retention, Usage
-from services.storage.core.store import Checked, Store, TopicQueues
-from services.storage.flush import Flusher
-from services.storage.guarantee import Guarantee
-from services.storage.metrics import StorageMetrics
-from services.storage.stream import StorageStream
+from batonmq._common.clock import Clock
+from batonmq.errors import BatonError, DiskFull
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.retention import DiskState, Retention, Usage
+from batonmq_server.storage.core.store import Checked, Store, TopicQueues
+from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.guarantee import Guarantee
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.stream import StorageStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from batonmq.common.errors import BatonError
-from services.storage.core.commitlog import NO_SPACE
-from services.storage.flush import Flusher, InThread
-from services.storage.node import Node
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.commitlog import NO_SPACE
+from batonmq_server.storage.flush import Flusher, InThread
+from batonmq_server.storage.node import Node
 
 log = logging.getLogger(__name__)
 

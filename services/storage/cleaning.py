@@ -15,18 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DiskFull, NotServing
-from batonmq.core.records import HEADER_BYTES, check_stamp, read_header
-from services.storage.core import floors
-from services.storage.core.commitlog import NO_SPACE
-from services.storage.core.consumequeue import topic_of
-from services.storage.core.files import Disk
-from services.storage.core.floors import Floor
-from services.storage.core.retention import DiskState, Moment, Retention, Sealed, Usage
-from services.storage.core.store import Store
-from services.storage.flush import InThread
-from services.storage.metrics import StorageMetrics
+from batonmq._common.clock import Clock
+from batonmq._core.records import HEADER_BYTES, check_stamp, read_header
+from batonmq.errors import BatonError, DiskFull, NotServing
+from batonmq_server.storage.core import floors
+from batonmq_server.storage.core.commitlog import NO_SPACE
+from batonmq_server.storage.core.consumequeue import topic_of
+from batonmq_server.storage.core.files import Disk
+from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.retention import DiskState, Moment, Retention, Sealed, Usage
+from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.flush import InThread
+from batonmq_server.storage.metrics import StorageMetrics
 
 log = logging.getLogger(__name__)
 

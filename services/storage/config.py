@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from services.runtime.keeper import ReplicaPolicy
-from services.runtime.settings import ServiceSettings
-from services.storage.core.retention import Policy
+from batonmq_server.runtime.keeper import ReplicaPolicy
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.storage.core.retention import Policy
 
 
 class StorageSettings(ServiceSettings):

@@ -12,13 +12,13 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 
-from batonmq.common.errors import DiskFull, NotServing
-from services.runtime.position import NOWHERE, Position
-from services.runtime.process import Loop
-from services.storage.core.files import Disk
-from services.storage.flush import InThread
-from services.storage.node import Beginning, Node, begin_anew
-from services.storage.serving import Serving
+from batonmq.errors import DiskFull, NotServing
+from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.process import Loop
+from batonmq_server.storage.core.files import Disk
+from batonmq_server.storage.flush import InThread
+from batonmq_server.storage.node import Beginning, Node, begin_anew
+from batonmq_server.storage.serving import Serving
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 
 from prometheus_client import Counter
 
-from batonmq.common.errors import DataLoss
+from batonmq.errors import DataLoss
 
 log = logging.getLogger(__name__)
 

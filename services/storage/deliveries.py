@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.common.batcher import Batcher
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DeliveryUnrecorded
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from services.storage.pulls import Holder
+from batonmq._common.batcher import Batcher
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import BatonError, DeliveryUnrecorded
+from batonmq_server.storage.pulls import Holder
 
 ITEMS_MAX = 256
 CALL_BYTES_MAX = 8 * 1024 * 1024

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from batonmq.common.errors import BatonError, GroupMoved, NotServing
-from services.runtime.by_set import BySet
-from services.runtime.places import Places
-from services.storage.deliveries import Deliveries, Delivery, Verdict, unrecorded
-from services.storage.pulls import Holder
+from batonmq.errors import BatonError, GroupMoved, NotServing
+from batonmq_server.runtime.by_set import BySet
+from batonmq_server.runtime.places import Places
+from batonmq_server.storage.deliveries import Deliveries, Delivery, Verdict, unrecorded
+from batonmq_server.storage.pulls import Holder
 
 log = logging.getLogger(__name__)
 _ELSEWHERE = (GroupMoved, NotServing)

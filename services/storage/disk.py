@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from batonmq.common.errors import DiskFull
-from services.storage.core.commitlog import NO_SPACE
-from services.storage.core.files import Disk, File
+from batonmq.errors import DiskFull
+from batonmq_server.storage.core.commitlog import NO_SPACE
+from batonmq_server.storage.core.files import Disk, File
 
 PARTS_MAX = 1_024
 """What one pwritev takes (IOV_MAX)."""

@@ -16,7 +16,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from batonmq.common.errors import (
+from batonmq._core.records import HEADER_BYTES, Header, check_stamp, read_header
+from batonmq.errors import (
     BatonError,
     DataLoss,
     NoQuorum,
@@ -25,21 +26,20 @@ from batonmq.common.errors import (
     QueueNotFound,
     TopicNotFound,
 )
-from batonmq.core.records import HEADER_BYTES, Header, check_stamp, read_header
-from services.storage.appending import Appender
-from services.storage.core.delay import Delayed
-from services.storage.core.producers import Receipt
-from services.storage.core.retention import DiskState
-from services.storage.core.schedule import (
+from batonmq_server.storage.appending import Appender
+from batonmq_server.storage.core.delay import Delayed
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.retention import DiskState
+from batonmq_server.storage.core.schedule import (
     Scheduled,
     delivery,
     encode_scheduled,
     encode_withdrawn,
     read_scheduled,
 )
-from services.storage.core.store import Checked, TopicQueues
-from services.storage.schedule_server import SYSTEM_TOPICS, checked
-from services.storage.topics import Topics
+from batonmq_server.storage.core.store import Checked, TopicQueues
+from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
+from batonmq_server.storage.topics import Topics
 
 log = logging.getLogger(__name__)
 

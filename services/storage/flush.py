@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from batonmq.common.errors import NotServing
-from services.storage.core.commitlog import Unsynced
-from services.storage.core.producers import QueueKey
-from services.storage.node import Node
+from batonmq.errors import NotServing
+from batonmq_server.storage.core.commitlog import Unsynced
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.node import Node
 
 log = logging.getLogger(__name__)
 

@@ -13,23 +13,23 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import grpc.aio
+
 from baton.storage.v1 import replication_service_pb2 as pb
 from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
-
-from batonmq.common.backoff import Backoff
-from batonmq.common.errors import BatonError, DataLoss, DiskFull, OldEpoch
-from batonmq.common.rpc import from_rpc_error
-from services.runtime.peers import Peer
-from services.runtime.process import Runtime
-from services.runtime.stuck import Stuck
-from services.storage.config import StorageSettings
-from services.storage.copies import Copy
-from services.storage.core import checkpoint
-from services.storage.core.commitlog import NO_SPACE, Range
-from services.storage.core.epochs import History, read_history
-from services.storage.core.shipping import check_received
-from services.storage.node import Beginning
-from services.storage.serving import Serving
+from batonmq._common.backoff import Backoff
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch
+from batonmq_server.runtime.peers import Peer
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.copies import Copy
+from batonmq_server.storage.core import checkpoint
+from batonmq_server.storage.core.commitlog import NO_SPACE, Range
+from batonmq_server.storage.core.epochs import History, read_history
+from batonmq_server.storage.core.shipping import check_received
+from batonmq_server.storage.node import Beginning
+from batonmq_server.storage.serving import Serving
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m services.storage.fsck DIR`: examines a data directory that no node uses.
+"""`python -m batonmq_server.storage.fsck DIR`: examines a data directory that no node uses.
 
 Exit status: 0 if everything is right, or was repaired; 1 if there are problems, or the directory
 can't be examined, which standard error says; 2 if the command line is wrong.
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from batonmq.common.clock import Clock
-from services.storage.core.fsck import Fsck, FsckReport
-from services.storage.core.recovery import decode_synced
-from services.storage.disk import InUse, RealDisk, locked
-from services.storage.node import SYNCED
+from batonmq._common.clock import Clock
+from batonmq_server.storage.core.fsck import Fsck, FsckReport
+from batonmq_server.storage.core.recovery import decode_synced
+from batonmq_server.storage.disk import InUse, RealDisk, locked
+from batonmq_server.storage.node import SYNCED
 
 
 def main(arguments: Sequence[str]) -> int:

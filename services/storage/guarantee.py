@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import BatonError
-from services.storage.core.store import Store
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.store import Store
 
 
 class Guarantee(Protocol):

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from batonmq.common.aio import wait_until
-from batonmq.common.clock import Clock
-from batonmq.common.errors import DataLoss, NotLeader
-from services.runtime.keeper import Keeper
-from services.storage.core import checkpoint, floors
-from services.storage.core.commitlog import Range
-from services.storage.core.epochs import History, common_point
-from services.storage.core.shipping import read_whole
-from services.storage.flush import InThread
-from services.storage.serving import Serving
-from services.storage.stream import REPLICATION, StorageStream
+from batonmq._common.aio import wait_until
+from batonmq._common.clock import Clock
+from batonmq.errors import DataLoss, NotLeader
+from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.storage.core import checkpoint, floors
+from batonmq_server.storage.core.commitlog import Range
+from batonmq_server.storage.core.epochs import History, common_point
+from batonmq_server.storage.core.shipping import read_whole
+from batonmq_server.storage.flush import InThread
+from batonmq_server.storage.serving import Serving
+from batonmq_server.storage.stream import REPLICATION, StorageStream
 
 log = logging.getLogger(__name__)
 

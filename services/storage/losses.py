@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from services.storage.core.producers import QueueKey
-from services.storage.pulls import Holder
-from services.storage.traffic import Traffic
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.pulls import Holder
+from batonmq_server.storage.traffic import Traffic
 
 log = logging.getLogger(__name__)
 

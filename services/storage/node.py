@@ -20,26 +20,26 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from batonmq.common.errors import DataLoss
-from services.runtime.position import Position
-from services.storage.core import checkpoint, epochs, floors
-from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.commitlog import FOLDER as LOG
-from services.storage.core.commitlog import CommitLog, Range, Unsynced, segment_path
-from services.storage.core.consumequeue import FOLDER as CONSUMEQUEUE
-from services.storage.core.epochs import History
-from services.storage.core.files import Disk, FileCache
-from services.storage.core.keyindex import FOLDER as KEYINDEX
-from services.storage.core.keyindex import KeyIndex
-from services.storage.core.producers import ProducerTable
-from services.storage.core.recovery import (
+from batonmq.errors import DataLoss
+from batonmq_server.runtime.position import Position
+from batonmq_server.storage.core import checkpoint, epochs, floors
+from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.commitlog import FOLDER as LOG
+from batonmq_server.storage.core.commitlog import CommitLog, Range, Unsynced, segment_path
+from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE
+from batonmq_server.storage.core.epochs import History
+from batonmq_server.storage.core.files import Disk, FileCache
+from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX
+from batonmq_server.storage.core.keyindex import KeyIndex
+from batonmq_server.storage.core.producers import ProducerTable
+from batonmq_server.storage.core.recovery import (
     Recovery,
     RecoveryReport,
     decode_synced,
     encode_synced,
 )
-from services.storage.core.store import Store
-from services.storage.disk import RealDisk, locked
+from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.disk import RealDisk, locked
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.common.v1 import queue_pb2
 from prometheus_client import Gauge
 
-from batonmq.common.errors import BatonError, Overloaded
-from services.storage.core.producers import QueueKey
+from baton.common.v1 import queue_pb2
+from batonmq.errors import BatonError, Overloaded
+from batonmq_server.storage.core.producers import QueueKey
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+
 from baton.storage.v1 import query_service_pb2 as pb
 from baton.storage.v1 import query_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import (
+from batonmq._core.names import check_broker, check_topic
+from batonmq._core.records import KEYS_BYTES_MAX, read_header
+from batonmq.errors import (
     DataLoss,
     InvalidArgument,
     LimitExceeded,
@@ -21,16 +23,14 @@ from batonmq.common.errors import (
     TopicNotFound,
     WrongBroker,
 )
-from batonmq.core.names import check_broker, check_topic
-from batonmq.core.records import KEYS_BYTES_MAX, read_header
-from services.runtime.access import consume
-from services.runtime.guard import Require
-from services.storage import requests
-from services.storage.core.producers import QueueKey
-from services.storage.core.query import Match, Matches, Queries, Window
-from services.storage.core.store import Reading, Store, Wanted, check_queue, check_readable
-from services.storage.damage import Damage
-from services.storage.topics import Topics
+from batonmq_server.runtime.access import consume
+from batonmq_server.runtime.guard import Require
+from batonmq_server.storage import requests
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.query import Match, Matches, Queries, Window
+from batonmq_server.storage.core.store import Reading, Store, Wanted, check_queue, check_readable
+from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.topics import Topics
 
 FOUND_MAX = 1_000
 FOUND_DEFAULT = 64

@@ -6,22 +6,22 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc.aio
+
 from baton.storage.v1 import replication_service_pb2 as pb
 from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import (
+from batonmq.errors import (
     DataLoss,
     InvalidArgument,
     LimitExceeded,
     OldEpoch,
     WrongBroker,
 )
-from services.runtime.role import WhileLeader
-from services.runtime.stuck import PROBLEM_CHARS_MAX
-from services.storage.core.epochs import History, read_history
-from services.storage.leadership import Wish
-from services.storage.role import Role
-from services.storage.serving import Serving
+from batonmq_server.runtime.role import WhileLeader
+from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.storage.core.epochs import History, read_history
+from batonmq_server.storage.leadership import Wish
+from batonmq_server.storage.role import Role
+from batonmq_server.storage.serving import Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000

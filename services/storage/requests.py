@@ -10,13 +10,12 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import InvalidArgument, LimitExceeded, WrongBroker
-from batonmq.core.names import check_broker, check_group, check_offsets_set, check_topic
-from batonmq.core.subscription import SqlFilter, parse_filter
-from services.storage.core.filter import HashFilter
-from services.storage.core.store import Wanted
-from services.storage.pulls import Holder
+from batonmq._core.names import check_broker, check_group, check_offsets_set, check_topic
+from batonmq._core.subscription import SqlFilter, parse_filter
+from batonmq.errors import InvalidArgument, LimitExceeded, WrongBroker
+from batonmq_server.storage.core.filter import HashFilter
+from batonmq_server.storage.core.store import Wanted
+from batonmq_server.storage.pulls import Holder
 
 APPEND_BATCHES_MAX = 1_024
 APPEND_BYTES_MAX = 32 * 1024 * 1024

@@ -10,20 +10,19 @@ import asyncio
 import logging
 
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, NotEnoughReplicas, NotServing
-from services.runtime import role
-from services.runtime.member import Member
-from services.runtime.process import Runtime
-from services.storage.config import StorageSettings
-from services.storage.copies import Copy
-from services.storage.flush import InThread
-from services.storage.following import Following
-from services.storage.guarantee import Guarantee
-from services.storage.leadership import Leadership
-from services.storage.metrics import StorageMetrics
-from services.storage.serving import Serving
-from services.storage.stream import StorageStream
+from batonmq.errors import BatonError, NotEnoughReplicas, NotServing
+from batonmq_server.runtime import role
+from batonmq_server.runtime.member import Member
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.copies import Copy
+from batonmq_server.storage.flush import InThread
+from batonmq_server.storage.following import Following
+from batonmq_server.storage.guarantee import Guarantee
+from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.serving import Serving
+from batonmq_server.storage.stream import StorageStream
 
 log = logging.getLogger(__name__)
 

@@ -8,23 +8,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+
 from baton.storage.v1 import schedule_service_pb2 as pb
 from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.delays import check_deliver_time
-from batonmq.core.records import read_header, read_topic
-from services.runtime.access import produce
-from services.runtime.guard import Require
-from services.storage import requests
-from services.storage.appending import Appender
-from services.storage.core import schedule
-from services.storage.core.delay import Key
-from services.storage.core.producers import QueueKey, Receipt
-from services.storage.core.schedule import FIRST, Scheduled, encode_scheduled, encode_withdrawn
-from services.storage.core.store import Checked, TopicQueues, check, check_queue, check_takes
-from services.storage.topics import Topics
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.delays import check_deliver_time
+from batonmq._core.records import read_header, read_topic
+from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
+from batonmq_server.runtime.access import produce
+from batonmq_server.runtime.guard import Require
+from batonmq_server.storage import requests
+from batonmq_server.storage.appending import Appender
+from batonmq_server.storage.core import schedule
+from batonmq_server.storage.core.delay import Key
+from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage.core.schedule import (
+    FIRST,
+    Scheduled,
+    encode_scheduled,
+    encode_withdrawn,
+)
+from batonmq_server.storage.core.store import Checked, TopicQueues, check, check_queue, check_takes
+from batonmq_server.storage.topics import Topics
 
 SYSTEM_TOPICS: Mapping[str, TopicQueues | BatonError] = {
     schedule.TOPIC: TopicQueues(schedule.TOPIC_ID, 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.storage.core.scrub import Piece, Scrub
-from services.storage.damage import Damage
-from services.storage.flush import InThread, in_thread
-from services.storage.node import Node
+from batonmq_server.storage.core.scrub import Piece, Scrub
+from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.flush import InThread, in_thread
+from batonmq_server.storage.node import Node
 
 log = logging.getLogger(__name__)
 

@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.names import METRICS_TOPIC
-from batonmq.core.records import read_header
-from batonmq.core.route import TOPICS_REVISION
-from services.runtime.gates import Gates
-from services.storage import requests
-from services.storage.appending import Appender
-from services.storage.core.producers import QueueKey, Receipt
-from services.storage.core.retention import Retention
-from services.storage.core.store import (
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.names import METRICS_TOPIC
+from batonmq._core.records import read_header
+from batonmq._core.route import TOPICS_REVISION
+from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
+from batonmq_server.runtime.gates import Gates
+from batonmq_server.storage import requests
+from batonmq_server.storage.appending import Appender
+from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage.core.retention import Retention
+from batonmq_server.storage.core.store import (
     Checked,
     Reading,
     Store,
@@ -31,16 +31,16 @@ from services.storage.core.store import (
     check_queue,
     check_readable,
 )
-from services.storage.damage import Damage
-from services.storage.deliveries import Delivery, Verdict
-from services.storage.delivery_sets import DeliverySets
-from services.storage.flush import Flusher
-from services.storage.guarantee import Guarantee
-from services.storage.losses import Losses
-from services.storage.metrics import StorageMetrics
-from services.storage.pulls import ParkedPulls
-from services.storage.stream import APPEND, PULL, StorageStream
-from services.storage.topics import Topics
+from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.deliveries import Delivery, Verdict
+from batonmq_server.storage.delivery_sets import DeliverySets
+from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.guarantee import Guarantee
+from batonmq_server.storage.losses import Losses
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.pulls import ParkedPulls
+from batonmq_server.storage.stream import APPEND, PULL, StorageStream
+from batonmq_server.storage.topics import Topics
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """A disk that is full later than in ten years is not in sight of being full."""

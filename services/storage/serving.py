@@ -7,29 +7,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from batonmq.common.errors import NotLeader
-from services.runtime.gates import Gates
-from services.runtime.process import Loop, Runtime
-from services.storage.appending import Appender
-from services.storage.checkpoints import Checkpointer
-from services.storage.cleaning import Bounds, Cleaner
-from services.storage.config import StorageSettings
-from services.storage.core.retention import Retention
-from services.storage.damage import Damage
-from services.storage.delivery_sets import DeliverySets
-from services.storage.due import DueBatches
-from services.storage.flush import Flusher, InThread
-from services.storage.guarantee import Guarantee
-from services.storage.losses import Losses
-from services.storage.metrics import StorageMetrics
-from services.storage.node import Node
-from services.storage.pulls import ParkedPulls
-from services.storage.query_server import QueryServicer
-from services.storage.schedule_server import ScheduleServicer
-from services.storage.scrub import Scrubber
-from services.storage.server import Parts, StorageServicer
-from services.storage.stream import FSYNC, StorageStream
-from services.storage.topics import Topics
+from batonmq.errors import NotLeader
+from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.process import Loop, Runtime
+from batonmq_server.storage.appending import Appender
+from batonmq_server.storage.checkpoints import Checkpointer
+from batonmq_server.storage.cleaning import Bounds, Cleaner
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.retention import Retention
+from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.delivery_sets import DeliverySets
+from batonmq_server.storage.due import DueBatches
+from batonmq_server.storage.flush import Flusher, InThread
+from batonmq_server.storage.guarantee import Guarantee
+from batonmq_server.storage.losses import Losses
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import Node
+from batonmq_server.storage.pulls import ParkedPulls
+from batonmq_server.storage.query_server import QueryServicer
+from batonmq_server.storage.schedule_server import ScheduleServicer
+from batonmq_server.storage.scrub import Scrubber
+from batonmq_server.storage.server import Parts, StorageServicer
+from batonmq_server.storage.stream import FSYNC, StorageStream
+from batonmq_server.storage.topics import Topics
 
 EXPIRE_INTERVAL_S = 600
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
-
-from batonmq.core.names import METRICS_TOPIC
-from batonmq.events import EventHub
-from batonmq.latencies import Latencies, Timed
-from services.storage.core.delivered import DeliveredRange, Step, Told
-from services.storage.core.retention import Usage
-from services.storage.core.store import Reading
-from services.storage.pulls import Holder
+from batonmq._core.names import METRICS_TOPIC
+from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.latencies import Latencies, Timed
+from batonmq_server.storage.core.delivered import DeliveredRange, Step, Told
+from batonmq_server.storage.core.retention import Usage
+from batonmq_server.storage.core.store import Reading
+from batonmq_server.storage.pulls import Holder
 
 VOLUME_INTERVAL_S = 10.0
 APPEND = Timed(pb.Latency.OPERATION_APPEND)

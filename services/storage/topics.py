@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from google.protobuf.message import DecodeError
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, TopicNotFound
-from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.mirror import Mirror
-from services.storage.core.store import TopicQueues
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq.errors import BatonError, TopicNotFound
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.storage.core.store import TopicQueues
 
 log = logging.getLogger(__name__)
 

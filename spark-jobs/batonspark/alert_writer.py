@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 from batonspark.tables import ALERTS, Warehouse
 
 LABELS = (

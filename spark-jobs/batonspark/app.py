@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from batonmq.common import logs
-from batonmq.common.config import ConfigError, load
+from batonmq._process import logs
+from batonmq._process.config import ConfigError, load
 from batonspark.alert_writer import AlertGauges
 from batonspark.progress import ProgressListener
 from batonspark.queries import QUERIES, Surroundings

@@ -13,7 +13,7 @@ import pandas as pd
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
-from batonmq.core.retries import retry_topic
+from batonmq._core.retries import retry_topic
 from batonspark.audit_ranges import (
     BUGS,
     HARMLESS,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from batonmq.core.ranges import Range, normalize, subtract
+from batonmq._core.ranges import Range, normalize, subtract
 
 CLOCKS_APART_MS = 2_000
 """Events of two services that are no further apart may have happened in the other order: each

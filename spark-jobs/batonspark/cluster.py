@@ -15,16 +15,16 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc.aio
+
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
-
-from batonmq.admin import Admin
-from batonmq.common.aio import only_error
-from batonmq.common.errors import QueueNotFound, Unreachable
-from batonmq.common.rpc import error_from_pb
-from batonmq.core.route import QueueId
-from batonmq.reports import queue_to_pb
-from batonmq.routes import query_route, queues_of
+from batonmq._common.aio import only_error
+from batonmq._common.rpc import error_from_pb
+from batonmq._connection.routes import query_route, queues_of
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
+from batonmq.admin.reports import queue_to_pb
+from batonmq.errors import QueueNotFound, Unreachable
 from batonspark.options import FETCH_BYTES_MAX, FETCH_MESSAGES_MAX, Reach
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class LoopThread:
 class Cluster:
     """Asks a cluster. A context manager; calls block.
 
-    Failures are raised as the classes of `batonmq.common.errors`, once `reach.timeout_ms` is over
+    Failures are raised as the classes of `batonmq.errors`, once `reach.timeout_ms` is over
     if waiting might have helped.
     """
 

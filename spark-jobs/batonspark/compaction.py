@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deltalake import DeltaTable
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 from batonspark.settings import JobSettings
 from batonspark.tables import TABLES, Keeping, Table, Tidied, Warehouse, tidy
 

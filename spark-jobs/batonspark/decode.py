@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batonmq.common.errors import OldTopic
-from batonmq.core.metric_columns import BATCH_COLUMNS, DROPPED_INDEX
-from batonmq.core.record_columns import RecordColumns, record_columns
-from batonmq.core.records import Header, check_batch, decode_properties
-from batonmq.core.route import QueueId
-from batonmq.metric_arrow import EVENTS, TYPES, one_batch
+from batonmq._core.metric_columns import BATCH_COLUMNS, DROPPED_INDEX
+from batonmq._core.record_columns import RecordColumns, record_columns
+from batonmq._core.records import Header, check_batch, decode_properties
+from batonmq._core.route import QueueId
+from batonmq._telemetry.metric_arrow import EVENTS, TYPES, one_batch
+from batonmq.errors import OldTopic
 from batonspark.metric_rows import Bodies, metric_rows
 
 Int64Array = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from batonmq.core.log_buckets import PER_DOUBLING
+from batonmq._core.log_buckets import PER_DOUBLING
 from batonspark.events import event_time, struct, window_start
 
 KEYS = ("window_start", "source", "operation", "consumer_group", "topic")
@@ -85,7 +85,7 @@ def latency(events: DataFrame) -> DataFrame:
 
 
 def percentile(hundredth: int) -> Column:
-    """The same as `batonmq.core.log_buckets.percentile` of `buckets`, which has `count` values."""
+    """The same as `batonmq._core.log_buckets.percentile` of `buckets`, which has `count` values."""
     wanted = F.greatest(F.col("count") * hundredth / 100, F.lit(1.0))
     start = F.struct(F.lit(0).cast("bigint").alias("seen"), F.lit(0).alias("place"))
 

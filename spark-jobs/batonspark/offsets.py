@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batonmq.core.route import QueueId
+from batonmq._core.route import QueueId
 
 Offsets = dict[str, int]
 TOPIC_ID = "topic_id"

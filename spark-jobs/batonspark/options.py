@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
-from batonmq.admin import Admin
-from batonmq.common.errors import InvalidArgument
-from batonmq.security import Security
+from batonmq._connection.security import Security
+from batonmq.admin.admin import Admin
+from batonmq.errors import InvalidArgument
 
 T = TypeVar("T")
 View = Literal["messages", "metrics"]

@@ -18,7 +18,7 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from batonmq.core.route import QueueId
+from batonmq._core.route import QueueId
 from batonspark.cluster import Cluster, Extent
 from batonspark.decode import Slice
 from batonspark.offsets import Offsets, key_of, queue_of

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from batonmq.common.config import ConfigError, Problem
+from batonmq._process.config import ConfigError, Problem
 
 Severity = Literal["info", "warning", "critical"]
 

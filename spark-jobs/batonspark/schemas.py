@@ -36,7 +36,7 @@ METRICS = """
 also when its batch was stored twice; (sys_broker, sys_queue_id, sys_offset, event_index) names it
 where it lies. `kind` is the name of the field of the event's oneof, or `field_N` of a kind that is
 not known here, whose bytes are then in `payload`. Which kind fills which columns is in
-batonmq/core/metric_columns.py; what has no column of its own is in `attrs`.
+batonmq/_core/metric_columns.py; what has no column of its own is in `attrs`.
 
 Three kinds are no events; their `event_index` is -1. `dropped` has in `count` how many events its
 source has dropped so far. `unreadable` is a message that is no MetricBatch, with its body in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, TypeAdapter, field_validator
 
-from batonmq.common.config import Settings
+from batonmq._process.config import Settings
 
 PREFIX = "BATON_SPARK"
 _TEXTS = TypeAdapter(dict[str, str])

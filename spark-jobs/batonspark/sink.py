@@ -15,7 +15,6 @@ from hashlib import blake2b
 from secrets import token_hex
 
 import pyarrow as pa
-from baton.storage.v1 import storage_service_pb2 as pb
 from pyspark import TaskContext
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
@@ -24,15 +23,16 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.errors import DuplicateSequence, NotWritable
-from batonmq.common.rpc import error_from_pb
-from batonmq.core.compression import Compression, Packing
-from batonmq.core.records import BatchBuilder, Message, encode_record
-from batonmq.core.route import KeyedQueues, QueueId
-from batonmq.core.sending import ONCE_EPOCH
-from batonmq.routes import query_route, writable_queues_of
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb
+from batonmq._connection.routes import query_route, writable_queues_of
+from batonmq._core.compression import Compression, Packing
+from batonmq._core.records import BatchBuilder, Message, encode_record
+from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._core.sending import ONCE_EPOCH
+from batonmq.admin.admin import Admin
+from batonmq.errors import DuplicateSequence, NotWritable
 from batonspark.cluster import Cluster
 from batonspark.options import BadOption, WriteOptions
 

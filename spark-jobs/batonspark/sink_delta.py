@@ -36,7 +36,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 from batonspark.bronze import DATED
 from batonspark.decode import MESSAGES
 from batonspark.delta_files import (

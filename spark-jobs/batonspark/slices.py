@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import pyarrow as pa
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, OffsetOutOfRange
+from batonmq._common.clock import Clock
+from batonmq.errors import BatonError, OffsetOutOfRange
 from batonspark.cluster import Cluster, Fetched, QueueFetcher
 from batonspark.decode import (
     Slice,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import BaseModel
 
-from batonmq.core.log_buckets import percentile
+from batonmq._core.log_buckets import percentile
 from batonspark.rules import ConflictRule, CountRule, LagRule, LatencyRule, SilentRule
 from batonspark.signals import Alarm, Change, Signal, Telling
 from batonspark.verdict import Limits, Sample, Verdict, judge

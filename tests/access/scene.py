@@ -16,22 +16,22 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from batonmq.channels import OPTIONS, connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import Unauthenticated
-from services.lockmgr.access import RULES as LOCKMGR
-from services.nameserver.access import RULES as NAMESERVER
-from services.nameserver.access_store import AccessStore
-from services.nameserver.turns import Turns
-from services.offsets.access import RULES as OFFSETS
-from services.runtime.access import Grant, Role
-from services.runtime.etcd import EtcdSession
-from services.runtime.guard import Guard
-from services.runtime.health import Health
-from services.runtime.interceptor import EdgeInterceptor
-from services.runtime.rules import COMMON, Rules
-from services.runtime.stored_access import digest_of
-from services.storage.access import RULES as STORAGE
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq.errors import Unauthenticated
+from batonmq_server.lockmgr.access import RULES as LOCKMGR
+from batonmq_server.nameserver.access import RULES as NAMESERVER
+from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.nameserver.turns import Turns
+from batonmq_server.offsets.access import RULES as OFFSETS
+from batonmq_server.runtime.access import Grant, Role
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.health import Health
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.rules import COMMON, Rules
+from batonmq_server.runtime.stored_access import digest_of
+from batonmq_server.storage.access import RULES as STORAGE
 from tests.storage.batches import batch
 from tests.support.waiting import until
 from tests.test_contracts import SERVICES

@@ -18,20 +18,20 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from baton.storage.v1 import schedule_service_pb2 as schedule_pb
-from baton.storage.v1 import storage_service_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, generate_latest
 
-from batonmq.channels import connector
-from batonmq.common.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.local.certificates import Authority, Subject
-from services.runtime.access import Grant, Role
-from services.runtime.etcd import EtcdSession
-from services.runtime.guard import Caller, Guard
-from services.runtime.stored_access import grants_key, token_key
-from services.runtime.tls import server_credentials
+from baton.storage.v1 import schedule_service_pb2 as schedule_pb
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import connector
+from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
+from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.runtime.access import Grant, Role
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.guard import Caller, Guard
+from batonmq_server.runtime.stored_access import grants_key, token_key
+from batonmq_server.runtime.tls import server_credentials
 from tests.access.scene import METHODS, Scene, request_of, scene
 from tests.storage.batches import batch
 from tests.support.waiting import until

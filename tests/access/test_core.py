@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import InvalidArgument, InvalidName, PermissionDenied
-from services.runtime.access import (
+from batonmq.errors import InvalidArgument, InvalidName, PermissionDenied
+from batonmq_server.runtime.access import (
     ANYTHING,
     OPERATE,
     Access,

@@ -12,10 +12,10 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.config import ConfigError, load
-from services.nameserver.config import NameserverSettings
-from services.runtime.etcd import EtcdSession
-from services.runtime.guard import Guard
+from batonmq._process.config import ConfigError, load
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.guard import Guard
 
 PREFIX = "BATON_NAMESERVER"
 TLS = {f"{PREFIX}_TLS_{name}_FILE": name for name in ("CERT", "KEY", "CA")}

@@ -13,10 +13,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from batonmq.common.errors import BatonError, Unauthenticated
-from batonmq.common.rpc import from_rpc_error
-from services.runtime.etcd import EtcdSession
-from services.runtime.rules import COMMON
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, Unauthenticated
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.rules import COMMON
 from tests.access.scene import METHODS, TIMEOUT_S, Scene, request_of, scene
 
 APPEND = "/baton.storage.v1.StorageService/Append"

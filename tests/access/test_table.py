@@ -21,10 +21,10 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import PermissionDenied, Unauthenticated
-from batonmq.common.rpc import from_rpc_error
-from services.runtime.etcd import EtcdSession
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import PermissionDenied, Unauthenticated
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.access.scene import ALL, GROUP, METHODS, TOPIC, Scene, request_of, scene
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")

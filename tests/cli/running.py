@@ -15,7 +15,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from batonmq.cli import app
-from batonmq.local.ports import keep_ports
+from batonmq_server.local.ports import keep_ports
 
 BATON = (sys.executable, "-m", "batonmq.cli")
 

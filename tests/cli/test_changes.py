@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import pytest
 
+from batonmq._core.route import QueueId
+from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq.admin.resets import Done, Step
 from batonmq.cli.changes import operation
 from batonmq.cli.resets import Wanted, parse_offsets, planned
-from batonmq.common.errors import InvalidArgument
-from batonmq.core.route import QueueId
-from batonmq.core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
-from batonmq.resets import Done, Step
+from batonmq.errors import InvalidArgument
 
 NOW = 1_000_000_000
 COMMAND = [sys.executable, "-m", "batonmq.cli", "--nameserver", "127.0.0.1:1", "topic", "delete"]

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from batonmq.cli import app
-from batonmq.local.ports import lock_data_dir
+from batonmq_server.local.ports import lock_data_dir
 
 NOWHERE = "127.0.0.1:1"
 
@@ -182,7 +182,7 @@ def test_up_on_a_directory_in_use_is_1(tmp_path: Path) -> None:
 def test_up_with_an_etcd_that_does_not_answer_is_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batonmq.local.cluster._ETCD_WAIT_S", 0.1)
+    monkeypatch.setattr("batonmq_server.local.cluster._ETCD_WAIT_S", 0.1)
     result = CliRunner().invoke(app, ["up", "--data-dir", str(tmp_path), "--etcd", NOWHERE])
     assert result.exit_code == 1
     assert f"CLUSTER_FAILED: etcd at {NOWHERE} does not answer" in result.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batonmq.cli.config import parse_env
-from batonmq.common.errors import InvalidArgument
+from batonmq.errors import InvalidArgument
 from tests.cli.running import baton
 
 

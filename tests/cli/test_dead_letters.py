@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.producer import Producer
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import RetryLater
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._producer.producer import Producer
 from tests.cli.running import Up
 from tests.support.waiting import until_now
 

@@ -9,10 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from batonmq.cli import lock, stuck
-from batonmq.cli.group import about, state
-from batonmq.common.errors import Difference, Held, SubscriptionConflict
-from batonmq.group_reports import (
+from batonmq.admin.group_reports import (
     Diagnosis,
     Group,
     GroupProgress,
@@ -22,9 +19,12 @@ from batonmq.group_reports import (
     Staged,
     Subscription,
 )
-from batonmq.locks import Denial, LockDetail
-from batonmq.placement import Place
-from batonmq.reports import Lock
+from batonmq.admin.locks import Denial, LockDetail
+from batonmq.admin.placement import Place
+from batonmq.admin.reports import Lock
+from batonmq.cli import lock, stuck
+from batonmq.cli.group import about, state
+from batonmq.errors import Difference, Held, SubscriptionConflict
 
 GROUP = Group(
     name="g",

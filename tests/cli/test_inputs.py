@@ -9,10 +9,10 @@ import json
 
 import pytest
 
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
 from batonmq.cli.inputs import Parcel, from_json, from_text, parse_properties
-from batonmq.common.errors import InvalidArgument
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
+from batonmq.errors import InvalidArgument
 
 TEMPLATE = Parcel(
     Message(b"", "T", ("k",), {"a": "1", "b": "2"}), "o", QueueId("t", "b", 0), {"delay_level": 3}

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from batonmq.cli.output import Columns, Form, Item, Output, duration, printable, wall_time
-from batonmq.common.errors import Difference, SubscriptionConflict, TopicNotFound
+from batonmq.errors import Difference, SubscriptionConflict, TopicNotFound
 
 ITEMS: list[Item] = [
     {"topic": "orders", "broker": "broker-0", "lag": 3},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 from tests.cli.running import baton, up
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from batonmq._connection.security import Security
 from batonmq.cli.context_file import Context
 from batonmq.cli.security import Given, chosen
-from batonmq.cli.up import reached_by
-from batonmq.local.certificates import Authority, Subject
-from batonmq.local.layout import SERVICES
-from batonmq.security import Security
+from batonmq_server.cli.up import reached_by
+from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.layout import SERVICES
 from tests.cli.running import Up, baton, up
 from tests.support.waiting import until_now
 
@@ -183,7 +183,7 @@ def test_after_up_secure_commands_just_work(
     assert {node["service"] for node in status["nodes"]} == set(SERVICES)
     assert baton("bench", "produce", "--count", "100", "--format", "json").code == 0
     assert baton("top", "--once", "--seconds", "1").code == 0
-    monkeypatch.setattr("batonmq.diagnostics._TIMEOUT_S", 30)
+    monkeypatch.setattr("batonmq.admin.diagnostics._TIMEOUT_S", 30)
     bundle = baton("debug", "bundle", "--out", str(tmp_path / "b.tar.gz"), "--format", "json").json
     assert bundle["problems"] == []
 

@@ -15,7 +15,7 @@ import typer
 from batonmq.cli import app
 from batonmq.cli.output import Form, Output
 from batonmq.cli.session import Defaults, Session, open_session
-from batonmq.common.errors import TopicNotFound
+from batonmq.errors import TopicNotFound
 
 SESSION = Session("127.0.0.1:1", Output(Form.TABLE))
 

@@ -10,7 +10,7 @@ import pytest
 from batonmq.cli.consume import Start, parse_start
 from batonmq.cli.mqadmin import iso_time
 from batonmq.cli.times import parse_rate, parse_unix_ms
-from batonmq.common.errors import InvalidArgument
+from batonmq.errors import InvalidArgument
 
 
 @pytest.mark.parametrize(

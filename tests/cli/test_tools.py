@@ -179,7 +179,7 @@ def test_brokers_and_replication_are_told(cluster: Up) -> None:
 def test_bundle_has_everything_and_is_not_written_over(
     cluster: Up, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batonmq.diagnostics._TIMEOUT_S", 30)
+    monkeypatch.setattr("batonmq.admin.diagnostics._TIMEOUT_S", 30)
     cluster("topic", "create", "bundle", "--queues", "1")
     lines.write_text("the body of a message\n")
     cluster("produce", "bundle", "--key", "the-key-of-it", "--file", str(lines))

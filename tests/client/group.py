@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from batonmq.admin import Admin
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
 
 QUICK = ConsumerSettings(
     consume_from="first",

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
@@ -26,8 +27,11 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.common.errors import (
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.ranges import of_sorted
+from batonmq._core.records import BatchBuilder, Message, encode_record, stamped_head
+from batonmq._core.subscription import TagFilter
+from batonmq.errors import (
     BatonError,
     Fenced,
     ModeChanged,
@@ -35,10 +39,6 @@ from batonmq.common.errors import (
     Paused,
     UnknownQueue,
 )
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.ranges import of_sorted
-from batonmq.core.records import BatchBuilder, Message, encode_record, stamped_head
-from batonmq.core.subscription import TagFilter
 from tests.support.serving import serving_at
 
 GROUP, TOPIC, BROKER = "g", "t", "broker-a"

@@ -15,9 +15,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.admin.group_reports import GroupProgress, Subscription
+from batonmq.admin.reports import Node
+from batonmq.errors import (
     GroupInUse,
     GroupNotFound,
     InvalidName,
@@ -26,13 +32,7 @@ from batonmq.common.errors import (
     TopicNotFound,
     Unreachable,
 )
-from batonmq.consumer import Consumer
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.route import QueueId
-from batonmq.group_reports import GroupProgress, Subscription
-from batonmq.producer import Producer
-from batonmq.reports import Node
-from services.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import offsets_service, refusal, register_broker, replica
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

@@ -17,12 +17,12 @@ from itertools import chain
 
 import pytest
 
-from batonmq.common.errors import InvalidArgument
-from batonmq.consumer import Consumer
-from batonmq.consuming.forms import BatchHandler
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import MessageFailed, RetryLater
-from batonmq.consuming.session import ConsumerSettings
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.forms import BatchHandler
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import MessageFailed, RetryLater
+from batonmq._consumer.session import ConsumerSettings
+from batonmq.errors import InvalidArgument
 from tests.client.group import QUICK, Scene, scene
 from tests.support.waiting import until
 

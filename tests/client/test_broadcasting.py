@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.common.errors import DataLoss, InvalidArgument
-from batonmq.consuming.local_offsets import LocalOffsets, LocalProgress
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.route import QueueId
+from batonmq._consumer.local_offsets import LocalOffsets, LocalProgress
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
+from batonmq.errors import DataLoss, InvalidArgument
 from tests.client.group import QUICK, Scene, noting, scene
 from tests.support.waiting import until
 

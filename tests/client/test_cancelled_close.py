@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq.consuming.message import ReceivedMessage
+from batonmq._consumer.message import ReceivedMessage
 from tests.client.group import QUICK, Scene, scene
 from tests.support.waiting import until
 

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
-from batonmq.channels import connect
-from batonmq.common.health import SERVING, ask_health
+from batonmq._common.health import SERVING, ask_health
+from batonmq._connection.channels import connect
 
 WAIT_S = 1.4
 """Longer than the longest pause between two tries to connect, with its jitter."""

@@ -14,14 +14,14 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.clock import Clock
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater
-from batonmq.core.records import Message, encode_record
-from batonmq.core.route import QueueId
-from batonmq.metrics import ClientMetrics
-from batonmq.producer import Producer
+from batonmq._common.clock import Clock
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import RetryLater
+from batonmq._core.records import Message, encode_record
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq._telemetry.client_metrics import ClientMetrics
 from tests.client.group import QUICK, scene
 from tests.support.waiting import until
 

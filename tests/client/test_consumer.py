@@ -15,22 +15,22 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-
-from batonmq.common.errors import (
+from batonmq._connection.directory import Directory
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.records import Message, tag_hash
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.errors import (
     BadExpression,
     ClientIdInUse,
     SubscriptionConflict,
     TopicNotFound,
     Unreachable,
 )
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.core.records import Message, tag_hash
-from batonmq.core.route import QueueId
-from batonmq.directory import Directory
-from batonmq.producer import Producer
 from tests.client.group import QUICK, Scene, noting, scene
 from tests.support.waiting import until
 

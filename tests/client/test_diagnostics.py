@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.diagnostics import LOG_BYTES, Diagnostics, scrape, without_secrets
+from batonmq.admin.diagnostics import LOG_BYTES, Diagnostics, scrape, without_secrets
 
 
 async def test_cluster_that_is_away_is_a_problem_and_the_rest_is_there(tmp_path: Path) -> None:
@@ -27,8 +27,8 @@ async def test_cluster_that_is_away_is_a_problem_and_the_rest_is_there(tmp_path:
 
 
 async def test_services_that_hang_do_not_keep_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batonmq.diagnostics._WHOLE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("batonmq.diagnostics._TIMEOUT_S", 60)
+    monkeypatch.setattr("batonmq.admin.diagnostics._WHOLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("batonmq.admin.diagnostics._TIMEOUT_S", 60)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = Diagnostics(f"127.0.0.1:{silent.getsockname()[1]}")
         async with asyncio.timeout(20):  # less than one question takes

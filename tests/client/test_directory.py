@@ -15,14 +15,14 @@ from random import Random
 import grpc
 import grpc.aio
 import pytest
+
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.common.errors import InvalidArgument, TopicNotFound, Unreachable
-from batonmq.directory import CALL_TIMEOUT_S, Directory
-from batonmq.routes import query_route
+from batonmq._connection.channels import connect
+from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
+from batonmq._connection.routes import query_route
+from batonmq.admin.admin import Admin
+from batonmq.errors import InvalidArgument, TopicNotFound, Unreachable
 from tests.support.serving import serving_at
 
 NOBODY = "127.0.0.1:1,127.0.0.1:2"

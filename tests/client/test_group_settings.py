@@ -15,11 +15,11 @@ from random import Random
 from typing import Literal
 
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-
-from batonmq.admin import Admin
-from batonmq.directory import Directory
+from batonmq._connection.directory import Directory
+from batonmq.admin.admin import Admin
 from tests.client.group import Scene, noting, scene
 from tests.support.waiting import until
 

@@ -7,14 +7,14 @@ Method: records by hand, and Hypothesis: every deal comes back from the members'
 
 from __future__ import annotations
 
-from baton.common.v1 import queue_pb2
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.consuming.group import GroupView, assigned
-from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._consumer.group import GroupView, assigned
+from batonmq._core.route import QueueId
+from batonmq._core.subscription import TagFilter
 
 TOPICS = ("flights", "orders")
 BROKERS = ("broker-a", "broker-b")

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from batonmq import ConsumerSettings, ReceivedMessage, RetryLater, Suspend
-from batonmq.common.errors import InvalidArgument, TopicNotFound
-from batonmq.consuming.forms import Handler
-from batonmq.core.records import PROPERTIES_BYTES_MAX, encode_properties
-from batonmq.testing import MemoryBroker, run_virtual
+from batonmq._consumer.forms import Handler
+from batonmq._core.records import PROPERTIES_BYTES_MAX, encode_properties
+from batonmq.errors import InvalidArgument, TopicNotFound
+from batonmq_server.testing import MemoryBroker, run_virtual
 
 SETTINGS: dict[str, Any] = {"consume_from": "first", "retries_max": 2}
 DAY_MS = 24 * 3_600_000
@@ -98,7 +98,7 @@ def test_delay_that_storage_would_not_take_is_refused_in_the_handler(delay_ms: A
 PROGRAM = """
 import asyncio, threading
 from batonmq import ConsumerSettings
-from batonmq.testing import MemoryBroker
+from batonmq_server.testing import MemoryBroker
 
 async def main():
     async with MemoryBroker() as broker:

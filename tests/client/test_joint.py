@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
@@ -24,15 +25,14 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, Held, NotAssigned, Unreachable
-from batonmq.common.rpc import error_to_pb
-from batonmq.consuming.group import GroupView
-from batonmq.consuming.joint import JointCalls
-from batonmq.consuming.session import ConsumerSettings, Session
-from batonmq.core.route import QueueId
-from batonmq.directory import Directory
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._connection.directory import Directory
+from batonmq._consumer.group import GroupView
+from batonmq._consumer.joint import JointCalls
+from batonmq._consumer.session import ConsumerSettings, Session
+from batonmq._core.route import QueueId
+from batonmq.errors import BatonError, Held, NotAssigned, Unreachable
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 

@@ -9,12 +9,12 @@ import asyncio
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.common.errors import UnknownQueue
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.core.route import QueueId
-from batonmq.locks import Locks
-from batonmq.operation import Operation
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
+from batonmq.admin.locks import Locks
+from batonmq.admin.operation import Operation
+from batonmq.errors import UnknownQueue
 from tests.client.group import noting, scene
 from tests.support.waiting import until
 

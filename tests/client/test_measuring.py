@@ -9,10 +9,10 @@ import asyncio
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.common.errors import TopicNotFound
-from batonmq.measuring import Load, Measured, departures, own_topic, percentiles_ms
-from batonmq.reports import CreatedTopic
+from batonmq.admin.admin import Admin
+from batonmq.admin.reports import CreatedTopic
+from batonmq.cli.measuring import Load, Measured, departures, own_topic, percentiles_ms
+from batonmq.errors import TopicNotFound
 
 
 class _Watch:

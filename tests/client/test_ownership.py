@@ -17,22 +17,22 @@ from random import Random
 from typing import Any
 
 import pytest
+
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, Held, NotAssigned, NotMember, SubscriptionDraining
-from batonmq.consumer import Consumer
-from batonmq.consuming import leases
-from batonmq.consuming.group import GroupView
-from batonmq.consuming.joint import JointCalls
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.runner import QueueRunner
-from batonmq.consuming.session import ConsumerSettings, OwnershipEvent, Session
-from batonmq.core.inflight import QueueProgress, Start
-from batonmq.core.route import QueueId
-from batonmq.directory import Directory
+from batonmq._common.clock import Clock
+from batonmq._connection.directory import Directory
+from batonmq._consumer import leases
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.group import GroupView
+from batonmq._consumer.joint import JointCalls
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.runner import QueueRunner
+from batonmq._consumer.session import ConsumerSettings, OwnershipEvent, Session
+from batonmq._core.inflight import QueueProgress, Start
+from batonmq._core.route import QueueId
+from batonmq.errors import BatonError, Held, NotAssigned, NotMember, SubscriptionDraining
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
 from tests.support.waiting import until
 

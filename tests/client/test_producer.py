@@ -14,9 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.receipts import Pending, Receipt
+from batonmq._producer.settings import Durability, ProducerSettings
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq._core.records import Header, Message
+from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._producer.producer import Producer
+from batonmq.errors import (
     BadBatch,
     BatonError,
     Internal,
@@ -27,12 +33,6 @@ from batonmq.common.errors import (
     TopicNotFound,
     Unreachable,
 )
-from batonmq.core.records import Header, Message
-from batonmq.core.route import KeyedQueues, QueueId
-from batonmq.producer import Producer
-from batonmq.producing.placing import ProducerClosed
-from batonmq.producing.receipts import Pending, Receipt
-from batonmq.producing.settings import Durability, ProducerSettings
 from tests.client.twins import BROKER, NOWHERE, Gate, bodies, failing, twins
 from tests.support.waiting import until
 

@@ -14,8 +14,17 @@ from random import Random
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.common.errors import (
+from batonmq._connection.directory import Directory
+from batonmq._consumer.lanes import Extent, Fetched, Lane, OutOfRange, Source
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.puller import AtTime, Place, Puller, PullerSettings
+from batonmq._core.flow import ByteBudget, FlowLimits
+from batonmq._core.records import BatchBuilder, Message, encode_record, stamped_head
+from batonmq._core.route import QueueId
+from batonmq._core.subscription import Filter, TagFilter
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import (
     BatonError,
     Fenced,
     InvalidArgument,
@@ -25,15 +34,6 @@ from batonmq.common.errors import (
     QueueNotFound,
     TopicNotFound,
 )
-from batonmq.consuming.lanes import Extent, Fetched, Lane, OutOfRange, Source
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.core.flow import ByteBudget, FlowLimits
-from batonmq.core.records import BatchBuilder, Message, encode_record, stamped_head
-from batonmq.core.route import QueueId
-from batonmq.core.subscription import Filter, TagFilter
-from batonmq.directory import Directory
-from batonmq.producer import Producer
-from batonmq.puller import AtTime, Place, Puller, PullerSettings
 from tests.client.group import Scene, noting, scene
 from tests.client.test_group_settings import reset
 from tests.support.waiting import until

@@ -6,15 +6,14 @@ Method: messages of the contracts made by hand, and the values made from them.
 from __future__ import annotations
 
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-
-from batonmq.common.errors import Difference, SubscriptionConflict
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.route import QueueId
-from batonmq.group_reports import (
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.route import QueueId
+from batonmq.admin.group_reports import (
     Assignment,
     Group,
     Member,
@@ -27,8 +26,9 @@ from batonmq.group_reports import (
     join_progress,
     refused_from_pb,
 )
-from batonmq.reports import lock_from_pb
-from services.nameserver.core.diagnosis import Reason
+from batonmq.admin.reports import lock_from_pb
+from batonmq.errors import Difference, SubscriptionConflict
+from batonmq_server.nameserver.core.diagnosis import Reason
 
 GROUP = Group(
     name="g",

@@ -13,11 +13,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._core.route import QueueId
+from batonmq._core.targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq.admin.admin import Admin
+from batonmq.admin.group_reports import Group, group_from_pb
+from batonmq.admin.operation import Operation
+from batonmq.admin.query import Queries
+from batonmq.admin.reports import Topic
+from batonmq.admin.resets import QUEUES_PER_CALL, Plan, Resets, Scope, queues_in
+from batonmq.errors import (
     GroupNotFound,
     InvalidArgument,
     OperationExists,
@@ -25,14 +32,7 @@ from batonmq.common.errors import (
     QueueNotFound,
     TopicNotFound,
 )
-from batonmq.core.route import QueueId
-from batonmq.core.targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
-from batonmq.group_reports import Group, group_from_pb
-from batonmq.operation import Operation
-from batonmq.query import Queries
-from batonmq.reports import Topic
-from batonmq.resets import QUEUES_PER_CALL, Plan, Resets, Scope, queues_in
-from services.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.client.group import Scene, noting, scene
 from tests.nameserver.replica import offsets_service, replica
 from tests.support.waiting import until

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from batonmq.common.errors import InvalidArgument
-from batonmq.consuming.results import SUCCESS, RetryLater, Suspend, failure_of
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.retries import (
+from batonmq._consumer.results import SUCCESS, RetryLater, Suspend, failure_of
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.retries import (
     LADDER_MS,
     RETRIES_MAX,
     DeadLetter,
@@ -29,7 +28,8 @@ from batonmq.core.retries import (
     properties_of,
     target,
 )
-from batonmq.core.route import QueueId
+from batonmq._core.route import QueueId
+from batonmq.errors import InvalidArgument
 
 QUEUE = QueueId("orders", "broker-a", 3)
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000

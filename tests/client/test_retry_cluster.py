@@ -17,19 +17,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from baton.common.v1 import queue_pb2
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.consumer import Consumer
-from batonmq.consuming.forms import Handler
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import MessageFailed, RetryLater, Suspend
-from batonmq.consuming.retrying import Return, Returns
-from batonmq.consuming.session import ConsumerSettings, Session
-from batonmq.core.retries import Failure, dead_letter_topic
-from batonmq.directory import Directory, Surroundings
-from batonmq.producer import Producer
+from baton.common.v1 import queue_pb2
+from batonmq._common.clock import Clock
+from batonmq._connection.directory import Directory, Surroundings
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.forms import Handler
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import MessageFailed, RetryLater, Suspend
+from batonmq._consumer.retrying import Return, Returns
+from batonmq._consumer.session import ConsumerSettings, Session
+from batonmq._core.retries import Failure, dead_letter_topic
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
 from tests.client.group import QUICK, Scene, scene
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

@@ -11,8 +11,8 @@ import asyncio
 
 import pytest
 
-from batonmq.consuming.deadlines import Deadlines, Run
-from batonmq.testing.virtual_time import run_virtual
+from batonmq._consumer.deadlines import Deadlines, Run
+from batonmq_server.testing.virtual_time import run_virtual
 
 
 async def hang(deadlines: Deadlines, *, begin_s: float = 0, extended_ms: int = 0) -> float:

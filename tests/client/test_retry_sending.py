@@ -16,18 +16,18 @@ from typing import Any
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.storage.v1 import schedule_service_pb2 as pb
 from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DiskFull, NotServing, QueueNotFound
-from batonmq.common.rpc import error_to_pb
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.retrying import Return, Returns, restore
-from batonmq.consuming.session import ConsumerSettings, Session
-from batonmq.core.records import (
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._connection.directory import Directory
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.retrying import Return, Returns, restore
+from batonmq._consumer.session import ConsumerSettings, Session
+from batonmq._core.records import (
     BatchBuilder,
     Header,
     Message,
@@ -37,9 +37,9 @@ from batonmq.core.records import (
     encode_record,
     read_header,
 )
-from batonmq.core.retries import Failure
-from batonmq.core.route import QueueId
-from batonmq.directory import Directory
+from batonmq._core.retries import Failure
+from batonmq._core.route import QueueId
+from batonmq.errors import BatonError, DiskFull, NotServing, QueueNotFound
 from tests.client.twins import BROKER, NameserverTwin
 from tests.support.serving import serving_at
 

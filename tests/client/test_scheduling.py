@@ -14,13 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.settings import ProducerSettings
+
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
-
-from batonmq.admin import Admin
-from batonmq.blocking import BlockingProducer
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._blocking import BlockingProducer
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.delays import AHEAD_MS_MAX
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import (
     InvalidArgument,
     LimitExceeded,
     NotScheduled,
@@ -28,16 +38,6 @@ from batonmq.common.errors import (
     TopicNotFound,
     Unreachable,
 )
-from batonmq.common.rpc import error_to_pb
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.delays import AHEAD_MS_MAX
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.producing.placing import ProducerClosed
-from batonmq.producing.settings import ProducerSettings
 from tests.client.twins import Context, twins
 from tests.support.cluster import local_cluster
 from tests.support.serving import serving_at

@@ -14,22 +14,22 @@ from functools import partial
 from typing import Literal
 
 import pytest
+from batonmq._producer.losses import LOG_INTERVAL_MS, Losses
+from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.settings import ProducerSettings
 
-from batonmq.blocking import BlockingProducer
-from batonmq.common.errors import (
+from batonmq._blocking import BlockingProducer
+from batonmq._core.compression import Compression
+from batonmq._core.records import Message
+from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._producer.producer import Producer
+from batonmq.errors import (
     BadBatch,
     InvalidArgument,
     LimitExceeded,
     TopicNotFound,
     Unreachable,
 )
-from batonmq.core.compression import Compression
-from batonmq.core.records import Message
-from batonmq.core.route import KeyedQueues, QueueId
-from batonmq.producer import Producer
-from batonmq.producing.losses import LOG_INTERVAL_MS, Losses
-from batonmq.producing.placing import ProducerClosed
-from batonmq.producing.settings import ProducerSettings
 from tests.client.twins import BROKER, NOWHERE, Gate, twins
 from tests.support.waiting import until
 

@@ -3,7 +3,7 @@
 Goal: a member gets what its condition is true of and nothing else, though whole batches arrive; a
 message that fails comes back whatever the condition says; who filters otherwise is refused with
 the difference, and nonsense before anybody is asked.
-Method: real services, and once those of `batonmq.testing`; messages of one batch differ in their
+Method: real services, and once those of `batonmq_server.testing`; messages of one batch differ in their
 properties.
 """
 
@@ -14,16 +14,16 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.common.errors import BadExpression, SubscriptionConflict
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.puller import Puller, PullerSettings
-from batonmq.testing import MemoryBroker
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.puller import Puller, PullerSettings
+from batonmq._consumer.results import RetryLater
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import BadExpression, SubscriptionConflict
+from batonmq_server.testing import MemoryBroker
 from tests.client.group import QUICK, Scene, noting, scene
 from tests.support.waiting import until
 

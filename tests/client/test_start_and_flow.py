@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.testing import MemoryBroker, run_virtual
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq_server.testing import MemoryBroker, run_virtual
 from tests.client.group import QUICK, noting, scene
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
 from tests.support.waiting import until

@@ -14,17 +14,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.settings import ProducerSettings
 
-from batonmq.admin import Admin
-from batonmq.common.errors import NotWritable, QueueNotFound, TopicNotFound
-from batonmq.consumer import Consumer
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.group_reports import QueueProgress
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Receipt
-from batonmq.producing.settings import ProducerSettings
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.admin.group_reports import QueueProgress
+from batonmq.errors import NotWritable, QueueNotFound, TopicNotFound
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 

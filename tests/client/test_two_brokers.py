@@ -11,23 +11,23 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from batonmq._producer.broker import NotSent
+from batonmq._producer.receipts import Pending, Receipt
+from batonmq._producer.settings import ProducerSettings
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq._connection.directory import Surroundings
+from batonmq._core.brokers import FAILED_MS
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.errors import (
     BatonError,
     DiskFull,
     NotEnoughReplicas,
     NotServing,
     Unreachable,
 )
-from batonmq.core.brokers import FAILED_MS
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.directory import Surroundings
-from batonmq.producer import Producer
-from batonmq.producing.broker import NotSent
-from batonmq.producing.receipts import Pending, Receipt
-from batonmq.producing.settings import ProducerSettings
 from tests.client.twins import (
     BROKER,
     NOWHERE,

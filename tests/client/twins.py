@@ -14,15 +14,15 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
+
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import BatonError, LimitExceeded, TopicNotFound
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.records import Header, check_batch, decode_records
-from services.storage.core.producers import ProducerTable, Receipt
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.records import Header, check_batch, decode_records
+from batonmq.errors import BatonError, LimitExceeded, TopicNotFound
+from batonmq_server.storage.core.producers import ProducerTable, Receipt
 from tests.support.serving import serving_at
 
 BROKER, OTHER_BROKER = "broker-a", "broker-b"

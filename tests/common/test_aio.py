@@ -12,8 +12,8 @@ import gc
 
 import pytest
 
-from batonmq.common.aio import Lines, only_error, unless, wait_until
-from batonmq.common.errors import Held
+from batonmq._common.aio import Lines, only_error, unless, wait_until
+from batonmq.errors import Held
 
 
 async def test_unless_gives_the_result_of_the_work() -> None:

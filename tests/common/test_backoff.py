@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.backoff import Backoff
+from batonmq._common.backoff import Backoff
 
 BACKOFF = Backoff(first_ms=100, delay_ms_max=5_000)
 

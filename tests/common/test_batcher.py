@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from batonmq.common.batcher import Batcher
-from batonmq.common.errors import NoQuorum, Overloaded
+from batonmq._common.batcher import Batcher
+from batonmq.errors import NoQuorum, Overloaded
 from tests.support.waiting import until
 
 

@@ -17,12 +17,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect
 
 SERVER = """
 import asyncio, grpc.aio
-from batonmq.channels import OPTIONS
+from batonmq._connection.channels import OPTIONS
 
 async def hold(request, context):
     print("holds", flush=True)

@@ -13,7 +13,7 @@ import time  # noqa: TID251  what is under test
 
 import pytest
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 
 
 async def test_monotonic_time_is_that_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

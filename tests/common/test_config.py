@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from batonmq.common.config import ConfigError, Settings, load
+from batonmq._process.config import ConfigError, Settings, load
 
 
 class Lamp(Settings):
@@ -112,10 +112,10 @@ def test_settings_do_not_change(tmp_path: Path) -> None:
 
 
 def offsets(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m services.offsets` to its end."""
+    """Run `python -m batonmq_server.offsets` to its end."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}  # noqa: TID251
     return subprocess.run(
-        [sys.executable, "-m", "services.offsets", *arguments],
+        [sys.executable, "-m", "batonmq_server.offsets", *arguments],
         env=clean | {f"BATON_OFFSETS_{key.upper()}": value for key, value in env.items()},
         capture_output=True,
         text=True,
@@ -153,7 +153,7 @@ def test_print_config_tells_what_is_in_force_and_starts_nothing(tmp_path: Path) 
         (
             ("--prnt",),
             {"data_dir": "d"},
-            "usage: python -m services.offsets [--print-config | --explain-config]",
+            "usage: python -m batonmq_server.offsets [--print-config | --explain-config]",
         ),
     ],
     ids=["bad value", "unknown", "missing", "bad argument"],
@@ -172,4 +172,4 @@ def test_bad_configuration_ends_the_process_with_one_clear_line(
 def test_help_is_given_whatever_the_configuration() -> None:
     ended = offsets("--help")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith("usage: python -m services.offsets [--print-config")
+    assert ended.stdout.startswith("usage: python -m batonmq_server.offsets [--print-config")

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import batonmq
-import services
+import batonmq_server
 
 
 def modules() -> Iterator[ModuleType]:
-    for package in (batonmq, services):
+    for package in (batonmq, batonmq_server):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith("__main__"):
                 yield importlib.import_module(found.name)

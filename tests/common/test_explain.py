@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from batonmq.common.config import Settings
-from batonmq.common.explain import explain
+from batonmq._process.config import Settings
+from batonmq._process.explain import explain
 
 
 class Lamp(Settings):

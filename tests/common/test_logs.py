@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from batonmq.common import logs
+from batonmq._process import logs
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +32,13 @@ def test_json_line_has_event_level_logger_time_and_fields(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     logs.configure("INFO", "json", service="storage", node="broker-a")
-    logging.getLogger("services.storage.disk").warning("disk slow ms=%d", 17)
+    logging.getLogger("batonmq_server.storage.disk").warning("disk slow ms=%d", 17)
     line = json.loads(capsys.readouterr().err)
     assert line.pop("timestamp").endswith("Z")
     assert line == {
         "event": "disk slow ms=17",
         "level": "warning",
-        "logger": "services.storage.disk",
+        "logger": "batonmq_server.storage.disk",
         "service": "storage",
         "node": "broker-a",
     }

@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from batonmq.common.errors import Retry
-from batonmq.common.rpc import from_rpc_error
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import Retry
 
 
 @pytest.mark.parametrize(

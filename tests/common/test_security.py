@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from batonmq.common.errors import InvalidArgument
-from batonmq.local.certificates import Authority, Subject
-from batonmq.security import Papers, Security, from_json, to_json
+from batonmq._connection.security import Papers, Security, from_json, to_json
+from batonmq.errors import InvalidArgument
+from batonmq_server.local.certificates import Authority, Subject
 
 SECRET = "a-token-that-nobody-shows"
 

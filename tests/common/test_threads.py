@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from batonmq.common.threads import DaemonThreads
+from batonmq._common.threads import DaemonThreads
 
 TIMEOUT_S = 10
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from batonmq.common.health import SERVING
+from batonmq._common.health import SERVING
 from tests.containers.docker import DockerFailed, Network, Said, docker, run
 from tests.containers.pods import Pod
 from tests.support.waiting import until
@@ -19,8 +19,8 @@ START_S = 90.0
 NAMESERVER = "nameserver:9876"
 _PROBE = """
 import asyncio, sys
-from batonmq.channels import connect
-from batonmq.common.health import ask_health
+from batonmq._connection.channels import connect
+from batonmq._common.health import ask_health
 async def main():
     async with connect(sys.argv[1]) as channel:
         print(await ask_health(channel, service=sys.argv[2]))

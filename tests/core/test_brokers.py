@@ -11,8 +11,8 @@ from collections import Counter
 
 import pytest
 
-from batonmq.core.brokers import FAILED_MS, Brokers
-from batonmq.core.route import QueueId
+from batonmq._core.brokers import FAILED_MS, Brokers
+from batonmq._core.route import QueueId
 
 QUEUES = tuple(QueueId("orders", broker, queue) for broker in "abc" for queue in range(2))
 

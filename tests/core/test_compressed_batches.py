@@ -18,9 +18,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import BadBatch, BatonError, LimitExceeded
-from batonmq.core.compression import Compression, Packing
-from batonmq.core.records import (
+from batonmq._core.compression import Compression, Packing
+from batonmq._core.records import (
     BATCH_BYTES_MAX,
     BODY_BYTES_MAX,
     BODY_FROM,
@@ -38,6 +37,7 @@ from batonmq.core.records import (
     record_section,
     tag_hashes,
 )
+from batonmq.errors import BadBatch, BatonError, LimitExceeded
 from tests.core.test_records import MESSAGES
 
 PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])

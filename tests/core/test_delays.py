@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.common.errors import InvalidArgument, LimitExceeded
-from batonmq.core.delays import (
+from batonmq._core.delays import (
     AHEAD_MS_MAX,
     LEVELS_MS,
     check_deliver_time,
     deliver_time,
     parse_duration_ms,
 )
+from batonmq.errors import InvalidArgument, LimitExceeded
 
 NOW = 1_700_000_000_000
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000

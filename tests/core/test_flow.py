@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.core.flow import ByteBudget, FlowLimits, FlowReason, QueueBytes, held_back
+from batonmq._core.flow import ByteBudget, FlowLimits, FlowReason, QueueBytes, held_back
 
 LIMITS = FlowLimits(messages_max=5, span_max=9)
 

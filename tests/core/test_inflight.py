@@ -27,8 +27,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from batonmq.core.inflight import Acks, QueueProgress, Start
-from batonmq.core.ranges import Range, normalize, of_sorted
+from batonmq._core.inflight import Acks, QueueProgress, Start
+from batonmq._core.ranges import Range, normalize, of_sorted
 
 OFFSETS = st.integers(0, 9)
 SETS = st.sets(OFFSETS, max_size=4)

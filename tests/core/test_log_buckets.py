@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.core.log_buckets import BUCKETS, LogBuckets, bucket_of, percentile
+from batonmq._core.log_buckets import BUCKETS, LogBuckets, bucket_of, percentile
 
 VALUES = st.integers(0, 1 << 40)
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batonmq.core.ranges import Range, contains, normalize, of_sorted, subtract
+from batonmq._core.ranges import Range, contains, normalize, of_sorted, subtract
 
 OFFSETS_MAX = 24
 ANY_RUN = st.tuples(st.integers(0, OFFSETS_MAX), st.integers(0, OFFSETS_MAX)).map(

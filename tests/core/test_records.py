@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import BadBatch, BadChecksum, BatonError, LimitExceeded
-from batonmq.core.records import (
+from batonmq._core.records import (
     BODY_BYTES_MAX,
     BODY_FROM,
     HEADER_BYTES,
@@ -34,6 +33,7 @@ from batonmq.core.records import (
     tag_hash,
     tag_hashes,
 )
+from batonmq.errors import BadBatch, BadChecksum, BatonError, LimitExceeded
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=10)
 WORD = st.text(st.characters(categories=("L", "N"), exclude_characters="|"), min_size=1, max_size=8)

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq.common.errors import BadExpression
-from batonmq.core.records import KEYS_BYTES_MAX, Message
-from batonmq.core.redriving import (
+from batonmq._core.records import KEYS_BYTES_MAX, Message
+from batonmq._core.redriving import (
     Criteria,
     DeadLetter,
     copy_of,
@@ -18,8 +17,9 @@ from batonmq.core.redriving import (
     destination,
     once_id,
 )
-from batonmq.core.retries import Failure, Origin, indexed, origin_of, properties_of, unindexed
-from batonmq.core.route import QueueId
+from batonmq._core.retries import Failure, Origin, indexed, origin_of, properties_of, unindexed
+from batonmq._core.route import QueueId
+from batonmq.errors import BadExpression
 
 ORIGIN = Origin(QueueId("orders", "broker-1", 3), 42, "broker-1-1f-0")
 DLQ = QueueId("%DLQ%shop", "broker-1", 0)

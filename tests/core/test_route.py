@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.core.route import KeyedQueues, QueueId
+from batonmq._core.route import KeyedQueues, QueueId
 
 QUEUES = tuple(
     QueueId("orders", broker, queue_id)

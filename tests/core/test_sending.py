@@ -3,7 +3,7 @@
 Goal: batches leave in order, one at a time, with sequences that leave no gap and are never given
 to two different batches that may both be stored.
 Method: stories by hand, then a Hypothesis state machine against a storage node that is a list and
-judges sequences as the real one does (`services.storage.core.producers`), while requests and
+judges sequences as the real one does (`batonmq_server.storage.core.producers`), while requests and
 answers get lost.
 """
 
@@ -13,8 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batonmq.common.errors import BatonError
-from batonmq.core.records import (
+from batonmq._core.records import (
     BatchBuilder,
     Header,
     Message,
@@ -23,9 +22,10 @@ from batonmq.core.records import (
     encode_record,
     read_header,
 )
-from batonmq.core.route import QueueId
-from batonmq.core.sending import Batch, QueueSender
-from services.storage.core.producers import ProducerTable, Receipt
+from batonmq._core.route import QueueId
+from batonmq._core.sending import Batch, QueueSender
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.producers import ProducerTable, Receipt
 
 QUEUE = QueueId("orders", "broker-a", 3)
 PRODUCER_ID = 77

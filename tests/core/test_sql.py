@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import BadExpression, LimitExceeded
-from batonmq.core.sql import number
-from batonmq.core.subscription import SqlFilter, parse_filter
+from batonmq._core.sql import number
+from batonmq._core.subscription import SqlFilter, parse_filter
+from batonmq.errors import BadExpression, LimitExceeded
 
 Properties = Mapping[str, str]
 Oracle = Callable[[Properties], bool | None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.core.starting import ConsumeFrom, begins_at, first_offset
+from batonmq._core.starting import ConsumeFrom, begins_at, first_offset
 
 ALL: tuple[ConsumeFrom, ...] = ("first", "last", "timestamp")
 

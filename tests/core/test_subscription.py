@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import BadExpression, LimitExceeded
-from batonmq.core.records import tag_hash
-from batonmq.core.subscription import SqlFilter, TagFilter, parse_filter
+from batonmq._core.records import tag_hash
+from batonmq._core.subscription import SqlFilter, TagFilter, parse_filter
+from batonmq.errors import BadExpression, LimitExceeded
 
 TAGS = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=8)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.core.targets import (
+from batonmq._core.targets import (
     Place,
     ShiftBy,
     Standing,

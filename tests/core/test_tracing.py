@@ -4,7 +4,7 @@ Method: holds and progress as offsets tells them, by hand.
 
 from __future__ import annotations
 
-from batonmq.core.tracing import Hold, Standing, State, Stay, What, stay
+from batonmq._core.tracing import Hold, Standing, State, Stay, What, stay
 
 STORED = 1_000
 

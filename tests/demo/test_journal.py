@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import OwnershipEvent
-from batonmq.core.records import BatchBuilder, Message, decode_records, encode_record, read_header
-from batonmq.core.route import QueueId
-from batonmq.demo.journal import Event, Handled, Journal, Verdict, handovers_ms, judge, read
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import OwnershipEvent
+from batonmq._core.records import BatchBuilder, Message, decode_records, encode_record, read_header
+from batonmq._core.route import QueueId
+from batonmq_server.demo.journal import Event, Handled, Journal, Verdict, handovers_ms, judge, read
 
 SENT = {f"k{place}": place for place in range(6)}
 CLEAN = [Handled(f"a/{place % 2}", place // 2, 1, False, f"k{place}") for place in range(6)]

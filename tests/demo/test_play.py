@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.demo.flights import load_flights
-from batonmq.demo.play import CARRIERS, play
+from batonmq_server.demo.flights import load_flights
+from batonmq_server.demo.play import CARRIERS, play
 from tests.support.cluster import local_cluster
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from batonmq.local.prometheus import Prometheus
+from batonmq_server.local.prometheus import Prometheus
 from tests.deploy.panels import Dashboard
 from tests.deploy.promql import filled_in
 from tests.docs.metric_families import SERVICES

@@ -23,9 +23,9 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from batonmq.common.clock import Clock
-from batonmq.demo.flights import load_flights
-from batonmq.local.prometheus import Prometheus
+from batonmq._common.clock import Clock
+from batonmq_server.demo.flights import load_flights
+from batonmq_server.local.prometheus import Prometheus
 from tests.deploy.boards_inside import LOCKS, STORAGE
 from tests.deploy.boards_messages import CLUSTER
 from tests.deploy.panels import Dashboard, Panel

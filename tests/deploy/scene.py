@@ -1,6 +1,6 @@
 """A cluster while the demo runs on it, for what is looked at from outside.
 
-The demo is that of `batonmq.demo`, with fewer flights: its groups, its processes that join and
+The demo is that of `batonmq_server.demo`, with fewer flights: its groups, its processes that join and
 leave. It shows no metrics of clients, nothing it sends fails, and nothing is for later. So a
 program beside it has a topic and a group of its own, shows what its clients count, and one message
 in a hundred becomes a dead letter, one in fifty comes later. Without it these panels were empty:
@@ -20,23 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batonmq._producer.settings import ProducerSettings
 from prometheus_client import CollectorRegistry, start_http_server
 
-from batonmq.admin import Admin
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.records import Message
-from batonmq.demo.flights import Flight
-from batonmq.demo.play import Result, play
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.local.prometheus import targets
-from batonmq.metrics import ClientMetrics
-from batonmq.producer import Producer
-from batonmq.producing.settings import ProducerSettings
-from batonmq.security import Security
+from batonmq._connection.security import Security
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import RetryLater
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq.admin.admin import Admin
+from batonmq_server.demo.flights import Flight
+from batonmq_server.demo.play import Result, play
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
+from batonmq_server.local.prometheus import targets
 from tests.support.cluster import SEGMENT_BYTES, nursery
 
 TOPIC, GROUP, CLUSTER = "orders", "billing", "baton"
@@ -63,7 +63,7 @@ class Scene:
     """host:port of the pages of metrics, by who has them: services and `clients`."""
 
     async def demo(self, flights: list[Flight], folder: Path, pace: int) -> Result:
-        """Play it once; see `batonmq.demo.play.play`."""
+        """Play it once; see `batonmq_server.demo.play.play`."""
         return await play(
             self.cluster.nameserver,
             flights,

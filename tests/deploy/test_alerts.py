@@ -18,8 +18,8 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from batonmq.common.rpc import ERROR_OF
-from services.nameserver.core.diagnosis import Reason
+from batonmq._common.rpc import ERROR_OF
+from batonmq_server.nameserver.core.diagnosis import Reason
 from tests.deploy.promql import METRICS, matchers, result_labels, rules, selectors
 from tests.docs.pages import ROOT
 

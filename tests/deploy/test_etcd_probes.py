@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.local.etcd import find_etcd
-from batonmq.local.ports import keep_ports
+from batonmq_server.local.etcd import find_etcd
+from batonmq_server.local.ports import keep_ports
 from tests.containers.pods import K8S
 from tests.deploy.test_manifests import documents
 from tests.support.waiting import until_now

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from batonmq.demo.flights import load_flights
-from batonmq.demo.play import GROUP, TOPIC, Result
-from batonmq.local.prometheus import Prometheus
+from batonmq_server.demo.flights import load_flights
+from batonmq_server.demo.play import GROUP, TOPIC, Result
+from batonmq_server.local.prometheus import Prometheus
 from tests.deploy.boards_inside import SPARK
 from tests.deploy.dashboards import DASHBOARDS
 from tests.deploy.live import (

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import yaml
 
-from batonmq.common.config import load
-from services.lockmgr.config import LockmgrSettings
-from services.nameserver.config import NameserverSettings
-from services.offsets.config import OffsetsSettings
-from services.runtime.health import LIVE, READY, STARTED
-from services.runtime.settings import ServiceSettings
-from services.storage.config import StorageSettings
+from batonmq._process.config import load
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.runtime.health import LIVE, READY, STARTED
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.storage.config import StorageSettings
 from tests.containers.pods import K8S, REPO, Pod, pods
 from tests.deploy import rules
 from tests.deploy.manifests import OVERLAYS, Judge, combinations, render, render_combination

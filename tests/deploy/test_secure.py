@@ -16,9 +16,9 @@ import pytest
 from cryptography import x509
 from typer.main import get_command
 
+from batonmq._common.clock import Clock
+from batonmq._process.config import load
 from batonmq.cli import app
-from batonmq.common.clock import Clock
-from batonmq.common.config import load
 from tests.containers.pods import K8S, REPO, Pod, Resource, jobs, pods
 from tests.containers.secrets import Secrets
 from tests.deploy.manifests import render

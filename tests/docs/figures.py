@@ -24,13 +24,11 @@ from typing import Any
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.consumer import Consumer
-from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
-from batonmq.core.compression import Compression, Packing
-from batonmq.core.records import (
+from batonmq._connection.channels import connect
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._core.compression import Compression, Packing
+from batonmq._core.records import (
     BatchBuilder,
     Header,
     Message,
@@ -40,13 +38,14 @@ from batonmq.core.records import (
     encode_record,
     read_header,
 )
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
-from services.offsets.codec import encode_key, encode_progress
-from services.offsets.core.calls import QueueKey
-from services.offsets.core.progress import Progress
-from services.offsets.disk import Disk, Entry
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
+from batonmq_server.offsets.codec import encode_key, encode_progress
+from batonmq_server.offsets.core.calls import QueueKey
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.disk import Disk, Entry
 from tests.support.waiting import until
 
 PROCESSES = ("nameserver", "lockmgr", "offsets", "storage", "etcd")

@@ -13,25 +13,25 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from batonmq.common.clock import Clock
-from batonmq.common.config import load
-from batonmq.events import EventHub
-from batonmq.metrics import ClientMetrics
+from batonmq._common.clock import Clock
+from batonmq._process.config import load
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq._telemetry.events import EventHub
+from batonmq_server.lockmgr.metrics import Recorder
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.group_metrics import GroupMetrics
+from batonmq_server.nameserver.set_metrics import SetMetrics
+from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.tls import show_expiry
+from batonmq_server.storage.metrics import StorageMetrics
 from batonspark.alert_writer import AlertGauges
 from batonspark.progress import ProgressListener
-from services.lockmgr.metrics import Recorder
-from services.nameserver.catalog import Catalog
-from services.nameserver.group_metrics import GroupMetrics
-from services.nameserver.set_metrics import SetMetrics
-from services.nameserver.telemetry import Telemetry
-from services.offsets.metrics import OffsetsMetrics
-from services.runtime.etcd import EtcdSession
-from services.runtime.guard import Guard
-from services.runtime.interceptor import EdgeInterceptor
-from services.runtime.mirror import Mirror
-from services.runtime.settings import ServiceSettings
-from services.runtime.tls import show_expiry
-from services.storage.metrics import StorageMetrics
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
 

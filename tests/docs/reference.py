@@ -16,19 +16,19 @@ from tests.docs.pages import ROOT
 FOLDER = ROOT / "build" / "docs"
 MODULES = (
     "batonmq",
-    "batonmq.admin",
-    "batonmq.common.errors",
-    "batonmq.dead_letters",
-    "batonmq.group_reports",
+    "batonmq.admin.admin",
+    "batonmq.errors",
+    "batonmq.admin.dead_letters",
+    "batonmq.admin.group_reports",
     "batonmq.idempotence",
-    "batonmq.local.cluster",
-    "batonmq.local.layout",
-    "batonmq.locks",
-    "batonmq.operation",
-    "batonmq.query",
-    "batonmq.reports",
-    "batonmq.resets",
-    "batonmq.testing",
+    "batonmq_server.local.cluster",
+    "batonmq_server.local.layout",
+    "batonmq.admin.locks",
+    "batonmq.admin.operation",
+    "batonmq.admin.query",
+    "batonmq.admin.reports",
+    "batonmq.admin.resets",
+    "batonmq_server.testing",
 )
 """What programs import."""
 

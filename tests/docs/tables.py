@@ -14,14 +14,14 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from batonmq.common.config import Settings
-from batonmq.common.explain import allowed_of, default_of, meanings, unit_of
+from batonmq._process.config import Settings
+from batonmq._process.explain import allowed_of, default_of, meanings, unit_of
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.storage.config import StorageSettings
 from batonspark.settings import JobSettings
-from services.lockmgr.config import LockmgrSettings
-from services.nameserver.config import NameserverSettings
-from services.offsets.config import OffsetsSettings
-from services.runtime.settings import ServiceSettings
-from services.storage.config import StorageSettings
 from tests.docs.metric_families import families
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import typer
 
+from batonmq._process.explain import meanings
 from batonmq.cli import app
-from batonmq.common.explain import meanings
 from tests.docs import tables
 from tests.docs.metric_families import families
 from tests.docs.pages import ROOT, Page, broken_links, pages
@@ -98,7 +98,7 @@ def test_named_files_exist(page: Page) -> None:
 
 
 def test_named_files_that_do_not_exist_are_noticed() -> None:
-    planted = "`services/storage/` `services/storage/serve.py` `batonmq/core/`"
+    planted = "`services/storage/` `services/storage/serve.py` `batonmq/_core/`"
     assert missing_paths(page_of(planted)) == ["services/storage/serve.py"]
 
 

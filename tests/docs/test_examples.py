@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.producer import Producer
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
 from tests.docs.pages import ROOT, Page
 from tests.support.cluster import local_cluster
 

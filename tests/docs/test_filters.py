@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from batonmq.core.sql_parser import CONDITIONS_MAX
-from batonmq.core.subscription import EXPRESSION_CHARACTERS_MAX, parse_filter
-from services.storage.core.properties import BYTES_PER_STEP, STEPS_MAX, STEPS_PER_BATCH
-from services.storage.core.store import SCANNED_MAX
+from batonmq._core.sql_parser import CONDITIONS_MAX
+from batonmq._core.subscription import EXPRESSION_CHARACTERS_MAX, parse_filter
+from batonmq_server.storage.core.properties import BYTES_PER_STEP, STEPS_MAX, STEPS_PER_BATCH
+from batonmq_server.storage.core.store import SCANNED_MAX
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "filters.md").read_text()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 
-from batonmq.core.metric_columns import KINDS
-from batonmq.events import EVENT_BYTES_MAX, EVENTS_MAX, VOCABULARY
-from services.nameserver.telemetry import MOVES_MAX
-from services.storage.core.delivered import ISLANDS_MAX
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._core.metric_columns import KINDS
+from batonmq._telemetry.events import EVENT_BYTES_MAX, EVENTS_MAX, VOCABULARY
+from batonmq_server.nameserver.telemetry import MOVES_MAX
+from batonmq_server.storage.core.delivered import ISLANDS_MAX
 from tests.docs import vocabulary
 from tests.docs.vocabulary import PAGE, PROTO, ROOT
 

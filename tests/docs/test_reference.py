@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import batonmq
-from batonmq.common import errors
+from batonmq import errors
 from tests.docs.pages import ROOT
 from tests.docs.reference import MODULES, public_names
 

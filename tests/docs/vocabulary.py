@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from baton.metrics.v1 import metrics_service_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics-streams.md"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 
-from batonmq.consumer import Consumer
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Receipt
-from batonmq.producing.settings import ProducerSettings
-from batonmq.security import Security
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.settings import ProducerSettings
+
+from batonmq._connection.security import Security
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
 
 TOPIC = "numbers"
 QUEUES = 8

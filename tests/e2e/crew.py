@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from batonmq.core.records import Message
-from batonmq.local.child import Child, Program
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Receipt
+from batonmq._producer.receipts import Receipt
+
+from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
+from batonmq_server.local.child import Child, Program
 from tests.support.cluster import nursery
 
 

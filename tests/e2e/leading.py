@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from batonmq.admin import Admin
-from batonmq.common.errors import BatonError
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.standing import leading
-from batonmq.replication import replicas_of
+from batonmq.admin.admin import Admin
+from batonmq.admin.replication import replicas_of
+from batonmq.errors import BatonError
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.standing import leading
 from tests.support.waiting import until
 
 

@@ -17,11 +17,11 @@ import os
 import signal
 from pathlib import Path
 
-from batonmq.common import logs
-from batonmq.common.errors import BatonError
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._process import logs
+from batonmq.errors import BatonError
 
 KEEP_ALIVE_MS = 1_000
 FAILED = 3

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batonmq._producer.settings import ProducerSettings
 
-from batonmq.access import AccessControl, Grant, Role
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.errors import PermissionDenied, Unauthenticated
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
-from batonmq.producing.settings import ProducerSettings
-from batonmq.security import Security
+from batonmq._common.clock import Clock
+from batonmq._connection.security import Security
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._producer.producer import Producer
+from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq.admin.admin import Admin
+from batonmq.errors import PermissionDenied, Unauthenticated
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from tests.support.cluster import SEGMENT_BYTES, nursery
 from tests.support.waiting import until
 

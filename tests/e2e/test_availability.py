@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.replication import Replica, replicas
+from batonmq.admin.admin import Admin
+from batonmq.admin.replication import Replica, replicas
 from tests.e2e.counting import QUEUES, TOPIC, Run
 from tests.e2e.leading import in_sync, leader
 from tests.support.cluster import local_cluster

@@ -13,15 +13,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from batonmq._producer.receipts import Pending, Receipt
+from batonmq._producer.settings import ProducerSettings
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Pending, Receipt
-from batonmq.producing.settings import ProducerSettings
-from batonmq.puller import Puller
+from batonmq._common.clock import Clock
+from batonmq._consumer.puller import Puller
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 

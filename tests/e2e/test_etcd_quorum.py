@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from batonmq._producer.settings import ProducerSettings
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
-from batonmq.producing.settings import ProducerSettings
+from batonmq._common.clock import Clock
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import BatonError
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from tests.e2e.crew import Crew, Worker, crew_of, send
 from tests.support.cluster import SEGMENT_BYTES, nursery
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin import Admin
+from batonmq.admin.admin import Admin
 from tests.e2e.counting import QUEUES, TOPIC, Run
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

@@ -16,17 +16,17 @@ from typing import Any
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.common.errors import Fenced
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.local.cluster import LocalCluster
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import connect
+from batonmq.admin.admin import Admin
+from batonmq.errors import Fenced
+from batonmq_server.local.cluster import LocalCluster
 from tests.e2e.crew import Crew, Worker, crew_of, send, started_again
 from tests.e2e.member import now_us
 from tests.support.cluster import local_cluster

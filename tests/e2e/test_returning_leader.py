@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.common.errors import BatonError, Unreachable
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions
-from batonmq.producer import Producer
-from batonmq.puller import Puller
+from batonmq._consumer.puller import Puller
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import BatonError, Unreachable
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
 from tests.e2e.crew import Crew, crew_of, send
 from tests.e2e.leading import in_sync, leader
 from tests.support.cluster import SEGMENT_BYTES, nursery

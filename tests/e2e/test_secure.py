@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.local.certificates import Authority, Subject
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ADMIN, ETCD, SERVICES
-from batonmq.security import Security
+from batonmq._connection.security import Security
+from batonmq.admin.admin import Admin
+from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ADMIN, ETCD, SERVICES
 from tests.e2e.counting import QUEUES, TOPIC, Run
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

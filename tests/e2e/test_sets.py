@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.admin import Admin
-from batonmq.placement import locate_group, move_group
+from batonmq.admin.admin import Admin
+from batonmq.admin.placement import locate_group, move_group
 from tests.cli.running import BATON, Finished
 from tests.e2e.counting import QUEUES, TOPIC, Run
 from tests.support.cluster import local_cluster

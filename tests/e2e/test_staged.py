@@ -13,13 +13,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from batonmq._producer.receipts import Receipt
+
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
-
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.core.route import QueueId
-from batonmq.producing.receipts import Receipt
+from batonmq._connection.channels import connect
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
 from tests.e2e.crew import crew_of, send, started_again
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until

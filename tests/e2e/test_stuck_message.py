@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batonmq.admin import Admin
+from batonmq.admin.admin import Admin
 from tests.docs.pages import ROOT, Page
 from tests.docs.terminal import commands, terminal
 from tests.e2e.crew import crew_of, send, started_again

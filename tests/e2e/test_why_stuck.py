@@ -17,22 +17,22 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from batonmq._producer.receipts import Receipt
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.errors import SubscriptionConflict
-from batonmq.common.rpc import from_rpc_error
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.group_reports import Diagnosis
-from batonmq.local.cluster import LocalCluster
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Receipt
-from services.nameserver.core.diagnosis import LATELY_MS
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.admin.group_reports import Diagnosis
+from batonmq.errors import SubscriptionConflict
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.nameserver.core.diagnosis import LATELY_MS
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from batonmq.common.config import Settings, load
-from batonmq.local import tether
-from batonmq.local.cluster import to_stderr
+from batonmq._process.config import Settings, load
+from batonmq_server.local import tether
+from batonmq_server.local.cluster import to_stderr
 from tests.faults.network import found_launcher
 from tests.faults.page import write_page
 from tests.faults.run import UPSETS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from batonmq.local.place import Place
+from batonmq_server.local.place import Place
 from tests.e2e.member import now_us
 from tests.faults.history import Crash, Handling, Owning, Queue
 from tests.support.cluster import REPO

@@ -6,7 +6,14 @@ import asyncio
 from dataclasses import dataclass, field
 from itertools import count
 
-from batonmq.common.errors import (
+from batonmq._producer.broker import NotSent
+from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.receipts import Pending
+from batonmq._producer.settings import ProducerSettings
+
+from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
+from batonmq.errors import (
     BatonError,
     DiskFull,
     InvalidArgument,
@@ -16,12 +23,6 @@ from batonmq.common.errors import (
     QueueNotFound,
     TopicNotFound,
 )
-from batonmq.core.records import Message
-from batonmq.producer import Producer
-from batonmq.producing.broker import NotSent
-from batonmq.producing.placing import ProducerClosed
-from batonmq.producing.receipts import Pending
-from batonmq.producing.settings import ProducerSettings
 from tests.e2e.member import now_us
 from tests.faults.history import Outcome, Send
 from tests.faults.member import TOPIC

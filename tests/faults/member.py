@@ -17,11 +17,11 @@ import asyncio
 import signal
 from pathlib import Path
 
-from batonmq.common import logs
-from batonmq.common.errors import BatonError
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._process import logs
+from batonmq.errors import BatonError
 from tests.e2e.member import FAILED, KEEP_ALIVE_MS, Lines, now_us
 
 TOPIC, GROUP = "faults", "survivors"

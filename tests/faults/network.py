@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
 
-from batonmq.local.place import Place
+from batonmq_server.local.place import Place
 
 HUB = "hub"
 """The process of the run itself, with its producers."""

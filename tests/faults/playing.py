@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from batonmq.local.cluster import to_stderr
+from batonmq_server.local.cluster import to_stderr
 from tests.faults.checker import check
 from tests.faults.history import History
 from tests.faults.member import SPAN_MAX

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from batonmq.admin import Admin
-from batonmq.common.errors import BatonError
-from batonmq.local.child import NotReady
-from batonmq.local.cluster import LocalCluster
-from batonmq.local.layout import ClusterOptions, highly_available
-from batonmq.local.place import LOOPBACK, Place
-from batonmq.local.standing import lacks, leading
+from batonmq.admin.admin import Admin
+from batonmq.errors import BatonError
+from batonmq_server.local.child import NotReady
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions, highly_available
+from batonmq_server.local.place import LOOPBACK, Place
+from batonmq_server.local.standing import lacks, leading
 from tests.e2e.member import now_us
 from tests.faults.crowd import Crowd, crowd_at
 from tests.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from batonmq.local.child import NotReady
-from batonmq.local.cluster import LocalCluster
+from batonmq_server.local.child import NotReady
+from batonmq_server.local.cluster import LocalCluster
 from tests.e2e.member import now_us
 from tests.faults.crowd import Crowd, Member
 from tests.faults.damage import flip, tear

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import DiskFull
-from services.storage.disk import RealDisk
+from batonmq._common.clock import Clock
+from batonmq.errors import DiskFull
+from batonmq_server.storage.disk import RealDisk
 from tests.faults.services import offsets, storage
 from tests.faults.upsets import FINE, Upset, UpsetClock, Upsets
 

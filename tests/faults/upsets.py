@@ -13,7 +13,7 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 
 FOLDER = "FAULTS_FOLDER"
 FAILED = ".failed"

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batonmq.admin import Admin
-from batonmq.common.errors import BatonError
-from batonmq.group_reports import QueueProgress
-from batonmq.puller import Puller
+from batonmq._consumer.puller import Puller
+from batonmq.admin.admin import Admin
+from batonmq.admin.group_reports import QueueProgress
+from batonmq.errors import BatonError
 from tests.e2e.member import now_us
 from tests.faults.history import Queue, Sample, Stored, Watch
 from tests.faults.member import GROUP, TOPIC

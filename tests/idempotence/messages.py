@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.core.records import Header, Record
-from batonmq.core.route import QueueId
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.records import Header, Record
+from batonmq._core.route import QueueId
 
 
 def message(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from batonmq.consuming.message import ReceivedMessage
+from batonmq._consumer.message import ReceivedMessage
 from batonmq.idempotence import idempotent
 from tests.idempotence.messages import message
 from tests.idempotence.stores import place

@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 from redis.asyncio import Redis
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 from batonmq.idempotence import MemoryStore, RedisStore, SqlStore, Store
 from batonmq.idempotence.sql_store import CLAIMS
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from batonmq.common.errors import InvalidArgument
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater, Suspend
-from batonmq.core.retries import Origin
-from batonmq.core.route import QueueId
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import RetryLater, Suspend
+from batonmq._core.retries import Origin
+from batonmq._core.route import QueueId
+from batonmq.errors import InvalidArgument
 from batonmq.idempotence import MemoryStore, Store, by_key, by_origin, idempotent
-from batonmq.testing.virtual_time import VirtualTimeLoop
+from batonmq_server.testing.virtual_time import VirtualTimeLoop
 from tests.idempotence.messages import message
 
 CLAIM_MS, DONE_MS = 1_000, 60_000

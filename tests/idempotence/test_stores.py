@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from redis.asyncio import Redis
 
-from batonmq.common.errors import InvalidArgument
+from batonmq.errors import InvalidArgument
 from batonmq.idempotence import MemoryStore, RedisStore, SqlStore
 from batonmq.idempotence.sql_store import CLAIMS, PURGE_EVERY, purge_statement, put_statement
 from batonmq.idempotence.store import DONE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.local.child import Child, NotReady, Program
+from batonmq_server.local.child import Child, NotReady, Program
 from tests.support.waiting import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
@@ -130,7 +130,7 @@ async def test_log_goes_on_after_a_restart_and_its_end_is_of_the_last_run(tmp_pa
 async def test_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent_code = f"""
 import pathlib, sys, time
-from batonmq.local.child import Child, Program
+from batonmq_server.local.child import Child, Program
 async def never(): return False
 child = Child(Program(name="c", command=[sys.executable, "-c", {STUBBORN!r}],
     log_path=pathlib.Path({str(tmp_path / "log")!r}), is_ready=never))

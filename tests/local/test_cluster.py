@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.local.cluster import ClusterFailed
+from batonmq_server.local.cluster import ClusterFailed
 from tests.support.cluster import local_cluster
 from tests.support.waiting import lives
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 async def test_service_that_keeps_ending_ends_the_body_and_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batonmq.local.supervisor.DEATHS_MAX", 0)
+    monkeypatch.setattr("batonmq_server.local.supervisor.DEATHS_MAX", 0)
     pids: list[int] = []
     reports: list[str] = []
     with pytest.raises(ClusterFailed, match="storage ended 1 times within 60 s"):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.local.child import NotReady, describe_exit
-from batonmq.local.etcd import EtcdProcess, is_healthy
+from batonmq_server.local.child import NotReady, describe_exit
+from batonmq_server.local.etcd import EtcdProcess, is_healthy
 from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.e2e
@@ -57,7 +57,7 @@ async def test_start_on_spoilt_data_fails_and_names_the_exit(tmp_path: Path) -> 
 async def test_dies_with_its_parent(tmp_path: Path) -> None:
     program = """
 import asyncio, pathlib, sys
-from batonmq.local.etcd import EtcdProcess
+from batonmq_server.local.etcd import EtcdProcess
 async def main():
     async with EtcdProcess(pathlib.Path(sys.argv[1])) as etcd:
         print(etcd.child.pid, flush=True)

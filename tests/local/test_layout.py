@@ -12,9 +12,9 @@ import pytest
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
-from batonmq.local.etcd import etcd_members
-from batonmq.local.layout import ClusterOptions, Layout, NotSecured
-from batonmq.local.place import Place
+from batonmq_server.local.etcd import etcd_members
+from batonmq_server.local.layout import ClusterOptions, Layout, NotSecured
+from batonmq_server.local.place import Place
 
 AWAY = Place(host="127.0.0.9", launcher=("/usr/bin/env", "ROOM=2"))
 
@@ -22,10 +22,10 @@ AWAY = Place(host="127.0.0.9", launcher=("/usr/bin/env", "ROOM=2"))
 def test_a_process_runs_on_loopback_unless_it_has_a_place(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(places={"storage": AWAY}))
     programs = {one.name: layout.program(one, "127.0.0.1:1") for one in options.members}
-    plain = [sys.executable, "-P", "-m", "services.lockmgr"]
+    plain = [sys.executable, "-m", "batonmq_server.lockmgr"]
     assert programs["lockmgr"].command == plain
     assert layout.address("lockmgr").startswith("127.0.0.1:")
-    assert programs["storage"].command == [*AWAY.launcher, *plain[:-1], "services.storage"]
+    assert programs["storage"].command == [*AWAY.launcher, *plain[:-1], "batonmq_server.storage"]
     assert programs["storage"].env["BATON_STORAGE_HOST"] == AWAY.host
     assert programs["storage"].env["BATON_STORAGE_INSECURE_NETWORK"] == "True"
     assert layout.address("storage").startswith(f"{AWAY.host}:")

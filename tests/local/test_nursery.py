@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.local.child import Child, Program
-from batonmq.local.nursery import Nursery
+from batonmq_server.local.child import Child, Program
+from batonmq_server.local.nursery import Nursery
 from tests.support.waiting import lives, until
 
 PROGRAM = """
@@ -45,8 +45,8 @@ if __name__ == "__main__":
 PARENT = """
 import sys, time
 from pathlib import Path
-from batonmq.local.child import Child, Program
-from batonmq.local.nursery import Nursery
+from batonmq_server.local.child import Child, Program
+from batonmq_server.local.nursery import Nursery
 
 folder = Path(sys.argv[1])
 command = [sys.executable, "-m", "forked_program", "sleep"]

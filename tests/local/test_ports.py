@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.local.ports import HOST, DataDirInUse, is_free, keep_ports, lock_data_dir
+from batonmq_server.local.ports import HOST, DataDirInUse, is_free, keep_ports, lock_data_dir
 
 NAMES = ["a", "b", "c"]
 
@@ -88,7 +88,7 @@ def test_lock_is_refused_to_a_second_and_names_the_first(tmp_path: Path) -> None
 def test_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import pathlib, time
-from batonmq.local.ports import lock_data_dir
+from batonmq_server.local.ports import lock_data_dir
 with lock_data_dir(pathlib.Path({str(tmp_path)!r})):
     print("locked", flush=True)
     time.sleep(600)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from batonmq.local.ports import keep_ports
+from batonmq_server.local.ports import keep_ports
 from tests.support.waiting import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.backoff import Backoff
-from batonmq.local.child import Child, Program
-from batonmq.local.cluster import to_stderr
-from batonmq.local.supervisor import DEATHS_MAX, GivenUp, Supervisor
+from batonmq._common.backoff import Backoff
+from batonmq_server.local.child import Child, Program
+from batonmq_server.local.cluster import to_stderr
+from batonmq_server.local.supervisor import DEATHS_MAX, GivenUp, Supervisor
 from tests.support.waiting import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
@@ -23,18 +24,17 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-
-from batonmq.channels import OPTIONS, connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, NoQuorum
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from services.lockmgr.app import build as build_lockmgr
-from services.lockmgr.config import LockmgrSettings
-from services.offsets.app import build as build_offsets
-from services.offsets.config import OffsetsSettings
-from services.runtime.etcd import EtcdSession, Put, Stored
-from services.runtime.interceptor import EdgeInterceptor
-from services.runtime.process import App, Runtime
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq.errors import BatonError, NoQuorum
+from batonmq_server.lockmgr.app import build as build_lockmgr
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.offsets.app import build as build_offsets
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.process import App, Runtime
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq.common.errors import (
+from batonmq.errors import (
     BatonError,
     Draining,
     Fenced,
@@ -19,7 +19,7 @@ from batonmq.common.errors import (
     OldRequest,
     Unacked,
 )
-from services.lockmgr.core.access import (
+from batonmq_server.lockmgr.core.access import (
     Condition,
     Decision,
     Deny,
@@ -29,7 +29,7 @@ from services.lockmgr.core.access import (
     decide_access,
     decide_clear,
 )
-from services.lockmgr.core.locks import (
+from batonmq_server.lockmgr.core.locks import (
     Asker,
     Entry,
     Incarnation,

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import Unreachable
-from services.lockmgr.core.locks import QueueKey
-from services.lockmgr.offsets import Offsets, OffsetsPeers
-from services.runtime.places import Places
+from batonmq.errors import Unreachable
+from batonmq_server.lockmgr.core.locks import QueueKey
+from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
+from batonmq_server.runtime.places import Places
 from tests.support.serving import serving
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.common.config import ConfigError, load
-from batonmq.consuming.runner import DEADLINE_MARGIN_MS
-from services.lockmgr.config import CLIENT_MARGIN_MS, LockmgrSettings
-from services.lockmgr.core.locks import Policy, Profile
+from batonmq._consumer.runner import DEADLINE_MARGIN_MS
+from batonmq._process.config import ConfigError, load
+from batonmq_server.lockmgr.config import CLIENT_MARGIN_MS, LockmgrSettings
+from batonmq_server.lockmgr.core.locks import Policy, Profile
 
 
 def settings(**values: str) -> LockmgrSettings:

@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-
-from batonmq.common.errors import BatonError, Fenced, SubscriptionDraining, Unacked, Unreachable
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import BatonError, Fenced, SubscriptionDraining, Unacked, Unreachable
 from tests.lockmgr.scene import TIMEOUT_S, Member, Node, Scene, entries, queue, scene
 from tests.support.waiting import until
 

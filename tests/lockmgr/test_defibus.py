@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import BatonError, Fenced, Held, OldRequest, Unacked
-from services.lockmgr.core.access import Condition, Decision, Deny, Grant, Replay
-from services.lockmgr.core.defibus import UNCHANGED_MIN, decide_access_defibus
-from services.lockmgr.core.locks import (
+from batonmq.errors import BatonError, Fenced, Held, OldRequest, Unacked
+from batonmq_server.lockmgr.core.access import Condition, Decision, Deny, Grant, Replay
+from batonmq_server.lockmgr.core.defibus import UNCHANGED_MIN, decide_access_defibus
+from batonmq_server.lockmgr.core.locks import (
     DEFIBUS_SILENCE_MS,
     Asker,
     Count,
@@ -31,7 +31,7 @@ from services.lockmgr.core.locks import (
     QueueKey,
     Step,
 )
-from services.lockmgr.core.table import KeepAlive, LockTable
+from batonmq_server.lockmgr.core.table import KeepAlive, LockTable
 from tests.lockmgr.scene import Member, scene
 
 KEY = QueueKey("g", "t", "broker-a", 0)

@@ -15,9 +15,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 
-from batonmq.common.errors import (
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import (
     BatonError,
     Fenced,
     HandoverPending,
@@ -25,7 +26,6 @@ from batonmq.common.errors import (
     NotLeader,
     Unreachable,
 )
-from batonmq.common.rpc import error_from_pb, from_rpc_error
 from tests.lockmgr.scene import GROUP, TIMEOUT_S, Member, Node, Scene, entries, scene, waits
 from tests.support.waiting import until
 

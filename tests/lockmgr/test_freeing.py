@@ -13,11 +13,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from baton.common.v1 import error_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
-
-from batonmq.common.errors import (
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import (
     BatonError,
     Fenced,
     Held,
@@ -26,7 +27,6 @@ from batonmq.common.errors import (
     UnknownQueue,
     Unreachable,
 )
-from batonmq.common.rpc import from_rpc_error
 from tests.lockmgr.scene import (
     TIMEOUT_S,
     Member,

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import pytest
+
 from baton.common.v1 import error_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
-
-from batonmq.common.errors import BatonError
+from batonmq.errors import BatonError
 from tests.lockmgr.scene import Member, Node, Scene, entries, scene, waits
 from tests.support.waiting import until
 

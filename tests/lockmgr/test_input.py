@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError
 from tests.lockmgr.scene import TIMEOUT_S, Member, Node, queue, scene
 
 LONG = "x" * 128

@@ -1,4 +1,4 @@
-"""Goal: `python -m services.lockmgr` leads, leaves its locks to the next process, and ends cleanly.
+"""Goal: `python -m batonmq_server.lockmgr` leads, leaves its locks to the next process, and ends cleanly.
 
 Method: real lock manager processes and a real etcd; offsets runs in the test's process.
 """
@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
-
-from batonmq.channels import connect
+from batonmq._connection.channels import connect
 from tests.lockmgr.scene import TIMEOUT_S, Member, Scene, scene
 from tests.support.waiting import until
 
@@ -35,7 +35,7 @@ async def process(s: Scene, number: int) -> AsyncIterator[asyncio.subprocess.Pro
         "BATON_LOCKMGR_LOG_FORMAT": "json",
     }
     running = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.lockmgr", env=env
+        sys.executable, "-m", "batonmq_server.lockmgr", env=env
     )
     try:
         yield running
@@ -103,7 +103,7 @@ async def test_settings_are_shown_and_unknown_ones_refused() -> None:
         running = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "services.lockmgr",
+            "batonmq_server.lockmgr",
             *arguments,
             env=env,
             stdout=asyncio.subprocess.PIPE,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 
-from batonmq.common.errors import (
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq.errors import (
     Fenced,
     Held,
     NotAssigned,

@@ -12,11 +12,10 @@ from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import error_from_pb
-from services.runtime.etcd import Put
-from services.runtime.places import Place
+from batonmq._common.rpc import error_from_pb
+from batonmq.errors import BatonError
+from batonmq_server.runtime.etcd import Put
+from batonmq_server.runtime.places import Place
 from tests.lockmgr.scene import OPEN, TIMEOUT_S, TOPIC, Member, Node, Scene, scene
 from tests.support.waiting import until
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-
-from batonmq.common.errors import (
+from batonmq.errors import (
     Fenced,
     ModeChanged,
     NotMember,

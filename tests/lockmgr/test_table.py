@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.common.errors import HandoverPending, Held, Unacked
-from services.lockmgr.core.access import Condition, Decision, Deny, Grant
-from services.lockmgr.core.locks import (
+from batonmq.errors import HandoverPending, Held, Unacked
+from batonmq_server.lockmgr.core.access import Condition, Decision, Deny, Grant
+from batonmq_server.lockmgr.core.locks import (
     Asker,
     Incarnation,
     Lock,
@@ -21,7 +21,7 @@ from services.lockmgr.core.locks import (
     Wanted,
     WantedReason,
 )
-from services.lockmgr.core.table import HoldState, KeepAlive, LockTable
+from batonmq_server.lockmgr.core.table import HoldState, KeepAlive, LockTable
 
 KEY, OTHER = QueueKey("g", "t", "broker-a", 0), QueueKey("g", "t", "broker-a", 1)
 A, B = Incarnation("a", 1), Incarnation("b", 1)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.lockmgr.core.access import Condition
-from services.lockmgr.core.locks import Incarnation, QueueKey
-from services.lockmgr.core.tenures import End, HandOver, Manner, Passed, Tenures
+from batonmq_server.lockmgr.core.access import Condition
+from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
+from batonmq_server.lockmgr.core.tenures import End, HandOver, Manner, Passed, Tenures
 
 KEY = QueueKey("g", "t", "a", 0)
 DRAINED = Condition.CLOSED_OR_DRAINED

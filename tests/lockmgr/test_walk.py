@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
-from services.lockmgr.core.access import Decision
-from services.lockmgr.core.locks import Asker, Lock, QueueKey
-from services.lockmgr.core.table import LockTable
+from batonmq_server.lockmgr.core.access import Decision
+from batonmq_server.lockmgr.core.locks import Asker, Lock, QueueKey
+from batonmq_server.lockmgr.core.table import LockTable
 from tests.lockmgr.walk import Violated, World
 
 SEEDS, STEPS = 120, 1_500

@@ -10,11 +10,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 
-from batonmq.common.errors import Draining, Held, NotAssigned, SubscriptionDraining
-from services.lockmgr.core.locks import Incarnation, QueueKey
-from services.lockmgr.watching import Watchers
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq.errors import Draining, Held, NotAssigned, SubscriptionDraining
+from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
+from batonmq_server.lockmgr.watching import Watchers
 from tests.lockmgr.scene import Member, Node, Scene, entries, scene, waits
 from tests.support.waiting import until
 

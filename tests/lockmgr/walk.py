@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
-from batonmq.common.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
-from services.lockmgr.core import locks, table
-from services.lockmgr.core.access import Condition, Deny, Free, Grant, decide_clear
-from services.offsets.core import calls
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
-from services.offsets.core.table import ProgressTable
+from batonmq.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
+from batonmq_server.lockmgr.core import locks, table
+from batonmq_server.lockmgr.core.access import Condition, Deny, Free, Grant, decide_clear
+from batonmq_server.offsets.core import calls
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.table import ProgressTable
 
 KEY = locks.QueueKey("g", "t", "b", 0)
 OFFSETS_KEY = calls.QueueKey("g", "t", "b", 0)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
@@ -24,12 +25,10 @@ from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, QueueNotFound
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.records import (
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._connection.channels import connect
+from batonmq._core.records import (
     BatchBuilder,
     Message,
     encode_record,
@@ -37,15 +36,16 @@ from batonmq.core.records import (
     stamped_head,
     tag_hashes,
 )
-from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
-from services.nameserver.catalog import Catalog
-from services.nameserver.core.groups import Group, Member, Subscription, Terms, assign
-from services.nameserver.core.topics import QueueSpread, Topic
-from services.nameserver.inspector import Inspector
-from services.nameserver.questions import Brokers, Questions
-from services.runtime.etcd import EtcdSession
-from services.runtime.mirror import Mirror
+from batonmq._core.route import QueueId
+from batonmq._core.subscription import TagFilter
+from batonmq.errors import BatonError, QueueNotFound
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.core.groups import Group, Member, Subscription, Terms, assign
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
+from batonmq_server.nameserver.inspector import Inspector
+from batonmq_server.nameserver.questions import Brokers, Questions
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.mirror import Mirror
 from tests.support.serving import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]

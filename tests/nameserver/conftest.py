@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from batonmq.common.clock import Clock
-from services.offsets.serving import Offsets
-from services.runtime.etcd import EtcdSession
+from batonmq._common.clock import Clock
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import Direct, Replica, offsets_service, register_broker, replica
 
 

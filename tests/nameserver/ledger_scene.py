@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.nameserver.core.groups import (
+from batonmq_server.nameserver.core.groups import (
     Group,
     Heartbeat,
     Policy,
@@ -12,8 +12,8 @@ from services.nameserver.core.groups import (
     Subscriptions,
     Terms,
 )
-from services.nameserver.core.ledger import GroupSettings, Ledger, Verdict
-from services.nameserver.core.topics import QueueSpread, Topic
+from batonmq_server.nameserver.core.ledger import GroupSettings, Ledger, Verdict
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 
 LEASE_MS = 30_000
 TOPIC = Topic(

@@ -11,42 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1.stored_lock_pb2 import StoredLock
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-from prometheus_client import CollectorRegistry
-
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
-from batonmq.events import EventHub
-from services.nameserver.__main__ import build
-from services.nameserver.catalog import Catalog
-from services.nameserver.config import NameserverSettings
-from services.nameserver.group_calls import GroupCalls
-from services.nameserver.group_store import GroupStore
-from services.nameserver.placing import Placing
-from services.nameserver.progress import Progress
-from services.nameserver.refusals import Refusals
-from services.nameserver.sessions import Sessions
-from services.nameserver.telemetry import Telemetry
-from services.nameserver.topic_calls import TopicCalls
-from services.nameserver.topic_store import TopicStore
-from services.nameserver.turns import Turns
-from services.offsets.core.calls import Limits
-from services.offsets.disk import Disk
-from services.offsets.metrics import OffsetsMetrics
-from services.offsets.serving import Offsets, Surroundings, alone
-from services.offsets.stream import OffsetsStream
-from services.runtime.etcd import EtcdSession
-from services.runtime.gates import PREFIX as GATES_PREFIX
-from services.runtime.mirror import Mirror
-from services.runtime.peers import Peers
-from services.runtime.places import OFFSETS, Places
-from services.runtime.process import Runtime
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.channels import connect
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import BatonError
+from batonmq_server.nameserver.__main__ import build
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.group_store import GroupStore
+from batonmq_server.nameserver.placing import Placing
+from batonmq_server.nameserver.progress import Progress
+from batonmq_server.nameserver.refusals import Refusals
+from batonmq_server.nameserver.sessions import Sessions
+from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.nameserver.topic_store import TopicStore
+from batonmq_server.nameserver.turns import Turns
+from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.offsets.serving import Offsets, Surroundings, alone
+from batonmq_server.offsets.stream import OffsetsStream
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.peers import Peers
+from batonmq_server.runtime.places import OFFSETS, Places
+from batonmq_server.runtime.process import Runtime
 from tests.offsets.service import only_set
 from tests.support.serving import serving_at
 

@@ -13,22 +13,22 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+
 from baton.nameserver.v1 import access_service_pb2 as pb
 from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
-
-from batonmq.access import AccessControl, Grant, Role
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.common.errors import InvalidArgument, InvalidName, LimitExceeded
-from batonmq.common.rpc import from_rpc_error
-from services.nameserver import access_store
-from services.nameserver.access_store import AccessStore
-from services.nameserver.turns import Turns
-from services.runtime import stored_access
-from services.runtime.access import Grant as StoredGrant
-from services.runtime.access import Role as StoredRole
-from services.runtime.etcd import EtcdSession
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.channels import connect
+from batonmq.admin.access import AccessControl, Grant, Role
+from batonmq.admin.admin import Admin
+from batonmq.errors import InvalidArgument, InvalidName, LimitExceeded
+from batonmq_server.nameserver import access_store
+from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.nameserver.turns import Turns
+from batonmq_server.runtime import stored_access
+from batonmq_server.runtime.access import Grant as StoredGrant
+from batonmq_server.runtime.access import Role as StoredRole
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import Replica
 
 READ = Grant(Role.CONSUME, "topic:orders")

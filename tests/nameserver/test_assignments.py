@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.common.errors import LimitExceeded
-from services.runtime.etcd import EtcdSession
+from batonmq.errors import LimitExceeded
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import NoBroker
-from services.nameserver.core.topics import (
+from batonmq.errors import NoBroker
+from batonmq_server.nameserver.core.topics import (
     QueueSpread,
     Topic,
     build_route,

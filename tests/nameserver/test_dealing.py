@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.nameserver.core.dealing import Candidate, Queue, Strategy, deal
+from batonmq_server.nameserver.core.dealing import Candidate, Queue, Strategy, deal
 
 ROOMS = st.sampled_from(["", "north", "south", "west"])
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=6)

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from services.nameserver.core.diagnosis import LATELY_MS, SILENT_MS, Reason, diagnose, span
-from services.nameserver.core.evidence import (
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.nameserver.core.diagnosis import LATELY_MS, SILENT_MS, Reason, diagnose, span
+from batonmq_server.nameserver.core.evidence import (
     Change,
     Damage,
     Evidence,

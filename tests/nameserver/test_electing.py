@@ -16,13 +16,13 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
-from services.runtime.etcd import EtcdSession
-from services.runtime.replicas import ACCEPTED_MAX, Standing, decode
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.replicas import ACCEPTED_MAX, Standing, decode
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker
 
 SET = "broker-a"

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-
-from batonmq.common.errors import GroupInUse
-from services.offsets.core.calls import Instant, Place, QueueKey, Source
-from services.offsets.serving import Offsets
-from services.runtime.etcd import EtcdSession
+from batonmq.errors import GroupInUse
+from batonmq_server.offsets.core.calls import Instant, Place, QueueKey, Source
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
     Direct,
     Replica,

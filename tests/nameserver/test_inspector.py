@@ -12,22 +12,22 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
+
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from prometheus_client import CollectorRegistry
-
-from batonmq.common.errors import DataLoss, Held, NotLeader, SubscriptionConflict
-from batonmq.common.rpc import error_to_pb
-from batonmq.core.route import QueueId
-from batonmq.events import EventHub
-from services.nameserver.core.diagnosis import Reason
-from services.nameserver.core.groups import Group, Pause, Staged, Subscription
-from services.nameserver.group_metrics import GroupMetrics
-from services.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
-from services.nameserver.lookout import Lookout
-from services.runtime.etcd import Stored
+from batonmq._common.rpc import error_to_pb
+from batonmq._core.route import QueueId
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import DataLoss, Held, NotLeader, SubscriptionConflict
+from batonmq_server.nameserver.core.diagnosis import Reason
+from batonmq_server.nameserver.core.groups import Group, Pause, Staged, Subscription
+from batonmq_server.nameserver.group_metrics import GroupMetrics
+from batonmq_server.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
+from batonmq_server.nameserver.lookout import Lookout
+from batonmq_server.runtime.etcd import Stored
 from tests.nameserver.asked import TIMEOUT_S, Scene, queue_to_pb, scene
 
 

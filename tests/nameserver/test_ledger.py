@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.common.errors import (
+from batonmq.errors import (
     ClientIdInUse,
     Difference,
     GroupInUse,
     Overloaded,
     SubscriptionConflict,
 )
-from services.nameserver.core.groups import (
+from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
     Beginning,
     Group,
@@ -30,8 +30,8 @@ from services.nameserver.core.groups import (
     Terms,
     hash_of,
 )
-from services.nameserver.core.ledger import VerdictKind, target_of
-from services.nameserver.core.topics import QueueSpread
+from batonmq_server.nameserver.core.ledger import VerdictKind, target_of
+from batonmq_server.nameserver.core.topics import QueueSpread
 from tests.nameserver.ledger_scene import TOPIC, Scene, beat, scene, subscribed, terms
 
 ACCEPTED, STAGED, REPLACED, OVERRULED = VerdictKind

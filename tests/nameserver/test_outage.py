@@ -11,9 +11,9 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from batonmq.common.clock import Clock
-from batonmq.local.etcd import EtcdProcess
-from services.runtime.etcd import EtcdSession
+from batonmq._common.clock import Clock
+from batonmq_server.local.etcd import EtcdProcess
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
     Replica,
     ids,

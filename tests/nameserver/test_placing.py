@@ -9,18 +9,18 @@ import asyncio
 
 import grpc.aio
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.common.errors import (
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import (
     BatonError,
     GroupMoving,
     GroupNotFound,
     OffsetsUnreachable,
     SetNotFound,
 )
-from batonmq.common.rpc import from_rpc_error
-from services.runtime.etcd import EtcdSession
-from services.runtime.places import Place, place_of
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.places import Place, place_of
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica
 from tests.support.waiting import until
 

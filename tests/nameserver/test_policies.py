@@ -7,9 +7,9 @@ Method: in-process replicas; lock entries are written as the lock manager writes
 from __future__ import annotations
 
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from services.runtime.etcd import Compare, EtcdSession, Put, Stored
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
 from tests.nameserver.replica import (
     Replica,
     grant,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from services.nameserver.convert_groups import gate_of, group_from_pb, group_to_pb
-from services.nameserver.core.dealing import Queue, Strategy
-from services.nameserver.core.groups import (
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.nameserver.convert_groups import gate_of, group_from_pb, group_to_pb
+from batonmq_server.nameserver.core.dealing import Queue, Strategy
+from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
     Beginning,
     BrokerAssignment,
@@ -30,9 +30,9 @@ from services.nameserver.core.groups import (
     is_dealt_out,
     owners_of,
 )
-from services.nameserver.core.sessions import Silence, next_look_ms, silence_of
-from services.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
-from services.nameserver.group_store import RECORD_BYTES_MAX
+from batonmq_server.nameserver.core.sessions import Silence, next_look_ms, silence_of
+from batonmq_server.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
+from batonmq_server.nameserver.group_store import RECORD_BYTES_MAX
 from tests.nameserver.ledger_scene import subscribed, terms
 
 

@@ -6,12 +6,12 @@ is given what etcd would have, and the series are read.
 
 from __future__ import annotations
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from prometheus_client import CollectorRegistry
 
-from services.nameserver.core.topics import QueueSpread, Topic
-from services.nameserver.set_metrics import SetMetrics
-from services.runtime.etcd import Stored
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
+from batonmq_server.nameserver.set_metrics import SetMetrics
+from batonmq_server.runtime.etcd import Stored
 from tests.nameserver.asked import Scene, scene
 
 Shown = dict[tuple[str, str], float]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.common.errors import LimitExceeded, NoBroker
-from services.nameserver.convert_topics import topic_from_bytes, topic_to_pb
-from services.nameserver.core.groups import Group, Member, Subscription, Terms
-from services.nameserver.core.topics import QueueSpread, Topic
-from services.nameserver.spread import QueueEnd, dropped, resized, unread_count
+from batonmq.errors import LimitExceeded, NoBroker
+from batonmq_server.nameserver.convert_topics import topic_from_bytes, topic_to_pb
+from batonmq_server.nameserver.core.groups import Group, Member, Subscription, Terms
+from batonmq_server.nameserver.core.topics import QueueSpread, Topic
+from batonmq_server.nameserver.spread import QueueEnd, dropped, resized, unread_count
 
 
 def topic(*spread: QueueSpread, topic_id: int = 0, permission: str = "READ_WRITE") -> Topic:

@@ -16,8 +16,8 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq.errors import (
     BatonError,
     ClientIdInUse,
     OffsetsUnreachable,
@@ -25,12 +25,12 @@ from batonmq.common.errors import (
     SubscriptionConflict,
     TopicExists,
 )
-from services.nameserver.asks import GroupChange
-from services.nameserver.core.groups import Group, Heartbeat, Subscription, Terms
-from services.nameserver.group_store import BATCH_MAX, GroupStore
-from services.nameserver.topic_store import TopicStore
-from services.nameserver.turns import Turns
-from services.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.nameserver.asks import GroupChange
+from batonmq_server.nameserver.core.groups import Group, Heartbeat, Subscription, Terms
+from batonmq_server.nameserver.group_store import BATCH_MAX, GroupStore
+from batonmq_server.nameserver.topic_store import TopicStore
+from batonmq_server.nameserver.turns import Turns
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
 
 BROKERS = {"broker-a": ""}
 

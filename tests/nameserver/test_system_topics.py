@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.core.names import ALERTS_TOPIC, METRICS_TOPIC
-from services.runtime.etcd import EtcdSession
+from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker, replica
 from tests.support.waiting import until
 

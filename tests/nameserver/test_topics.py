@@ -11,16 +11,16 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
+
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-
-from batonmq.common.errors import Retry, TopicNotFound
-from services.nameserver.catalog import Catalog
-from services.offsets.core.calls import Condition, Fence, Holder, Instant, QueueKey
-from services.offsets.serving import Offsets
-from services.runtime.etcd import EtcdSession
-from services.runtime.mirror import Mirror
+from batonmq.errors import Retry, TopicNotFound
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.offsets.core.calls import Condition, Fence, Holder, Instant, QueueKey
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.mirror import Mirror
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Direct,

@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
-
-from batonmq.core.route import TOPICS_REVISION
-from services.runtime.etcd import EtcdSession
+from batonmq._core.route import TOPICS_REVISION
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,

@@ -7,8 +7,8 @@ Method: a real replica over real gRPC whose broker is away, which is then the an
 from __future__ import annotations
 
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from tests.nameserver.replica import Replica, refusal
 
 

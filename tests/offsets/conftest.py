@@ -11,19 +11,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.clock import Clock
-from batonmq.events import EventHub
-from services.offsets.core.calls import Limits
-from services.offsets.disk import Disk
-from services.offsets.metrics import OffsetsMetrics
-from services.offsets.serving import Surroundings, alone
-from services.offsets.stream import OffsetsStream
-from services.runtime.etcd import EtcdSession
-from services.runtime.gates import PREFIX
-from services.runtime.mirror import Mirror
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from batonmq._common.clock import Clock
+from batonmq._telemetry.events import EventHub
+from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.offsets.serving import Surroundings, alone
+from batonmq_server.offsets.stream import OffsetsStream
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.gates import PREFIX
+from batonmq_server.runtime.mirror import Mirror
 from tests.offsets.service import Service, only_set
 from tests.support.serving import serving
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.offsets.core.calls import (
+from batonmq_server.offsets.core.calls import (
     Acks,
     Condition,
     Delivery,
@@ -15,7 +15,7 @@ from services.offsets.core.calls import (
     Place,
     Source,
 )
-from services.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.ranges import RangeSet
 
 SPAN = 5
 RANGES_MAX = 2

@@ -14,22 +14,22 @@ from typing import Any
 
 import grpc
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from baton.offsets.v1 import replication_service_pb2_grpc as replication_grpc
-
-from batonmq.channels import OPTIONS, connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, NoQuorum
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from services.offsets.app import served
-from services.offsets.config import OffsetsSettings
-from services.offsets.disk import Disk, Found
-from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.interceptor import EdgeInterceptor
-from services.runtime.process import Runtime
-from services.runtime.replicas import Standing, decode
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq.errors import BatonError, NoQuorum
+from batonmq_server.offsets.app import served
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.disk import Disk, Found
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.replicas import Standing, decode
 from tests.offsets.service import run
 from tests.support.waiting import until
 

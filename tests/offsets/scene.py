@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from batonmq.common.errors import BatonError
-from services.offsets.codec import (
+from batonmq.errors import BatonError
+from batonmq_server.offsets.codec import (
     decode_operation,
     decode_progress,
     encode_operation,
     encode_progress,
 )
-from services.offsets.core.calls import (
+from batonmq_server.offsets.core.calls import (
     Acks,
     Committed,
     Condition,
@@ -24,10 +24,10 @@ from services.offsets.core.calls import (
     QueueKey,
     Source,
 )
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import EMPTY, RangeSet
-from services.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
-from services.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
+from batonmq_server.offsets.core.table import ProgressTable
 
 KEY = QueueKey("readers", "news", "broker-a", 3)
 A, B, C = (Holder(f"client-{name}", number) for number, name in enumerate("abc", 1))

@@ -9,23 +9,23 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry
+
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-from prometheus_client import CollectorRegistry
-
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
-from batonmq.events import EventHub
-from services.offsets.arriving import Origin
-from services.offsets.codec import META
-from services.offsets.core.changes import POSITION
-from services.offsets.disk import Found
-from services.offsets.serving import Offsets
-from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.mirror import Mirror
-from services.runtime.places import OFFSETS, PREFIX, Place
+from batonmq._common.rpc import from_rpc_error
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import BatonError
+from batonmq_server.offsets.arriving import Origin
+from batonmq_server.offsets.codec import META
+from batonmq_server.offsets.core.changes import POSITION
+from batonmq_server.offsets.disk import Found
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.places import OFFSETS, PREFIX, Place
 
 TERM = 7
 TIMEOUT_S = 20

@@ -13,15 +13,15 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch, ProgressReset
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
-from services.offsets.codec import encode_key
-from services.offsets.core.calls import QueueKey
-from services.offsets.persistence import HOLDS, RESET
-from services.runtime.etcd import EtcdSession, Stored
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError
+from batonmq_server.offsets.codec import encode_key
+from batonmq_server.offsets.core.calls import QueueKey
+from batonmq_server.offsets.persistence import HOLDS, RESET
+from batonmq_server.runtime.etcd import EtcdSession, Stored
 from tests.offsets.service import TERM, Service, call, queue, reasons, refusal, run, wish
 from tests.support.waiting import until
 

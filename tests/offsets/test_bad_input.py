@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import error_from_pb
-from services.offsets.wire import ITEMS_MAX, NUMBER_MAX
+from batonmq._common.rpc import error_from_pb
+from batonmq.errors import BatonError
+from batonmq_server.offsets.wire import ITEMS_MAX, NUMBER_MAX
 from tests.offsets.service import (
     GOOD,
     TERM,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss
-from services.offsets.core.changes import HISTORY, POSITION, Change, ChangeLog, read_log
-from services.runtime.position import NOWHERE, Position
+from batonmq.errors import DataLoss
+from batonmq_server.offsets.core.changes import HISTORY, POSITION, Change, ChangeLog, read_log
+from batonmq_server.runtime.position import NOWHERE, Position
 
 BIG = 1 << 30
 

@@ -13,10 +13,10 @@ from random import Random
 import lmdb
 import pytest
 
-from services.offsets.codec import seal
-from services.offsets.disk import Disk, Found, set_aside_damage
-from services.offsets.persistence import FORMAT
-from services.offsets.verify import verify
+from batonmq_server.offsets.codec import seal
+from batonmq_server.offsets.disk import Disk, Found, set_aside_damage
+from batonmq_server.offsets.persistence import FORMAT
+from batonmq_server.offsets.verify import verify
 
 COUNT = 400
 

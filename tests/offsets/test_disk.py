@@ -12,8 +12,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from batonmq.common.errors import DataLoss
-from services.offsets.codec import (
+from batonmq.errors import DataLoss
+from batonmq_server.offsets.codec import (
     META,
     decode_key,
     decode_progress,
@@ -22,11 +22,11 @@ from services.offsets.codec import (
     seal,
     unseal,
 )
-from services.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
-from services.offsets.core.resets import RecordKey
-from services.offsets.core.table import ProgressTable
-from services.offsets.disk import DataDirInUse, Disk
-from services.offsets.persistence import (
+from batonmq_server.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
+from batonmq_server.offsets.core.resets import RecordKey
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.disk import DataDirInUse, Disk
+from batonmq_server.offsets.persistence import (
     FORMAT,
     RESET,
     TERM,

@@ -8,9 +8,9 @@ token 1 of client-a.
 from __future__ import annotations
 
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
 from tests.offsets.service import TERM, Service, call, queue, run, wish
 from tests.support.waiting import until
 

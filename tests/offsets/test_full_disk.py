@@ -14,22 +14,22 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from baton.offsets.v1 import offsets_service_pb2 as pb
-from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import DiskFull
-from batonmq.common.rpc import from_rpc_error
-from batonmq.events import EventHub
-from services.offsets import group_commit
-from services.offsets.core.calls import Limits
-from services.offsets.disk import FREE_BYTES_MIN, Disk
-from services.offsets.metrics import OffsetsMetrics
-from services.offsets.serving import Surroundings, alone
-from services.offsets.stream import OffsetsStream
-from services.runtime.etcd import EtcdSession
-from services.runtime.mirror import Mirror
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import DiskFull
+from batonmq_server.offsets import group_commit
+from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.disk import FREE_BYTES_MIN, Disk
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.offsets.serving import Surroundings, alone
+from batonmq_server.offsets.stream import OffsetsStream
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.mirror import Mirror
 from tests.offsets.service import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
 from tests.support.waiting import until

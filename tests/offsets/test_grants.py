@@ -12,7 +12,7 @@ from copy import copy
 
 import pytest
 
-from batonmq.common.errors import (
+from batonmq.errors import (
     BatonError,
     BeyondDelivered,
     Fenced,
@@ -21,8 +21,8 @@ from batonmq.common.errors import (
     Unacked,
     UnknownQueue,
 )
-from services.offsets.core.calls import Acks, Limits, Source
-from services.offsets.core.ranges import EMPTY
+from batonmq_server.offsets.core.calls import Acks, Limits, Source
+from batonmq_server.offsets.core.ranges import EMPTY
 from tests.offsets.scene import FORCED, IDLE, KEY, SAME_HOLDER, A, B, Scene, offsets
 
 

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from batonmq.common.errors import DiskFull, Unreachable
-from services.offsets import group_commit
-from services.offsets.group_commit import Entry, GroupCommit
+from batonmq.errors import DiskFull, Unreachable
+from batonmq_server.offsets import group_commit
+from batonmq_server.offsets.group_commit import Entry, GroupCommit
 
 
 class Scene:

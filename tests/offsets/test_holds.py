@@ -9,10 +9,9 @@ from pathlib import Path
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from services.offsets.codec import decode_handover, encode_handover
-from services.offsets.core.calls import Instant, Limits
-from services.offsets.core.holds import (
+from batonmq_server.offsets.codec import decode_handover, encode_handover
+from batonmq_server.offsets.core.calls import Instant, Limits
+from batonmq_server.offsets.core.holds import (
     ACKED_RANGES_MAX,
     HOLDS_MAX,
     Ended,
@@ -21,8 +20,8 @@ from services.offsets.core.holds import (
     Reach,
     holds,
 )
-from services.offsets.disk import Disk
-from services.offsets.persistence import (
+from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.persistence import (
     HOLDS,
     HandedOver,
     begin_life,

@@ -9,13 +9,13 @@ import asyncio
 from random import Random
 
 import pytest
-from baton.offsets.v1 import offsets_service_pb2 as pb
 
-from batonmq.testing.disks import OffsetsDisk
-from services.offsets import persistence, server
-from services.offsets.core.calls import Acks, Instant, Limits, QueueKey
-from services.offsets.core.ranges import EMPTY
-from services.offsets.persistence import begin_life, recover_meanwhile
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq_server.offsets import persistence, server
+from batonmq_server.offsets.core.calls import Acks, Instant, Limits, QueueKey
+from batonmq_server.offsets.core.ranges import EMPTY
+from batonmq_server.offsets.persistence import begin_life, recover_meanwhile
+from batonmq_server.testing.disks import OffsetsDisk
 from tests.offsets.service import TERM, Service, call, deletion, queue, wish
 
 GROUPS = [f"group-{number}" for number in range(7)]

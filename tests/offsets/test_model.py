@@ -19,14 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batonmq.common.errors import BatonError, UnknownQueue
-from services.offsets.codec import (
+from batonmq.errors import BatonError, UnknownQueue
+from batonmq_server.offsets.codec import (
     decode_operation,
     decode_progress,
     encode_operation,
     encode_progress,
 )
-from services.offsets.core.calls import (
+from batonmq_server.offsets.core.calls import (
     Acks,
     Committed,
     Condition,
@@ -39,9 +39,9 @@ from services.offsets.core.calls import (
     QueueKey,
     Source,
 )
-from services.offsets.core.ranges import RangeSet
-from services.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
-from services.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
+from batonmq_server.offsets.core.table import ProgressTable
 from tests.offsets.naive import LIMITS, RANGES_MAX, Move, Naive, Refused, members
 from tests.offsets.scene import KEY, A, B, C
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import (
     BatonError,
     GroupMoved,
     InvalidArgument,
@@ -30,12 +31,11 @@ from batonmq.common.errors import (
     OldMove,
     Unreachable,
 )
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from services.offsets import leaving
-from services.offsets.core.homes import Home, Homes, HomeState
-from services.offsets.disk import Found
-from services.runtime.etcd import EtcdSession
-from services.runtime.places import Place, place_of
+from batonmq_server.offsets import leaving
+from batonmq_server.offsets.core.homes import Home, Homes, HomeState
+from batonmq_server.offsets.disk import Found
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.places import Place, place_of
 from tests.offsets.replicas import (
     LEASE_MS,
     TIMEOUT_S,

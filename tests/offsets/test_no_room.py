@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from baton.offsets.v1 import replication_service_pb2 as replication_pb
 
-from batonmq.common.errors import BatonError, Unreachable
-from services.offsets.disk import FREE_BYTES_MIN
+from baton.offsets.v1 import replication_service_pb2 as replication_pb
+from batonmq.errors import BatonError, Unreachable
+from batonmq_server.offsets.disk import FREE_BYTES_MIN
 from tests.offsets.replicas import (
     TIMEOUT_S,
     Replica,

@@ -1,4 +1,4 @@
-"""Goal: what the process has answered outlives it. Method: `python -m services.offsets` with a
+"""Goal: what the process has answered outlives it. Method: `python -m batonmq_server.offsets` with a
 real etcd, killed in the middle of commits, and asked again in its next life.
 """
 
@@ -15,15 +15,15 @@ from typing import Any
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.channels import connect
-from batonmq.common.health import SERVING, ask_health
-from batonmq.local.child import Child, Program
-from batonmq.local.ports import HOST, keep_ports
-from services.offsets.core.ranges import RangeSet
+from batonmq._common.health import SERVING, ask_health
+from batonmq._connection.channels import connect
+from batonmq_server.local.child import Child, Program
+from batonmq_server.local.ports import HOST, keep_ports
+from batonmq_server.offsets.core.ranges import RangeSet
 from tests.offsets.service import TERM, TIMEOUT_S, queue, run, wish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -49,7 +49,7 @@ def program(tmp_path: Path, etcd_endpoint: str) -> tuple[Program, str]:
 
     started = Program(
         name="offsets",
-        command=[sys.executable, "-m", "services.offsets"],
+        command=[sys.executable, "-m", "batonmq_server.offsets"],
         env={f"BATON_OFFSETS_{name}": value for name, value in env.items()},
         drop=("BATON_",),
         log_path=tmp_path / "offsets.log",

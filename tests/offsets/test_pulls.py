@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
 from tests.offsets.service import GOOD, TERM, Service, call, queue, reasons, run, wish
 
 OFF = nameserver_pb.OWNERSHIP_OFF

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 
 OFFSETS = st.sets(st.integers(0, 40))
 BOUND = st.integers(0, 45)

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2 as pb2
-
-from batonmq.common.errors import BatonError, Unreachable
-from batonmq.common.rpc import from_rpc_error
-from services.offsets import following
-from services.offsets.codec import encode_key
-from services.offsets.core.calls import QueueKey
-from services.offsets.disk import Entry
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, Unreachable
+from batonmq_server.offsets import following
+from batonmq_server.offsets.codec import encode_key
+from batonmq_server.offsets.core.calls import QueueKey
+from batonmq_server.offsets.disk import Entry
 from tests.offsets.replicas import (
     LAG_MS_MAX,
     TIMEOUT_S,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.common.errors import (
+from batonmq.errors import (
     BatonError,
     Fenced,
     OperationExists,
@@ -15,9 +15,9 @@ from batonmq.common.errors import (
     Superseded,
     UnknownQueue,
 )
-from services.offsets.core.calls import Acks, Instant, Place, QueueKey, Source
-from services.offsets.core.ranges import EMPTY
-from services.offsets.core.resets import RECORDS_MAX, Operation, Order, Records, Step, Target
+from batonmq_server.offsets.core.calls import Acks, Instant, Place, QueueKey, Source
+from batonmq_server.offsets.core.ranges import EMPTY
+from batonmq_server.offsets.core.resets import RECORDS_MAX, Operation, Order, Records, Step, Target
 from tests.offsets.scene import FORCED, IDLE, KEY, A, B, Scene, offsets
 
 OTHER = "cloners"

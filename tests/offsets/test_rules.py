@@ -10,7 +10,7 @@ from copy import copy
 
 import pytest
 
-from batonmq.common.errors import (
+from batonmq.errors import (
     AckCap,
     BatonError,
     BeyondDelivered,
@@ -24,9 +24,9 @@ from batonmq.common.errors import (
     Unacked,
     UnknownQueue,
 )
-from services.offsets.codec import encode_progress
-from services.offsets.core.calls import Fence, Holder, Limits
-from services.offsets.core.ranges import EMPTY
+from batonmq_server.offsets.codec import encode_progress
+from batonmq_server.offsets.core.calls import Fence, Holder, Limits
+from batonmq_server.offsets.core.ranges import EMPTY
 from tests.offsets.scene import (
     CLOSED_OR_DRAINED,
     FORCED,

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from services.offsets.codec import encode_key, unseal
-from services.offsets.core.calls import QueueKey
-from services.offsets.persistence import TOPIC
+from batonmq_server.offsets.codec import encode_key, unseal
+from batonmq_server.offsets.core.calls import QueueKey
+from batonmq_server.offsets.persistence import TOPIC
 from tests.offsets.service import (
     GOOD,
     TERM,

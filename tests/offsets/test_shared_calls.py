@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from baton.offsets.v1 import offsets_service_pb2 as pb
 
-from batonmq.common.clock import Clock
-from services.offsets import here
-from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.places import PREFIX
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq_server.offsets import here
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.places import PREFIX
 from tests.offsets.service import GOOD, TERM, Service, call, queue, reasons, run
 from tests.support.waiting import until
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.common.errors import Fenced, NotIdle, TokenMismatch, Unacked
-from services.offsets.core.calls import Holder
-from services.offsets.core.ranges import EMPTY
+from batonmq.errors import Fenced, NotIdle, TokenMismatch, Unacked
+from batonmq_server.offsets.core.calls import Holder
+from batonmq_server.offsets.core.ranges import EMPTY
 from tests.offsets.scene import FORCED, IDLE, SAME_HOLDER, A, B, Scene, offsets
 
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from batonmq.common.clock import Clock
-from services.runtime.etcd import EtcdSession
+from batonmq._common.clock import Clock
+from batonmq_server.runtime.etcd import EtcdSession
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
 
-from services.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.support.waiting import until
 
 

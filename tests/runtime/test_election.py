@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from batonmq.common.clock import Clock
-from batonmq.local.etcd import EtcdProcess
-from services.runtime.election import SAFETY_MS, Election
-from services.runtime.etcd import EtcdSession, Put
+from batonmq._common.clock import Clock
+from batonmq_server.local.etcd import EtcdProcess
+from batonmq_server.runtime.election import SAFETY_MS, Election
+from batonmq_server.runtime.etcd import EtcdSession, Put
 from tests.runtime.compaction import compact
 from tests.runtime.doors import two_doors
 from tests.support.waiting import until

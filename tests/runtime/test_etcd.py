@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import NoQuorum
-from services.runtime.etcd import Compare, EtcdSession, Put
+from batonmq._common.clock import Clock
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
 from tests.support.waiting import until
 
 # ---- keys

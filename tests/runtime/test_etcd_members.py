@@ -17,14 +17,14 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import NoQuorum
-from batonmq.local.etcd import etcd_members as processes
-from services.runtime import etcd_members
-from services.runtime.etcd import EtcdSession
-from services.runtime.etcd_members import FRESH_S, TRY_S
-from services.runtime.mirror import Mirror
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect
+from batonmq.errors import NoQuorum
+from batonmq_server.local.etcd import etcd_members as processes
+from batonmq_server.runtime import etcd_members
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd_members import FRESH_S, TRY_S
+from batonmq_server.runtime.mirror import Mirror
 from tests.runtime.doors import Doors, SlowDoor, two_doors
 from tests.support.waiting import until
 

@@ -13,14 +13,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
+
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
-
-from batonmq import events
-from batonmq.common.clock import Clock
-from batonmq.common.errors import Overloaded
-from batonmq.events import EVENTS_MAX, WATCHERS_MAX, EventHub
-from services.runtime.events import watchable
+from batonmq._common.clock import Clock
+from batonmq._telemetry import events
+from batonmq._telemetry.events import EVENTS_MAX, WATCHERS_MAX, EventHub
+from batonmq.errors import Overloaded
+from batonmq_server.runtime.events import watchable
 from tests.support.serving import serving
 from tests.support.waiting import until
 

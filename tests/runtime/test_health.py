@@ -19,12 +19,12 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from batonmq.channels import connect
-from batonmq.common.errors import NoQuorum
-from batonmq.common.health import SERVING, ask_health
-from batonmq.local.ports import keep_ports
-from services.runtime import health
-from services.runtime.health import LIVE, READY, STARTED, Health, health_of
+from batonmq._common.health import SERVING, ask_health
+from batonmq._connection.channels import connect
+from batonmq.errors import NoQuorum
+from batonmq_server.local.ports import keep_ports
+from batonmq_server.runtime import health
+from batonmq_server.runtime.health import LIVE, READY, STARTED, Health, health_of
 from tests.support.waiting import until
 
 TIMEOUT_S = 20

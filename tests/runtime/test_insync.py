@@ -11,7 +11,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.runtime.insync import InSync
+from batonmq_server.runtime.insync import InSync
 
 LAG_MS = 3_000
 

@@ -18,16 +18,17 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, generate_latest
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import CollectorRegistry, generate_latest
-
-from batonmq.channels import OPTIONS, connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq.errors import (
     BatonError,
     Difference,
     Internal,
@@ -37,8 +38,7 @@ from batonmq.common.errors import (
     TopicNotFound,
     Unreachable,
 )
-from batonmq.common.rpc import from_rpc_error
-from services.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.interceptor import EdgeInterceptor
 from tests.support.waiting import until
 
 DIFFERENCE = Difference("t" * 127, "expression", "new", "a" * 2_048, "old", "b" * 2_048)

@@ -15,11 +15,11 @@ from typing import cast
 
 import pytest
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import NoQuorum, NotLeader
-from services.runtime.election import Election
-from services.runtime.keeper import TEND_MS, Keeper, ReplicaPolicy, Won
-from services.runtime.replicas import ReplicaSet, Standing
+from batonmq._common.clock import Clock
+from batonmq.errors import NoQuorum, NotLeader
+from batonmq_server.runtime.election import Election
+from batonmq_server.runtime.keeper import TEND_MS, Keeper, ReplicaPolicy, Won
+from batonmq_server.runtime.replicas import ReplicaSet, Standing
 from tests.support.waiting import until
 
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)

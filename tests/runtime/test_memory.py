@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from services.runtime.memory import keep_freed
+from batonmq_server.runtime.memory import keep_freed
 
 def faults(rounds):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

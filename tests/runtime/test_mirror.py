@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from batonmq.common.clock import Clock
-from batonmq.local.etcd import EtcdProcess
-from services.runtime.etcd import EtcdSession
-from services.runtime.mirror import Mirror
+from batonmq._common.clock import Clock
+from batonmq_server.local.etcd import EtcdProcess
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.mirror import Mirror
 from tests.runtime.compaction import compact
 from tests.support.waiting import until
 

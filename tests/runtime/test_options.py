@@ -16,10 +16,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from batonmq.channels import OPTIONS, connect
-from batonmq.local.certificates import Authority, Subject
-from services.runtime.options import HEALTH_OPTIONS, SERVER_OPTIONS
-from services.runtime.tls import server_credentials
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.runtime.options import HEALTH_OPTIONS, SERVER_OPTIONS
+from batonmq_server.runtime.tls import server_credentials
 
 TIMES = {
     "grpc.server_handshake_timeout_ms": 500,

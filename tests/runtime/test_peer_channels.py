@@ -7,14 +7,14 @@ made; nobody is called.
 from __future__ import annotations
 
 import grpc.aio
+
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.mirror import Mirror
-from services.runtime.peers import Peer
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.peers import Peer
 
 ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2")
 

@@ -17,18 +17,18 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import Unreachable
-from batonmq.events import EventHub
-from services.runtime.etcd import EtcdSession
-from services.runtime.events import MetricsServicer
-from services.runtime.mirror import Mirror
-from services.runtime.peers import Peer
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import Unreachable
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.events import MetricsServicer
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.peers import Peer
 from tests.support.serving import serving_at
 
 

@@ -21,20 +21,20 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
-from batonmq.channels import connect
-from batonmq.common.errors import NoDeadline
-from batonmq.common.health import SERVING, ask_health
-from batonmq.common.rpc import from_rpc_error
-from batonmq.local.child import Child, Program
-from batonmq.local.ports import keep_ports
-from services.runtime.etcd import EtcdSession
-from services.runtime.health import LIVE, READY, STARTED
-from services.runtime.replicas import Standing
+from batonmq._common.health import SERVING, ask_health
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.channels import connect
+from batonmq.errors import NoDeadline
+from batonmq_server.local.child import Child, Program
+from batonmq_server.local.ports import keep_ports
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.health import LIVE, READY, STARTED
+from batonmq_server.runtime.replicas import Standing
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -71,7 +71,7 @@ async def offsets(
     child = Child(
         Program(
             name="offsets",
-            command=[sys.executable, "-m", "services.offsets"],
+            command=[sys.executable, "-m", "batonmq_server.offsets"],
             log_path=folder / "log",
             is_ready=registered,
             env={
@@ -153,7 +153,7 @@ async def test_process_that_finds_its_port_taken_ends_with_an_error(
         other = Child(
             Program(
                 name="other",
-                command=[sys.executable, "-m", "services.offsets"],
+                command=[sys.executable, "-m", "batonmq_server.offsets"],
                 log_path=tmp_path / "other.log",
                 is_ready=running.child.program.is_ready,
                 env=dict(running.child.program.env)
@@ -195,7 +195,7 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
     child = Child(
         Program(
             name=service,
-            command=[sys.executable, "-m", f"services.{service}"],
+            command=[sys.executable, "-m", f"batonmq_server.{service}"],
             log_path=tmp_path / "log",
             is_ready=registered,
             env={f"{upper}_{name}": value for name, value in settings.items()},
@@ -240,7 +240,7 @@ async def test_process_that_waits_for_etcd_ends_at_once_when_told(
     child = Child(
         Program(
             name=service,
-            command=[sys.executable, "-m", f"services.{service}"],
+            command=[sys.executable, "-m", f"batonmq_server.{service}"],
             log_path=log,
             is_ready=_never,
             env={f"BATON_{service.upper()}_{name}": value for name, value in settings.items()},

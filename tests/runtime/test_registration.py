@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.common.clock import Clock
-from batonmq.common.config import load
-from batonmq.common.errors import NoQuorum
-from services.runtime.etcd import EtcdSession, Lease, Stored
-from services.runtime.process import Runtime
-from services.runtime.settings import ServiceSettings
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._process.config import load
+from batonmq.errors import NoQuorum
+from batonmq_server.runtime.etcd import EtcdSession, Lease, Stored
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.settings import ServiceSettings
 from tests.support.waiting import until
 
 KEY = "nodes/offsets/offsets-0"

@@ -6,7 +6,7 @@ Method: a real etcd, and a lease so long that nobody could wait for a part of it
 
 from __future__ import annotations
 
-from services.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.runtime.test_election import Candidate, campaigning
 from tests.support.waiting import until
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from batonmq.common.clock import Clock
-from services.runtime.election import Election
-from services.runtime.keeper import Keeper, ReplicaPolicy, Won
-from services.runtime.replicas import ReplicaSet, Standing
+from batonmq._common.clock import Clock
+from batonmq_server.runtime.election import Election
+from batonmq_server.runtime.keeper import Keeper, ReplicaPolicy, Won
+from batonmq_server.runtime.replicas import ReplicaSet, Standing
 
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)
 

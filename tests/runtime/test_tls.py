@@ -19,17 +19,17 @@ import grpc.aio
 import pytest
 from pydantic import SecretStr
 
-from batonmq import handshake
-from batonmq.channels import OPTIONS, connector
-from batonmq.common.config import ConfigError, load
-from batonmq.common.errors import Unreachable
-from batonmq.common.rpc import from_rpc_error
-from batonmq.handshake import refused
-from batonmq.local.certificates import Authority, Subject
-from batonmq.secure_channel import LOOK_INTERVAL_S, SecureChannel
-from batonmq.security import Security
-from services.runtime.settings import ServiceSettings
-from services.runtime.tls import check_files, listen, server_credentials
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection import handshake
+from batonmq._connection.channels import OPTIONS, connector
+from batonmq._connection.handshake import refused
+from batonmq._connection.secure_channel import LOOK_INTERVAL_S, SecureChannel
+from batonmq._connection.security import Security
+from batonmq._process.config import ConfigError, load
+from batonmq.errors import Unreachable
+from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.tls import check_files, listen, server_credentials
 from tests.support.waiting import until
 
 NODE = Subject(name="node", uri="service:storage", hosts=("localhost", "127.0.0.1"))

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.clock import Clock
-from batonmq.common.config import load
-from batonmq.local.certificates import Authority, Subject
-from services.runtime.settings import ServiceSettings
-from services.runtime.tls import check_files, show_expiry
-from services.runtime.validity import expiry_unix_s
+from batonmq._common.clock import Clock
+from batonmq._process.config import load
+from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.tls import check_files, show_expiry
+from batonmq_server.runtime.validity import expiry_unix_s
 
 NAME = "baton_tls_certificate_expiry_timestamp_seconds"
 DAY_S = 86_400

@@ -7,10 +7,9 @@ from typing import Any
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
-
-from batonmq.common.errors import BatonError, Internal, Paused
-from services.offsets.core.calls import Holder
-from services.offsets.core.ranges import RangeSet
+from batonmq.errors import BatonError, Internal, Paused
+from batonmq_server.offsets.core.calls import Holder
+from batonmq_server.offsets.core.ranges import RangeSet
 from tests.simulation.books import Books, done, holder_of, key_of
 
 RECORD_MS = 2_500

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.common.v1 import queue_pb2
-
-from batonmq.core.retries import once_id, retry_topic
-from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
-from services.offsets.core.calls import Holder, QueueKey
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import EMPTY, RangeSet
-from services.offsets.core.table import ProgressTable
+from batonmq._core.retries import once_id, retry_topic
+from batonmq._core.route import QueueId
+from batonmq._core.subscription import TagFilter
+from batonmq_server.offsets.core.calls import Holder, QueueKey
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.table import ProgressTable
 from tests.simulation.trace import Trace
 
 

@@ -7,16 +7,16 @@ from itertools import count
 
 import grpc.aio
 import pytest
-from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
-from batonmq.consuming import giving_back, retrying, runner
-from batonmq.consuming.retrying import Return, Returns
-from batonmq.consuming.runner import QueueRunner
-from batonmq.consuming.session import ranges_to_pb
-from batonmq.core.inflight import Acks, Closing, QueueProgress
-from batonmq.directory import CALL_TIMEOUT_S
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.directory import CALL_TIMEOUT_S
+from batonmq._consumer import giving_back, retrying, runner
+from batonmq._consumer.retrying import Return, Returns
+from batonmq._consumer.runner import QueueRunner
+from batonmq._consumer.session import ranges_to_pb
+from batonmq._core.inflight import Acks, Closing, QueueProgress
+from batonmq.errors import BatonError
 
 
 def no_deadline(patch: pytest.MonkeyPatch) -> None:

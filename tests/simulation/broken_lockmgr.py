@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-
-from services.lockmgr.core import access
-from services.lockmgr.core import table as lock_table
-from services.lockmgr.core.access import Condition, Decision, Grant, Replay, decide_access
-from services.lockmgr.core.locks import Asker, Entry, Lock, Observation, Pending, Policy, QueueKey
-from services.lockmgr.core.table import KeepAlive, LockTable, Report
-from services.lockmgr.handover import HandOvers, Refusal, Term, Wish, _Passed
-from services.lockmgr.leader import Leader
-from services.lockmgr.offsets import Fenced
-from services.lockmgr.store import Change, Conflict
-from services.lockmgr.taking_over import TakingOver
+from batonmq_server.lockmgr.core import access
+from batonmq_server.lockmgr.core import table as lock_table
+from batonmq_server.lockmgr.core.access import Condition, Decision, Grant, Replay, decide_access
+from batonmq_server.lockmgr.core.locks import (
+    Asker,
+    Entry,
+    Lock,
+    Observation,
+    Pending,
+    Policy,
+    QueueKey,
+)
+from batonmq_server.lockmgr.core.table import KeepAlive, LockTable, Report
+from batonmq_server.lockmgr.handover import HandOvers, Refusal, Term, Wish, _Passed
+from batonmq_server.lockmgr.leader import Leader
+from batonmq_server.lockmgr.offsets import Fenced
+from batonmq_server.lockmgr.store import Change, Conflict
+from batonmq_server.lockmgr.taking_over import TakingOver
 from tests.simulation.background import in_background
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from baton.offsets.v1 import offsets_service_pb2 as pb
 
-from batonmq.common.errors import NotServing
-from services.offsets.arriving import Arriving
-from services.offsets.core.homes import Home, Homes, HomeState
-from services.offsets.core.resets import Records
-from services.offsets.core.table import ProgressTable
-from services.offsets.here import Here
-from services.offsets.leaving import Leaving
-from services.offsets.persistence import entries_of_group
-from services.runtime.places import Place
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq.errors import NotServing
+from batonmq_server.offsets.arriving import Arriving
+from batonmq_server.offsets.core.homes import Home, Homes, HomeState
+from batonmq_server.offsets.core.resets import Records
+from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.here import Here
+from batonmq_server.offsets.leaving import Leaving
+from batonmq_server.offsets.persistence import entries_of_group
+from batonmq_server.runtime.places import Place
 
 
 def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:

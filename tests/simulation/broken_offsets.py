@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from batonmq.consuming.runner import QueueRunner
-from services.offsets.core.calls import Acks as TableAcks
-from services.offsets.core.calls import (
+from batonmq._consumer.runner import QueueRunner
+from batonmq_server.offsets.core.calls import Acks as TableAcks
+from batonmq_server.offsets.core.calls import (
     Committed,
     Delivered,
     Fence,
@@ -18,11 +18,11 @@ from services.offsets.core.calls import (
     Place,
     Source,
 )
-from services.offsets.core.calls import Delivery as TableDelivery
-from services.offsets.core.calls import Grant as TableGrant
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import EMPTY
-from services.offsets.group_commit import GroupCommit
+from batonmq_server.offsets.core.calls import Delivery as TableDelivery
+from batonmq_server.offsets.core.calls import Grant as TableGrant
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import EMPTY
+from batonmq_server.offsets.group_commit import GroupCommit
 
 
 def unconditional_fence(patch: pytest.MonkeyPatch) -> None:

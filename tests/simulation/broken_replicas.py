@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.common.errors import BatonError
-from services.offsets.core.changes import Change, ChangeLog
-from services.offsets.following import Following
-from services.offsets.persistence import log_of
-from services.offsets.role import Role
-from services.runtime.election import Candidacy
-from services.runtime.etcd import Compare, Put
-from services.runtime.insync import InSync
-from services.runtime.keeper import Keeper
-from services.runtime.member import Member
-from services.runtime.position import Position
-from services.runtime.replicas import ReplicaSet, Standing
+from batonmq.errors import BatonError
+from batonmq_server.offsets.core.changes import Change, ChangeLog
+from batonmq_server.offsets.following import Following
+from batonmq_server.offsets.persistence import log_of
+from batonmq_server.offsets.role import Role
+from batonmq_server.runtime.election import Candidacy
+from batonmq_server.runtime.etcd import Compare, Put
+from batonmq_server.runtime.insync import InSync
+from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.member import Member
+from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replicas import ReplicaSet, Standing
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:

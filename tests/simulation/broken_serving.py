@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from services.nameserver.group_store import GroupStore
-from services.runtime.gates import Gates
-from services.storage.deliveries import Deliveries, Delivery, Verdict
+from batonmq_server.nameserver.group_store import GroupStore
+from batonmq_server.runtime.gates import Gates
+from batonmq_server.storage.deliveries import Deliveries, Delivery, Verdict
 from tests.simulation.background import in_background
 
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from services.storage import node
-from services.storage.core.epochs import History, common_point
-from services.storage.core.producers import ProducerTable
-from services.storage.flush import Flusher, InThread
-from services.storage.following import Following
-from services.storage.leadership import Leadership
-from services.storage.role import Role
-from services.storage.serving import Serving, serve
+from batonmq_server.storage import node
+from batonmq_server.storage.core.epochs import History, common_point
+from batonmq_server.storage.core.producers import ProducerTable
+from batonmq_server.storage.flush import Flusher, InThread
+from batonmq_server.storage.following import Following
+from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.role import Role
+from batonmq_server.storage.serving import Serving, serve
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
     def shorter(_: History, one_end: int, __: History, other_end: int) -> int:
         return min(one_end, other_end)
 
-    patch.setattr("services.storage.leadership.common_point", shorter)
+    patch.setattr("batonmq_server.storage.leadership.common_point", shorter)
 
 
 def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
     def longer(one: History, one_end: int, other: History, other_end: int) -> int:
         return other_end if other_end > one_end else common_point(one, one_end, other, other_end)
 
-    patch.setattr("services.storage.leadership.common_point", longer)
+    patch.setattr("batonmq_server.storage.leadership.common_point", longer)
 
 
 def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
         serving = serve(*args)
         return replace(serving, loops=(*serving.loops, serving.due.run))
 
-    patch.setattr("services.storage.app.serve", served)
+    patch.setattr("batonmq_server.storage.app.serve", served)
     patch.setattr(Role, "refusal", lambda *_: None)
 
 

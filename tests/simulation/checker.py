@@ -14,17 +14,16 @@ from functools import partial
 from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-
-from batonmq.core.records import Record, decode_records, read_header
-from batonmq.core.retries import ATTEMPTS
-from services.offsets.core.calls import QueueKey
-from services.offsets.disk import Entry
-from services.offsets.serving import Offsets
-from services.runtime.places import OFFSETS
-from services.storage.core import schedule
-from services.storage.core.producers import Receipt
-from services.storage.core.store import Checked, Store, TopicQueues
-from services.storage.node import Node
+from batonmq._core.records import Record, decode_records, read_header
+from batonmq._core.retries import ATTEMPTS
+from batonmq_server.offsets.core.calls import QueueKey
+from batonmq_server.offsets.disk import Entry
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime.places import OFFSETS
+from batonmq_server.storage.core import schedule
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.store import Checked, Store, TopicQueues
+from batonmq_server.storage.node import Node
 from tests.simulation.answer_checks import AnswerChecks
 from tests.simulation.books import Books, Copy, Queue, key_of
 from tests.simulation.client_checks import ClientChecks

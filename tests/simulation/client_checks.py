@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.core.route import QueueId
-from batonmq.core.subscription import TagFilter
-from services.offsets.core.calls import Holder, QueueKey
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.route import QueueId
+from batonmq._core.subscription import TagFilter
+from batonmq_server.offsets.core.calls import Holder, QueueKey
 from tests.simulation.books import Books, Queue, Start, done
 
 

@@ -23,24 +23,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from batonmq.common.errors import BatonError
-from batonmq.consumer import Consumer
-from batonmq.consuming.forms import Handler
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings, OwnershipEvent
-from batonmq.core.subscription import TagFilter
-from batonmq.testing import processes
-from batonmq.testing.disks import MemoryDisk, OffsetsDisk
-from batonmq.testing.network import Call
-from batonmq.testing.processes import Process, Service
-from batonmq.testing.services import lockmgr, nameserver, offsets, storage
-from services.lockmgr.config import LockmgrSettings
-from services.nameserver.config import NameserverSettings
-from services.offsets.config import OffsetsSettings
-from services.offsets.serving import Offsets
-from services.runtime.etcd import Stored
-from services.storage.config import StorageSettings
-from services.storage.node import Node
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.forms import Handler
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._core.subscription import TagFilter
+from batonmq.errors import BatonError
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime.etcd import Stored
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.node import Node
+from batonmq_server.testing import processes
+from batonmq_server.testing.disks import MemoryDisk, OffsetsDisk
+from batonmq_server.testing.network import Call
+from batonmq_server.testing.processes import Process, Service
+from batonmq_server.testing.services import lockmgr, nameserver, offsets, storage
 from tests.simulation.checker import Checker
 from tests.simulation.options import Options
 from tests.simulation.replica_checks import SET_KEY

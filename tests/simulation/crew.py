@@ -6,10 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.testing.processes import Process
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import RetryLater
+from batonmq._consumer.session import ConsumerSettings
+from batonmq_server.testing.processes import Process
 from tests.simulation.cluster import ConsumerProcess
 from tests.simulation.stage import Later, Stage
 

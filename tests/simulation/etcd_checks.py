@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-
-from batonmq.core.subscription import TagFilter
-from services.offsets.core.calls import Holder, QueueKey
-from services.runtime.etcd import Stored
+from batonmq._core.subscription import TagFilter
+from batonmq_server.offsets.core.calls import Holder, QueueKey
+from batonmq_server.runtime.etcd import Stored
 from tests.simulation.books import Books, Queue, holder_of, key_of, token_of
 
 

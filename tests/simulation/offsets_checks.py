@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.offsets.codec import META, decode_key, decode_progress, unseal
-from services.offsets.core.calls import (
+from batonmq_server.offsets.codec import META, decode_key, decode_progress, unseal
+from batonmq_server.offsets.core.calls import (
     Acks,
     Condition,
     Delivery,
@@ -19,9 +19,9 @@ from services.offsets.core.calls import (
     Source,
     Tombstone,
 )
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
-from services.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.table import ProgressTable
 from tests.simulation.books import Books, Epoch, copy_of, done, token_of
 
 QUIET_MS = 1_500

@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-
-from batonmq.common.errors import BatonError, Retry
-from batonmq.common.rpc import from_rpc_error
-from batonmq.directory import CALL_TIMEOUT_S, Directory
-from batonmq.testing.processes import Process
-from services.offsets.core.calls import QueueKey
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
+from batonmq.errors import BatonError, Retry
+from batonmq_server.offsets.core.calls import QueueKey
+from batonmq_server.testing.processes import Process
 from tests.simulation.cluster import FAR, GROUP, NAMESERVERS, OFFSETS
 from tests.simulation.stage import Later, Stage
 

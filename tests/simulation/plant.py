@@ -7,7 +7,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from batonmq.testing.processes import LoopClock, Service, ServiceProcess
+from batonmq_server.testing.processes import LoopClock, Service, ServiceProcess
 from tests.simulation.cluster import REPLICAS, STORES, services
 from tests.simulation.crew import Crew
 from tests.simulation.replica_checks import LEADER_KEY

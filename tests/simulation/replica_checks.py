@@ -12,16 +12,15 @@ from functools import partial
 from typing import Any
 
 from baton.common.v1 import replicas_pb2
-
-from batonmq.common.errors import BatonError, NoQuorum, NotLeader, NotServing
-from batonmq.testing.disks import OffsetsDisk
-from batonmq.testing.network import Call
-from services.offsets.codec import META, unseal
-from services.offsets.core.changes import HISTORY, POSITION
-from services.offsets.disk import Entry
-from services.offsets.serving import Offsets
-from services.runtime.etcd import Stored
-from services.runtime.position import NOWHERE, Position
+from batonmq.errors import BatonError, NoQuorum, NotLeader, NotServing
+from batonmq_server.offsets.codec import META, unseal
+from batonmq_server.offsets.core.changes import HISTORY, POSITION
+from batonmq_server.offsets.disk import Entry
+from batonmq_server.offsets.serving import Offsets
+from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.testing.disks import OffsetsDisk
+from batonmq_server.testing.network import Call
 from tests.simulation.books import Books
 
 SET_KEY, LEADER_KEY = "replicas/offsets/offsets", "elections/offsets/offsets"

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from batonmq.common.aio import unless
-from batonmq.testing.network import Faults
-from batonmq.testing.virtual_time import run_virtual
+from batonmq._common.aio import unless
+from batonmq_server.testing.network import Faults
+from batonmq_server.testing.virtual_time import run_virtual
 from tests.simulation.books import Violation
 from tests.simulation.cluster import World
 from tests.simulation.crew import Crew

@@ -6,7 +6,7 @@ from random import Random
 
 from pydantic import Field
 
-from batonmq.common.config import Settings, load
+from batonmq._process.config import Settings, load
 from tests.simulation.options import Options
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from batonmq.testing.processes import Process
+from batonmq_server.testing.processes import Process
 from tests.simulation.cluster import World
 from tests.simulation.options import Options
 

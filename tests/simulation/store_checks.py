@@ -14,17 +14,16 @@ from random import Random
 from typing import Any
 
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import BatonError
-from batonmq.core.records import read_header
-from batonmq.testing.disks import MemoryDisk
-from batonmq.testing.network import Call
-from services.runtime.position import NOWHERE, Position
-from services.storage.core.commitlog import FOLDER
-from services.storage.core.epochs import History
-from services.storage.core.producers import QueueKey, Receipt
-from services.storage.core.store import Checked, QueueRange, TopicQueues
-from services.storage.node import Node
+from batonmq._core.records import read_header
+from batonmq.errors import BatonError
+from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.storage.core.commitlog import FOLDER
+from batonmq_server.storage.core.epochs import History
+from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage.core.store import Checked, QueueRange, TopicQueues
+from batonmq_server.storage.node import Node
+from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.network import Call
 from tests.simulation.books import Books
 from tests.simulation.replica_checks import ReplicaChecks, Standpoint, says_nothing
 

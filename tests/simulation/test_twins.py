@@ -11,27 +11,27 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry
+
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-from prometheus_client import CollectorRegistry
-
-from batonmq.common.config import load
-from batonmq.common.errors import NoQuorum, OldEpoch, Unreachable
-from batonmq.common.rpc import from_rpc_error
-from batonmq.testing.etcd import TwinSession
-from batonmq.testing.network import Faults
-from batonmq.testing.processes import LoopClock
-from batonmq.testing.virtual_time import Deadlock, Host, Livelock, run_virtual
-from batonmq.testing.wire import Server, connector
-from services.runtime.election import Election
-from services.runtime.etcd import Compare, Put
-from services.runtime.interceptor import EdgeInterceptor
-from services.runtime.mirror import Mirror
-from services.runtime.process import Runtime
-from services.runtime.settings import ServiceSettings
+from batonmq._common.rpc import from_rpc_error
+from batonmq._process.config import load
+from batonmq.errors import NoQuorum, OldEpoch, Unreachable
+from batonmq_server.runtime.election import Election
+from batonmq_server.runtime.etcd import Compare, Put
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.testing.etcd import TwinSession
+from batonmq_server.testing.network import Faults
+from batonmq_server.testing.processes import LoopClock
+from batonmq_server.testing.virtual_time import Deadlock, Host, Livelock, run_virtual
+from batonmq_server.testing.wire import Server, connector
 from tests.simulation.cluster import World
 
 
@@ -103,7 +103,7 @@ def test_a_stuck_program_is_a_deadlock_not_a_hang() -> None:
 
 
 def test_a_program_that_spins_is_a_livelock_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batonmq.testing.virtual_time.SPINS_MAX", 1_000)
+    monkeypatch.setattr("batonmq_server.testing.virtual_time.SPINS_MAX", 1_000)
 
     async def spin() -> None:
         loop = asyncio.get_running_loop()

@@ -12,8 +12,8 @@ from typing import Any
 import grpc.aio
 from google.protobuf import text_format
 
-from batonmq.common.errors import BatonError
-from batonmq.testing.network import Call
+from batonmq.errors import BatonError
+from batonmq_server.testing.network import Call
 
 TAIL = 100
 _LENGTH = 300

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from baton.common.v1 import queue_pb2
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.testing import assertDataFrameEqual
 
-from batonmq.core.route import QueueId
+from baton.common.v1 import queue_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._core.route import QueueId
 from batonspark.decode import METRICS
 from batonspark.metric_rows import Bodies, metric_rows
 from batonspark.schemas import METRICS as METRICS_DDL

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from batonmq.admin import Admin
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.local.cluster import LocalCluster
-from batonmq.producer import Producer
-from batonmq.producing.settings import ProducerSettings
+from batonmq._producer.settings import ProducerSettings
+
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq_server.local.cluster import LocalCluster
 from batonspark.cluster import LoopThread
 from tests.support.cluster import local_cluster
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from baton.common.v1 import error_pb2
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from prometheus_client import CollectorRegistry
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.tws_tester import TwsTester
 
+from baton.common.v1 import error_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonspark.alert_writer import AlertGauges, messages
 from batonspark.alerts import CHANGES, SubjectProcessor, signals, told
 from batonspark.rules import ConflictRule, CountRule, LagRule, RuleBook

@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from batonmq.common.config import ConfigError, load
-from batonmq.demo.flights import load_flights
-from batonmq.demo.play import Result, play
-from batonmq.local.prometheus import Prometheus, targets
+from batonmq._process.config import ConfigError, load
+from batonmq_server.demo.flights import load_flights
+from batonmq_server.demo.play import Result, play
+from batonmq_server.local.prometheus import Prometheus, targets
 from batonspark.alerts import ALERTS
 from batonspark.latency import LATENCY
 from batonspark.progress import measured

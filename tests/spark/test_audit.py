@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from pyspark.sql import DataFrame, SparkSession
 
-from batonmq.core.route import QueueId
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._core.route import QueueId
 from batonspark.audit import audit
 from batonspark.decode import METRICS
 from batonspark.metric_rows import Bodies, metric_rows

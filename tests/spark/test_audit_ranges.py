@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.core.ranges import normalize
+from batonmq._core.ranges import normalize
 from batonspark.audit_ranges import (
     Cause,
     Commit,

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 import pyarrow as pa
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 
+from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonspark import bronze
 from batonspark.bronze import DATED, events_of, with_names
 from batonspark.decode import LOST_COUNT, MESSAGES

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from pyspark.sql import SparkSession
 
+from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonspark.capacity import forecast
 from batonspark.reports import Asked
 from tests.spark.metric_events import event, rows

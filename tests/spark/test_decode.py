@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.common.errors import BadChecksum, OldTopic
-from batonmq.core.compression import Compression, Packing
-from batonmq.core.records import (
+from batonmq._core.compression import Compression, Packing
+from batonmq._core.records import (
     BatchBuilder,
     Message,
     check_batch,
@@ -22,7 +21,8 @@ from batonmq.core.records import (
     encode_record,
     stamped_head,
 )
-from batonmq.core.route import QueueId
+from batonmq._core.route import QueueId
+from batonmq.errors import BadChecksum, OldTopic
 from batonspark.decode import LOST_COUNT, Slice, lost_messages, messages
 
 QUEUE = QueueId("orders", "broker-0", 3)

@@ -14,7 +14,7 @@ import deltalake
 import pyarrow.parquet as pq
 import pytest
 
-from batonmq.core.records import Message
+from batonmq._core.records import Message
 from tests.spark import executors_child
 from tests.spark.running import RunningCluster
 

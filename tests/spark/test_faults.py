@@ -17,13 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from batonmq._producer.settings import ProducerSettings
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 
-from batonmq.admin import Admin
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.producing.settings import ProducerSettings
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
 from batonspark.cluster import Cluster
 from batonspark.decode import LOST_COUNT
 from batonspark.options import Reach

@@ -16,9 +16,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from pyspark.sql import SparkSession
 
+from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonspark.handover_page import page
 from batonspark.handovers import PHASES, handovers, owners, report
 from batonspark.reports import Asked

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from batonmq.core.metric_columns import EVENT_COLUMNS, KINDS
-from batonmq.core.route import QueueId
-from batonmq.metric_arrow import EVENTS, EventRows, encode_events, event_rows
-from batonmq.metric_wire import FEW, encoded_rows
+from baton.metrics.v1.metrics_service_pb2 import Latency, MetricBatch, MetricEvent
+from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS
+from batonmq._core.route import QueueId
+from batonmq._telemetry.metric_arrow import EVENTS, EventRows, encode_events, event_rows
+from batonmq._telemetry.metric_wire import FEW, encoded_rows
 from batonspark.decode import METRICS
 from batonspark.metric_rows import Bodies, metric_rows
 

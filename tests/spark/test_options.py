@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from batonmq.security import Security
+from batonmq._connection.security import Security
 from batonspark.options import AtTime, BadOption, read_options, write_options
 
 LEAST = {"nameserver": "ns:9876", "topic": "orders"}

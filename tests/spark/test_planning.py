@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from batonmq.core.route import QueueId
+from batonmq._core.route import QueueId
 from batonspark.offsets import admitted, key_of, ordered, places, queue_of
 from batonspark.options import read_options
 from batonspark.planning import OFFSET_MAX, Wanted, narrowed

@@ -14,16 +14,16 @@ from threading import Event
 
 import deltalake
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from prometheus_client import CollectorRegistry
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.config import load
-from batonmq.producer import Producer
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._process.config import load
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
 from batonspark import rollup
 from batonspark.alert_writer import AlertGauges, AlertWriter
 from batonspark.compaction import compact

@@ -14,11 +14,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from batonmq.core.log_buckets import LogBuckets
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._core.log_buckets import LogBuckets
 from batonspark import latency, rollup
 from batonspark.rollup_writer import WindowWriter, forget
 from batonspark.sink_delta import read_delta

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.config import ConfigError
+from batonmq._process.config import ConfigError
 from batonspark.rules import RuleBook, load
 
 

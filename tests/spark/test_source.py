@@ -12,13 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from batonmq._producer.settings import ProducerSettings
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from batonmq.core.records import Message
-from batonmq.core.route import QueueId
-from batonmq.producing.settings import ProducerSettings
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
 from batonspark import decode
 from batonspark.source import starting_offsets
 from tests.spark.running import RunningCluster

@@ -18,8 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from batonmq.channels import connector
-from batonmq.security import Security
+from batonmq._connection.channels import connector
+from batonmq._connection.security import Security
 from batonspark.options import read_options
 
 NAME = "storage.example"

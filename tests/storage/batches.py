@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batonmq.common.errors import BatonError
-from batonmq.core.records import (
+from batonmq._core.records import (
     BatchBuilder,
     Message,
     decode_records,
     encode_record,
     read_header,
 )
-from batonmq.core.subscription import SqlFilter
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.commitlog import CommitLog
-from services.storage.core.files import FileCache
-from services.storage.core.filter import HashFilter
-from services.storage.core.keyindex import KeyIndex
-from services.storage.core.producers import ProducerTable, QueueKey, Receipt
-from services.storage.core.recovery import Recovery, RecoveryReport
-from services.storage.core.store import Store, TopicQueues, Wanted, check
+from batonmq._core.subscription import SqlFilter
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.commitlog import CommitLog
+from batonmq_server.storage.core.files import FileCache
+from batonmq_server.storage.core.filter import HashFilter
+from batonmq_server.storage.core.keyindex import KeyIndex
+from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
+from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
+from batonmq_server.storage.core.store import Store, TopicQueues, Wanted, check
+from batonmq_server.testing.disks import MemoryDisk
 
 TOPIC = "orders"
 TOPIC_ID = 7

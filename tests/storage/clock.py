@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batonmq.common.clock import Clock
+from batonmq._common.clock import Clock
 
 
 class JumpingClock(Clock):

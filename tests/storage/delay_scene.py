@@ -7,25 +7,25 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from baton.storage.v1 import schedule_service_pb2 as pb
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, TopicNotFound
-from batonmq.common.rpc import error_from_pb
-from batonmq.events import EventHub
-from batonmq.testing.disks import MemoryDisk
-from services.storage.appending import Appender
-from services.storage.core.retention import Policy, Retention
-from services.storage.core.store import Store, TopicQueues
-from services.storage.due import DueBatches
-from services.storage.flush import Flusher
-from services.storage.guarantee import Alone
-from services.storage.metrics import StorageMetrics
-from services.storage.node import Node, recovered
-from services.storage.schedule_server import ScheduleServicer
-from services.storage.stream import StorageStream
-from services.storage.topics import Topics
+from baton.storage.v1 import schedule_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb
+from batonmq._telemetry.events import EventHub
+from batonmq.errors import BatonError, TopicNotFound
+from batonmq_server.storage.appending import Appender
+from batonmq_server.storage.core.retention import Policy, Retention
+from batonmq_server.storage.core.store import Store, TopicQueues
+from batonmq_server.storage.due import DueBatches
+from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.guarantee import Alone
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import Node, recovered
+from batonmq_server.storage.schedule_server import ScheduleServicer
+from batonmq_server.storage.stream import StorageStream
+from batonmq_server.storage.topics import Topics
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
 
 BROKER = "broker-a"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.storage.disk import RealDisk, RealFile
+from batonmq_server.storage.disk import RealDisk, RealFile
 
 
 @dataclass(slots=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batonmq.core.records import Message
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core import floors
-from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.delay import Delayed
-from services.storage.core.floors import Floor
-from services.storage.core.recovery import encode_synced
-from services.storage.core.schedule import TOPIC as SCHEDULE_TOPIC
+from batonmq._core.records import Message
+from batonmq_server.storage.core import floors
+from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.delay import Delayed
+from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.recovery import encode_synced
+from batonmq_server.storage.core.schedule import TOPIC as SCHEDULE_TOPIC
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import TOPIC, TOPIC_ID, Opened, append, batch, open_store, sync
 
 FOLDER = Path(__file__).parent / "golden"

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import BatonError, Fenced, OldEpoch
-from batonmq.common.rpc import error_to_pb
+from batonmq._common.rpc import error_to_pb
+from batonmq.errors import BatonError, Fenced, OldEpoch
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Range = tuple[int, int]

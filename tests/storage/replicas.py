@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.storage.v1 import query_service_pb2 as query_pb
@@ -22,18 +23,17 @@ from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from batonmq.channels import OPTIONS, connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.core.records import decode_records, read_header
-from services.runtime.etcd import EtcdSession
-from services.runtime.interceptor import EdgeInterceptor
-from services.runtime.process import Runtime
-from services.runtime.replicas import Standing, decode
-from services.storage.app import build
-from services.storage.config import StorageSettings
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq._core.records import decode_records, read_header
+from batonmq.errors import BatonError
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.replicas import Standing, decode
+from batonmq_server.storage.app import build
+from batonmq_server.storage.config import StorageSettings
 from tests.offsets.replicas import (
     LAG_MS_MAX,
     LEASE_MS,

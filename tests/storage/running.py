@@ -1,4 +1,4 @@
-"""A storage node as `python -m services.storage` builds it, inside the test's process."""
+"""A storage node as `python -m batonmq_server.storage` builds it, inside the test's process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from services.runtime.etcd import EtcdSession
-from services.runtime.process import Runtime
-from services.storage.app import build
-from services.storage.config import StorageSettings
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import connect
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.storage.app import build
+from batonmq_server.storage.config import StorageSettings
 from tests.storage.batches import TOPIC, TOPIC_ID
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.support.serving import serving_at

@@ -16,17 +16,17 @@ from random import Random
 import google_crc32c
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, DataLoss, QueueNotFound, TopicNotFound
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.core.records import BatchBuilder, Message, decode_records, encode_record, read_header
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core import store
-from services.storage.core.producers import Receipt
-from services.storage.core.query import Queries, Window
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._core.records import BatchBuilder, Message, decode_records, encode_record, read_header
+from batonmq.errors import BatonError, DataLoss, QueueNotFound, TopicNotFound
+from batonmq_server.storage.core import store
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.query import Queries, Window
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
 from tests.storage.running import BROKER, TIMEOUT_S, Running, pull_request, running
 from tests.support.waiting import until

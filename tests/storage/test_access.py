@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from baton.storage.v1 import query_service_pb2 as query_pb
-from baton.storage.v1 import schedule_service_pb2 as pb
 from prometheus_client import Counter
 
-from batonmq.common.errors import NotScheduled, PermissionDenied
-from services.runtime.access import Access, Grant, Need, Role
-from services.storage.core.store import check
-from services.storage.damage import Damage
-from services.storage.query_server import QueryServicer
-from services.storage.schedule_server import ScheduleServicer, decode_id
+from baton.storage.v1 import query_service_pb2 as query_pb
+from baton.storage.v1 import schedule_service_pb2 as pb
+from batonmq.errors import NotScheduled, PermissionDenied
+from batonmq_server.runtime.access import Access, Grant, Need, Role
+from batonmq_server.storage.core.store import check
+from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.query_server import QueryServicer
+from batonmq_server.storage.schedule_server import ScheduleServicer, decode_id
 from tests.storage.batches import NOW, TOPIC, batch
 from tests.storage.delay_scene import BROKER, SEGMENT_BYTES, Scene, scene
 

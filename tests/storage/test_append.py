@@ -10,10 +10,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+
 from baton.common.v1 import error_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import (
+from batonmq._common.rpc import error_from_pb
+from batonmq._core.records import HEADER_BYTES, BatchBuilder, Message, encode_record
+from batonmq.errors import (
     BadBatch,
     BadChecksum,
     BatonError,
@@ -22,8 +24,6 @@ from batonmq.common.errors import (
     LimitExceeded,
     TopicNotFound,
 )
-from batonmq.common.rpc import error_from_pb
-from batonmq.core.records import HEADER_BYTES, BatchBuilder, Message, encode_record
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running import TIMEOUT_S, running
 

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss
-from batonmq.core.records import Message
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core import checkpoint, floors
-from services.storage.core.checkpoint import Checkpoint, QueueState
-from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.consumequeue import ENTRY, folder_of
-from services.storage.core.floors import Floor
-from services.storage.core.keyindex import OpenRun, Stretch
-from services.storage.core.producers import ProducerState, Receipt
-from services.storage.core.store import Store
+from batonmq._core.records import Message
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core import checkpoint, floors
+from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
+from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
+from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.keyindex import OpenRun, Stretch
+from batonmq_server.storage.core.producers import ProducerState, Receipt
+from batonmq_server.storage.core.store import Store
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC,

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from batonmq.testing.disks import MemoryDisk
-from services.storage import checkpoints
-from services.storage.checkpoints import Checkpointer
-from services.storage.flush import Flusher
-from services.storage.node import Node, recovered
+from batonmq_server.storage import checkpoints
+from batonmq_server.storage.checkpoints import Checkpointer
+from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.node import Node, recovered
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import append, batch, bodies, open_store
 from tests.storage.running import running
 from tests.support.waiting import until

@@ -17,25 +17,25 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.clock import Clock
-from batonmq.testing.disks import MemoryDisk, MemoryFile
-from services.storage.checkpoints import Checkpointer
-from services.storage.cleaning import RESERVE, RESERVE_BYTES, Bounds, Cleaner
-from services.storage.core import floors
-from services.storage.core.producers import Receipt
-from services.storage.core.retention import DiskState, Policy, Retention
-from services.storage.core.schedule import (
+from batonmq._common.clock import Clock
+from batonmq_server.storage.checkpoints import Checkpointer
+from batonmq_server.storage.cleaning import RESERVE, RESERVE_BYTES, Bounds, Cleaner
+from batonmq_server.storage.core import floors
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.retention import DiskState, Policy, Retention
+from batonmq_server.storage.core.schedule import (
     FIRST,
     Scheduled,
     delivery,
     encode_scheduled,
     read_scheduled,
 )
-from services.storage.core.store import QueueRange, Store
-from services.storage.flush import Flusher
-from services.storage.metrics import StorageMetrics
-from services.storage.node import Node, recovered
-from services.storage.schedule_server import SYSTEM_TOPICS, checked
+from batonmq_server.storage.core.store import QueueRange, Store
+from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import Node, recovered
+from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
+from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
 from tests.support.waiting import until
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss, DiskFull, LimitExceeded
-from batonmq.testing.disks import MemoryDisk, MemoryFile
-from services.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
-from services.storage.core.files import FileCache
+from batonmq.errors import DataLoss, DiskFull, LimitExceeded
+from batonmq_server.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
+from batonmq_server.storage.core.files import FileCache
+from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 
 SEGMENT = 100
 

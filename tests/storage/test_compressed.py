@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.errors import BadBatch, LimitExceeded
-from batonmq.core.compression import Compression, Packing
-from batonmq.core.records import (
+from batonmq._core.compression import Compression, Packing
+from batonmq._core.records import (
     BatchBuilder,
     Message,
     check_batch,
     decode_records,
     encode_record,
 )
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.fsck import Fsck
+from batonmq.errors import BadBatch, LimitExceeded
+from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.fsck import Fsck
+from batonmq_server.testing.disks import MemoryDisk
 from tests.core.test_compressed_batches import repacked
 from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
 from tests.storage.delay_scene import scene

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.storage.config import StorageSettings
+from batonmq_server.storage.config import StorageSettings
 
 
 def settings(**fields: Any) -> StorageSettings:

@@ -12,9 +12,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batonmq.testing.disks import MemoryDisk, MemoryFile
-from services.storage.core.consumequeue import ConsumeQueue, folder_of
-from services.storage.core.files import FileCache
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, folder_of
+from batonmq_server.storage.core.files import FileCache
+from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 
 FOLDER = folder_of("orders", 7, 3)
 

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from batonmq.common.errors import DataLoss, MessageNotFound
-from batonmq.core.records import Message
-from batonmq.testing.disks import MemoryDisk
-from batonmq.testing.virtual_time import VirtualTimeLoop
-from services.storage.core import scrub as scrub_core
-from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.commitlog import FILLER
-from services.storage.core.fsck import Fsck
-from services.storage.core.producers import Receipt
-from services.storage.core.query import Queries, Window
-from services.storage.core.scrub import Scrub
-from services.storage.damage import Damage
-from services.storage.node import recovered
-from services.storage.scrub import Scrubber
+from batonmq._core.records import Message
+from batonmq.errors import DataLoss, MessageNotFound
+from batonmq_server.storage.core import scrub as scrub_core
+from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.commitlog import FILLER
+from batonmq_server.storage.core.fsck import Fsck
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.query import Queries, Window
+from batonmq_server.storage.core.scrub import Scrub
+from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.node import recovered
+from batonmq_server.storage.scrub import Scrubber
+from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.virtual_time import VirtualTimeLoop
 from tests.storage.batches import (
     NOW,
     TOPIC_ID,

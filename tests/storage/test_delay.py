@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.storage.core.delay import MINUTE_MS, ROW, Delayed, DelayLevels, Key
+from batonmq_server.storage.core.delay import MINUTE_MS, ROW, Delayed, DelayLevels, Key
 
 NOW = 1_700_000_000_000 // MINUTE_MS * MINUTE_MS
 DAY_MS = 86_400_000

@@ -1,6 +1,6 @@
 """Goal: a node that is killed again and again delivers each scheduled message once, and none early.
 
-Method: `python -m services.storage` as a child process, killed while messages are due; the store
+Method: `python -m batonmq_server.storage` as a child process, killed while messages are due; the store
 time of a delivered batch is compared with the time its body names.
 """
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from batonmq.core.records import check_batch, decode_records
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import connect
+from batonmq._core.records import check_batch, decode_records
 from tests.storage.batches import batch
 from tests.storage.running import WATERMARKS, pull_request
 from tests.storage.test_process import QUEUES, TIMEOUT_S, Site, site

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from batonmq.common.errors import BadBatch, DataLoss, LimitExceeded, SequenceGap
-from batonmq.core.records import (
+from batonmq._core.records import (
     BATCH_BYTES_MAX,
     BODY_BYTES_MAX,
     Message,
@@ -20,11 +19,11 @@ from batonmq.core.records import (
     decode_records,
     read_header,
 )
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core import schedule
-from services.storage.core.delay import Key
-from services.storage.core.producers import Receipt
-from services.storage.core.schedule import (
+from batonmq.errors import BadBatch, DataLoss, LimitExceeded, SequenceGap
+from batonmq_server.storage.core import schedule
+from batonmq_server.storage.core.delay import Key
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.schedule import (
     FIRST,
     SCHEDULED_BYTES_MAX,
     Scheduled,
@@ -35,8 +34,9 @@ from services.storage.core.schedule import (
     encode_withdrawn,
     read_scheduled,
 )
-from services.storage.core.store import Checked, Store, check
-from services.storage.schedule_server import SYSTEM_TOPICS
+from batonmq_server.storage.core.store import Checked, Store, check
+from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
 
 FIRST_SEGMENT = f"log/{0:020d}"

@@ -10,10 +10,12 @@ import asyncio
 import errno
 
 import pytest
+
 from baton.common.v1 import error_pb2
 from baton.storage.v1 import schedule_service_pb2 as pb
-
-from batonmq.common.errors import (
+from batonmq._core.delays import AHEAD_MS_MAX
+from batonmq._core.records import Message, decode_records, read_header
+from batonmq.errors import (
     BatonError,
     DataLoss,
     DiskFull,
@@ -26,13 +28,11 @@ from batonmq.common.errors import (
     NotWritable,
     WrongBroker,
 )
-from batonmq.core.delays import AHEAD_MS_MAX
-from batonmq.core.records import Message, decode_records, read_header
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.retention import Usage
-from services.storage.core.store import TopicQueues
-from services.storage.due import UNSETTLED_MAX
-from services.storage.schedule_server import decode_id, encode_id
+from batonmq_server.storage.core.retention import Usage
+from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.due import UNSETTLED_MAX
+from batonmq_server.storage.schedule_server import decode_id, encode_id
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, wanted
 from tests.storage.delay_scene import SEGMENT_BYTES, scene
 

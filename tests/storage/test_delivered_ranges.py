@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.storage.core import delivered
-from services.storage.core.delivered import DeliveredRange, Step, Told
+from batonmq_server.storage.core import delivered
+from batonmq_server.storage.core.delivered import DeliveredRange, Step, Told
 
 
 def offsets_of(told: Told) -> list[int]:

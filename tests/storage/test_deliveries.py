@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DeliveryUnrecorded, Fenced, Unreachable
-from services.storage.deliveries import TOUCHES_MAX, Deliveries, Delivery
-from services.storage.pulls import Holder
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from batonmq._common.clock import Clock
+from batonmq.errors import BatonError, DeliveryUnrecorded, Fenced, Unreachable
+from batonmq_server.storage.deliveries import TOUCHES_MAX, Deliveries, Delivery
+from batonmq_server.storage.pulls import Holder
 from tests.storage.clock import JumpingClock
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.support.serving import serving

@@ -12,22 +12,22 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from batonmq._common.clock import Clock
+from batonmq.errors import (
     BatonError,
     DeliveryUnrecorded,
     Fenced,
     GroupMoved,
     NotServing,
 )
-from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.mirror import Mirror
-from services.runtime.places import PREFIX, Place, Places
-from services.storage.deliveries import Deliveries, Delivery
-from services.storage.delivery_sets import DeliverySets
-from services.storage.pulls import Holder
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.places import PREFIX, Place, Places
+from batonmq_server.storage.deliveries import Deliveries, Delivery
+from batonmq_server.storage.delivery_sets import DeliverySets
+from batonmq_server.storage.pulls import Holder
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.support.serving import serving
 from tests.support.waiting import until

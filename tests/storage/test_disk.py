@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.storage.core.commitlog import CommitLog, Stamped
-from services.storage.core.files import FileCache
-from services.storage.disk import PARTS_MAX, InUse, RealDisk, locked
+from batonmq_server.storage.core.commitlog import CommitLog, Stamped
+from batonmq_server.storage.core.files import FileCache
+from batonmq_server.storage.disk import PARTS_MAX, InUse, RealDisk, locked
 
 
 def open_files() -> int:

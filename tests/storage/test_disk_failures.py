@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from services.storage.node import Node
+from batonmq_server.storage.node import Node
 from tests.storage.batches import batch
 from tests.storage.failing import Disks, Failing, failing_disks
 from tests.storage.replicas import Replica, Scene, replica_set

@@ -14,18 +14,18 @@ from typing import Any
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import DiskFull
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.core.records import decode_records, read_header
-from batonmq.testing.disks import MemoryDisk, MemoryFile
-from services.storage.core.files import File
-from services.storage.core.producers import Receipt
-from services.storage.core.retention import DiskState, Usage
-from services.storage.core.store import check
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._core.records import decode_records, read_header
+from batonmq.errors import DiskFull
+from batonmq_server.storage.core.files import File
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.retention import DiskState, Usage
+from batonmq_server.storage.core.store import check
+from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 from tests.storage import delay_scene
 from tests.storage.batches import (
     NOW,

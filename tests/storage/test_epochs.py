@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss
-from services.runtime.position import NOWHERE, Position
-from services.storage.core.epochs import (
+from batonmq.errors import DataLoss
+from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.storage.core.epochs import (
     CRC,
     History,
     common_point,

@@ -13,11 +13,11 @@ import secrets
 from pathlib import Path
 
 import pytest
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.settings import Durability, ProducerSettings
 
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Receipt
-from batonmq.producing.settings import Durability, ProducerSettings
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC
 from tests.storage.replicas import BROKER, replica_set

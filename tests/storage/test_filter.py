@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.core.subscription import TagFilter
-from services.storage.core.consumequeue import Entries
-from services.storage.core.filter import HashFilter, Selection, select
+from batonmq._core.subscription import TagFilter
+from batonmq_server.storage.core.consumequeue import Entries
+from batonmq_server.storage.core.filter import HashFilter, Selection, select
 
 HASHES = {
     "TagA": 2598919, "TagB": 2598920, "TagC": 2598921, "tag1": 3552215, "tag2": 3552216,

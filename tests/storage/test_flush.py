@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.errors import NotServing
-from services.storage.core.commitlog import Unsynced
-from services.storage.core.producers import QueueKey, Receipt
-from services.storage.core.store import Store
-from services.storage.disk import RealDisk
-from services.storage.flush import Flusher
-from services.storage.metrics import StorageMetrics
-from services.storage.node import Node, opened
+from batonmq.errors import NotServing
+from batonmq_server.storage.core.commitlog import Unsynced
+from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage.core.store import Store
+from batonmq_server.storage.disk import RealDisk
+from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import Node, opened
 from tests.storage.batches import TOPIC_ID, append, batch
 from tests.support.waiting import until
 

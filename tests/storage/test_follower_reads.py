@@ -16,21 +16,21 @@ from typing import Any
 
 import grpc.aio
 import pytest
+
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.admin import Admin
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError
-from batonmq.common.rpc import from_rpc_error
-from batonmq.core.records import decode_records, read_header
-from batonmq.core.route import QueueId
-from batonmq.directory import Directory
-from batonmq.puller import Puller
-from batonmq.query import Queries
-from services.runtime.etcd import EtcdSession
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.directory import Directory
+from batonmq._consumer.puller import Puller
+from batonmq._core.records import decode_records, read_header
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
+from batonmq.admin.query import Queries
+from batonmq.errors import BatonError
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin

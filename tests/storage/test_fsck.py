@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from batonmq.core.records import Message
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.consumequeue import ENTRY, folder_of
-from services.storage.core.fsck import Fsck, FsckReport
-from services.storage.core.recovery import encode_synced
-from services.storage.node import SYNCED, Node, opened
+from batonmq._core.records import Message
+from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
+from batonmq_server.storage.core.fsck import Fsck, FsckReport
+from batonmq_server.storage.core.recovery import encode_synced
+from batonmq_server.storage.node import SYNCED, Node, opened
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import (
     TOPIC,
     TOPIC_ID,
@@ -217,7 +217,7 @@ def write(node: Node, *batches: bytes) -> None:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.storage.fsck", *map(str, arguments)],
+        [sys.executable, "-m", "batonmq_server.storage.fsck", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,

@@ -10,12 +10,12 @@ import struct
 
 import google_crc32c
 
-from batonmq.core.records import key_hash, tag_hash
-from batonmq.testing.disks import MemoryDisk, MemoryFile
-from services.storage.core import checkpoint, floors
-from services.storage.core.keyindex import search_hash
-from services.storage.core.query import Queries, Window
-from services.storage.core.recovery import decode_synced
+from batonmq._core.records import key_hash, tag_hash
+from batonmq_server.storage.core import checkpoint, floors
+from batonmq_server.storage.core.keyindex import search_hash
+from batonmq_server.storage.core.query import Queries, Window
+from batonmq_server.storage.core.recovery import decode_synced
+from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 from tests.storage import golden
 from tests.storage.batches import TOPIC_ID, Opened, bodies, open_store
 

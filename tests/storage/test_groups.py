@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
-
-from batonmq.common.errors import (
+from batonmq.errors import (
     BatonError,
     BeyondDelivered,
     GroupNotFound,

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.files import BadIndex, FileCache
-from services.storage.core.keyindex import (
+from batonmq_server.storage.core.files import BadIndex, FileCache
+from batonmq_server.storage.core.keyindex import (
     FENCE_STEP,
     KeyIndex,
     Unsaved,
     encode_run,
     open_path,
 )
+from batonmq_server.testing.disks import MemoryDisk
 
 SEGMENT_BYTES = 1_000
 Entry = tuple[int, int, int, int]

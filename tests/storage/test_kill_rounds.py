@@ -17,17 +17,17 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.settings import Durability
 
-from batonmq.admin import Admin
-from batonmq.channels import connect
-from batonmq.common.errors import BatonError
-from batonmq.consumer import Consumer
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.route import QueueId
-from batonmq.producer import Producer
-from batonmq.producing.receipts import Receipt
-from batonmq.producing.settings import Durability
+from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
+from batonmq._connection.channels import connect
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq.admin.admin import Admin
+from batonmq.errors import BatonError
 from tests.storage.test_process import read, send, site
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
@@ -46,7 +46,7 @@ def failing(fd):
         raise OSError(errno.EIO, "injected")
     sync(fd)
 os.fdatasync = failing
-runpy.run_module("services.storage", run_name="__main__")
+runpy.run_module("batonmq_server.storage", run_name="__main__")
 """
 
 

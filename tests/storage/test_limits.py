@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.errors import InvalidName, LimitExceeded
-from batonmq.common.rpc import error_from_pb
-from batonmq.core.names import check_broker, check_client_id, check_group, check_topic
-from batonmq.core.records import (
+from batonmq._common.rpc import error_from_pb
+from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
+from batonmq._core.records import (
     BODY_FROM,
     HEADER_BYTES,
     RECORDS_MAX,
@@ -22,6 +21,7 @@ from batonmq.core.records import (
     Message,
     encode_record,
 )
+from batonmq.errors import InvalidName, LimitExceeded
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running import running
 

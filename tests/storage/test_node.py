@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.errors import DataLoss
-from services.storage.core.recovery import decode_synced
-from services.storage.disk import InUse
-from services.storage.node import Node, opened
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.recovery import decode_synced
+from batonmq_server.storage.disk import InUse
+from batonmq_server.storage.node import Node, opened
 from tests.storage.batches import TOPIC_ID, append, batch, bodies
 
 

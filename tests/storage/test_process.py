@@ -1,6 +1,6 @@
 """Goal: a killed node loses nothing it acknowledged; a stopped one leaves nobody waiting.
 
-Method: `python -m services.storage` as a child process, a real etcd, the offsets twin. T2 and
+Method: `python -m batonmq_server.storage` as a child process, a real etcd, the offsets twin. T2 and
 T5 of the standing test list.
 """
 
@@ -20,17 +20,17 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-
-from batonmq.channels import connect
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, NotServing
-from batonmq.common.rpc import error_from_pb, from_rpc_error
-from batonmq.core.records import check_batch, decode_records
-from services.runtime.etcd import EtcdSession
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.channels import connect
+from batonmq._core.records import check_batch, decode_records
+from batonmq.errors import BatonError, NotServing
+from batonmq_server.runtime.etcd import EtcdSession
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.running import WATERMARKS, pull_request
@@ -55,7 +55,7 @@ class Site:
 
     async def start(self, *arguments: str, **env: str) -> Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.storage", *arguments,
+            sys.executable, "-m", "batonmq_server.storage", *arguments,
             env=self.env | env, stdout=PIPE, stderr=PIPE,
         )  # fmt: skip
         self.processes.append(process)

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq.common.errors import DuplicateSequence, ProducerFenced, SequenceGap
-from batonmq.core.records import Header, read_header
-from batonmq.core.sending import ONCE_EPOCH
-from services.storage.core.producers import (
+from batonmq._core.records import Header, read_header
+from batonmq._core.sending import ONCE_EPOCH
+from batonmq.errors import DuplicateSequence, ProducerFenced, SequenceGap
+from batonmq_server.storage.core.producers import (
     BATCHES_KEPT,
     IDLE_MS_MAX,
     SEQUENCES,

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.core.compression import Compression, Packing
-from batonmq.core.records import (
+from batonmq._core.compression import Compression, Packing
+from batonmq._core.records import (
     RECORD,
     BatchBuilder,
     Message,
@@ -25,10 +25,10 @@ from batonmq.core.records import (
     read_header,
     stamped_head,
 )
-from batonmq.core.subscription import SqlFilter, parse_filter
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.filter import batch_starts
-from services.storage.core.properties import STEPS_MAX, Found, find_passing
+from batonmq._core.subscription import SqlFilter, parse_filter
+from batonmq_server.storage.core.filter import batch_starts
+from batonmq_server.storage.core.properties import STEPS_MAX, Found, find_passing
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, open_store, stored, wanted
 
 KEY = (TOPIC_ID, 0)

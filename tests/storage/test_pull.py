@@ -13,10 +13,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import (
+from batonmq._common.rpc import from_rpc_error
+from batonmq._core.records import check_batch
+from batonmq.errors import (
     AckCap,
     BadExpression,
     BatonError,
@@ -32,8 +34,6 @@ from batonmq.common.errors import (
     TopicNotFound,
     WrongBroker,
 )
-from batonmq.common.rpc import from_rpc_error
-from batonmq.core.records import check_batch
 from tests.storage.batches import TOPIC, batch, tagged
 from tests.storage.running import GROUP, TIMEOUT_S, Running, pull_request, running
 from tests.support.waiting import until

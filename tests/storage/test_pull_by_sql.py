@@ -11,13 +11,13 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import query_service_pb2 as query_pb
-
-from batonmq.common.errors import BadExpression, LimitExceeded
-from batonmq.common.rpc import from_rpc_error
-from batonmq.core.records import Message, check_batch, decode_records
-from services.storage.core.properties import STEPS_MAX
+from batonmq._common.rpc import from_rpc_error
+from batonmq._core.records import Message, check_batch, decode_records
+from batonmq.errors import BadExpression, LimitExceeded
+from batonmq_server.storage.core.properties import STEPS_MAX
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running import BROKER, GROUP, TIMEOUT_S, Running, running
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.errors import BatonError, InvalidArgument, LimitExceeded
-from batonmq.common.rpc import error_from_pb, from_rpc_error
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running import BROKER, TIMEOUT_S, Running, running
 from tests.support.waiting import until

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss, MessageNotFound
-from batonmq.core.records import Message, decode_records, key_hash, read_header
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.query import LOOKED_AT_MAX, Match, Queries, Window
-from services.storage.core.store import Store
+from batonmq._core.records import Message, decode_records, key_hash, read_header
+from batonmq.errors import DataLoss, MessageNotFound
+from batonmq_server.storage.core.query import LOOKED_AT_MAX, Match, Queries, Window
+from batonmq_server.storage.core.store import Store
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC_ID,

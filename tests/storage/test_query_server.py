@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import grpc.aio
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.storage.v1 import query_service_pb2 as pb
 from baton.storage.v1 import query_service_pb2_grpc as pb_grpc
-
-from batonmq.common.errors import BatonError, DataLoss, NotReadable, WrongBroker
-from batonmq.common.rpc import from_rpc_error
-from batonmq.core.records import Message, decode_records, read_header
+from batonmq._common.rpc import from_rpc_error
+from batonmq._core.records import Message, decode_records, read_header
+from batonmq.errors import BatonError, DataLoss, NotReadable, WrongBroker
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, tagged
 from tests.storage.running import BROKER, TIMEOUT_S, Running, running
 from tests.support.waiting import until

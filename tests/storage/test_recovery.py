@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.producers import Receipt
-from services.storage.core.recovery import decode_synced, encode_synced
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.recovery import decode_synced, encode_synced
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import TOPIC_ID, append, batch, bodies, open_store, stored
 
 FIRST = f"log/{0:020d}"

@@ -17,7 +17,7 @@ from random import Random
 
 import pytest
 
-from batonmq.common.errors import BatonError
+from batonmq.errors import BatonError
 from tests.storage.batches import batch
 from tests.storage.replicas import Replica, Scene, replica_set
 

@@ -17,24 +17,24 @@ from typing import Any
 
 import grpc.aio
 import pytest
+
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import storage_service_pb2 as pb
-
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, StillInSync
-from batonmq.common.rpc import from_rpc_error
-from services.nameserver.electing import Electing
-from services.runtime.election import Candidacy
-from services.runtime.etcd import EtcdSession
-from services.runtime.position import NOWHERE
-from services.runtime.replicas import ReplicaSet
-from services.storage import scrub
-from services.storage.copies import Copy
-from services.storage.core.epochs import History, decode
-from services.storage.following import Following
-from services.storage.role import Role
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, StillInSync
+from batonmq_server.nameserver.electing import Electing
+from batonmq_server.runtime.election import Candidacy
+from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.position import NOWHERE
+from batonmq_server.runtime.replicas import ReplicaSet
+from batonmq_server.storage import scrub
+from batonmq_server.storage.copies import Copy
+from batonmq_server.storage.core.epochs import History, decode
+from batonmq_server.storage.following import Following
+from batonmq_server.storage.role import Role
 from tests.offsets.replicas import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
@@ -590,7 +590,7 @@ async def test_a_follower_that_gets_nothing_but_damage_says_so(
         return (await problem()).startswith("DATA_LOSS: ")
 
     await until(told)
-    (said,) = [one for one in caplog.records if one.name == "services.runtime.stuck"]
+    (said,) = [one for one in caplog.records if one.name == "batonmq_server.runtime.stuck"]
     assert said.levelname == "ERROR"
     assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
     rot(leader, receipts[20].position)  # and so mend it

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from batonmq.common.errors import DataLoss
-from services.storage.config import StorageSettings
-from services.storage.core.floors import Floor, decode, encode
-from services.storage.core.retention import (
+from batonmq.errors import DataLoss
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.floors import Floor, decode, encode
+from batonmq_server.storage.core.retention import (
     SEGMENTS_PER_ROUND,
     DiskState,
     Moment,

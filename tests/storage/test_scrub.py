@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from batonmq.common.errors import DataLoss
-from batonmq.testing.disks import MemoryDisk, MemoryFile
-from services.storage.core import scrub as core
-from services.storage.core.scrub import Scrub
-from services.storage.damage import Damage
-from services.storage.node import opened
-from services.storage.scrub import Scrubber
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core import scrub as core
+from batonmq_server.storage.core.scrub import Scrub
+from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.node import opened
+from batonmq_server.storage.scrub import Scrubber
+from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
 from tests.support.waiting import until
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from batonmq.common.errors import DataLoss
-from batonmq.core.records import Message
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.commitlog import CommitLog, segment_path
-from services.storage.core.files import FileCache
-from services.storage.core.fsck import Fsck
-from services.storage.disk import RealDisk
+from batonmq._core.records import Message
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.commitlog import CommitLog, segment_path
+from batonmq_server.storage.core.files import FileCache
+from batonmq_server.storage.core.fsck import Fsck
+from batonmq_server.storage.disk import RealDisk
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored
 from tests.storage.replicas import Replica, Scene, replica_set
 

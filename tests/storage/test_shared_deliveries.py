@@ -9,14 +9,14 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-
-from batonmq.channels import MESSAGE_BYTES_MAX
-from batonmq.common.clock import Clock
-from batonmq.common.errors import BatonError, DeliveryUnrecorded
-from services.storage import deliveries
-from services.storage.deliveries import CALL_BYTES_MAX, Deliveries, Delivery
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import MESSAGE_BYTES_MAX
+from batonmq.errors import BatonError, DeliveryUnrecorded
+from batonmq_server.storage import deliveries
+from batonmq_server.storage.deliveries import CALL_BYTES_MAX, Deliveries, Delivery
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.test_deliveries import HOLDER, asking, refusal_of
 from tests.support.waiting import until

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.common.errors import DataLoss
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.commitlog import FILLER, FILLER_MAGIC
-from services.storage.core.epochs import History
-from services.storage.core.recovery import Recovery
-from services.storage.core.shipping import check_received, read_whole, whole_bytes
-from services.storage.core.store import Store
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
+from batonmq_server.storage.core.epochs import History
+from batonmq_server.storage.core.recovery import Recovery
+from batonmq_server.storage.core.shipping import check_received, read_whole, whole_bytes
+from batonmq_server.storage.core.store import Store
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored, sync
 
 SEGMENT_BYTES = 4_096

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonmq.common.errors import (
+from batonmq._core.records import Message, check_batch, decode_records
+from batonmq.errors import (
     BadChecksum,
     BatonError,
     DataLoss,
@@ -21,11 +22,10 @@ from batonmq.common.errors import (
     SequenceGap,
     TopicNotFound,
 )
-from batonmq.core.records import Message, check_batch, decode_records
-from batonmq.testing.disks import MemoryDisk
-from services.storage.core.filter import HashFilter
-from services.storage.core.producers import Receipt
-from services.storage.core.store import SCANNED_MAX, QueueRange, TopicQueues, check
+from batonmq_server.storage.core.filter import HashFilter
+from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.store import SCANNED_MAX, QueueRange, TopicQueues, check
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC,

@@ -25,19 +25,19 @@ from hypothesis.stateful import (
 )
 from prometheus_client import CollectorRegistry
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import DataLoss, OffsetAheadOfLog
-from batonmq.core.records import Message, decode_records, read_header, tag_hash
-from batonmq.testing.disks import MemoryDisk
-from services.storage.cleaning import Bounds, Cleaner
-from services.storage.core.commitlog import FILLER
-from services.storage.core.filter import HashFilter
-from services.storage.core.producers import BATCHES_KEPT, Receipt
-from services.storage.core.query import Queries, Window
-from services.storage.core.retention import Policy, Retention
-from services.storage.core.store import Wanted
-from services.storage.metrics import StorageMetrics
-from services.storage.node import Node, recovered
+from batonmq._common.clock import Clock
+from batonmq._core.records import Message, decode_records, read_header, tag_hash
+from batonmq.errors import DataLoss, OffsetAheadOfLog
+from batonmq_server.storage.cleaning import Bounds, Cleaner
+from batonmq_server.storage.core.commitlog import FILLER
+from batonmq_server.storage.core.filter import HashFilter
+from batonmq_server.storage.core.producers import BATCHES_KEPT, Receipt
+from batonmq_server.storage.core.query import Queries, Window
+from batonmq_server.storage.core.retention import Policy, Retention
+from batonmq_server.storage.core.store import Wanted
+from batonmq_server.storage.metrics import StorageMetrics
+from batonmq_server.storage.node import Node, recovered
+from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, append, batch
 
 SEGMENT_BYTES = 800

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.common.errors import NotServing
-from services.storage.core import epochs
-from services.storage.disk import RealDisk
-from services.storage.flush import Flusher, in_thread
+from batonmq.errors import NotServing
+from batonmq_server.storage.core import epochs
+from batonmq_server.storage.disk import RealDisk
+from batonmq_server.storage.flush import Flusher, in_thread
 from tests.storage.batches import append, batch
 from tests.storage.replicas import Scene, replica_set
 from tests.storage.test_flush import SlowNode, slow_node

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import NoQuorum, TopicNotFound
-from services.runtime.etcd import EtcdSession, Stored
-from services.runtime.mirror import Mirror
-from services.storage.core.store import TopicQueues
-from services.storage.topics import MISSING_MS, Topics
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq.errors import NoQuorum, TopicNotFound
+from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.storage.core.store import TopicQueues
+from batonmq_server.storage.topics import MISSING_MS, Topics
 from tests.storage.clock import JumpingClock
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from batonmq.core.records import Message
-from batonmq.core.retries import dead_letter_topic
+from batonmq._core.records import Message
+from batonmq._core.retries import dead_letter_topic
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running import GROUP, Running, running
 from tests.support.waiting import until

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
-
-from batonmq.core.names import METRICS_TOPIC
-from batonmq.testing import MemoryBroker
+from batonmq._core.names import METRICS_TOPIC
+from batonmq_server.testing import MemoryBroker
 
 SERVICES = ("nameserver", "lockmgr", "offsets", "storage")
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 
-from batonmq.admin import Admin
-from batonmq.common.errors import SubscriptionConflict, TopicNotFound
-from batonmq.consumer import Consumer
-from batonmq.core.names import METRICS_TOPIC
-from batonmq.puller import Puller
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.puller import Puller
+from batonmq._core.names import METRICS_TOPIC
+from batonmq.admin.admin import Admin
+from batonmq.errors import SubscriptionConflict, TopicNotFound
 from tests.e2e.crew import crew_of, send
 from tests.streams.reading import by_kind
 from tests.support.cluster import local_cluster

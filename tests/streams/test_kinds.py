@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._producer.settings import ProducerSettings
 
-from batonmq.common.errors import BatonError, InvalidName, SubscriptionConflict
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.log_buckets import LogBuckets
-from batonmq.core.names import ALERTS_TOPIC, METRICS_TOPIC
-from batonmq.core.route import QueueId
-from batonmq.core.targets import ToEarliest
-from batonmq.locks import Locks
-from batonmq.operation import Operation
-from batonmq.producing.settings import ProducerSettings
-from batonmq.resets import Resets
-from batonmq.testing import MemoryBroker, run_virtual
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.log_buckets import LogBuckets
+from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
+from batonmq._core.route import QueueId
+from batonmq._core.targets import ToEarliest
+from batonmq.admin.locks import Locks
+from batonmq.admin.operation import Operation
+from batonmq.admin.resets import Resets
+from batonmq.errors import BatonError, InvalidName, SubscriptionConflict
+from batonmq_server.testing import MemoryBroker, run_virtual
 from tests.streams.reading import SERVICES, batches, by_kind, streaming
 
 TOLD_S = 8
@@ -322,7 +322,7 @@ def test_a_client_that_does_not_allow_it_tells_nothing() -> None:
 
 
 def test_arrow_batches_have_the_same_events() -> None:
-    metric_arrow = pytest.importorskip("batonmq.metric_arrow")
+    metric_arrow = pytest.importorskip("batonmq._telemetry.metric_arrow")
 
     async def scene() -> list[pb.MetricBatch]:
         arrow: dict[str, object] = {"metrics_encoding": "arrow"}

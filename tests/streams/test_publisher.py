@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from baton.metrics.v1 import metrics_service_pb2 as pb
 
-from batonmq import events, publishing
-from batonmq.common.clock import Clock
-from batonmq.common.errors import Unreachable
-from batonmq.core.names import METRICS_TOPIC
-from batonmq.events import EventHub
-from batonmq.publishing import Publisher
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._core.names import METRICS_TOPIC
+from batonmq._telemetry import events, publishing
+from batonmq._telemetry.events import EventHub
+from batonmq._telemetry.publishing import Publisher
+from batonmq.errors import Unreachable
 from tests.support.waiting import until
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 from io import StringIO
 
-from baton.common.v1 import queue_pb2
-from baton.metrics.v1 import metrics_service_pb2 as pb
 from rich.console import Console
 
+from baton.common.v1 import queue_pb2
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.board import WINDOW_MS, Board, Place, Snapshot, Standing
+from batonmq.admin.event_watch import EventWatch
 from batonmq.cli.top_view import Frame, item_of
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.board import WINDOW_MS, Board, Place, Snapshot, Standing
-from batonmq.testing import MemoryBroker, run_virtual
-from batonmq.watching import EventWatch
+from batonmq_server.testing import MemoryBroker, run_virtual
 
 T0 = Place("t", "a", 0)
 

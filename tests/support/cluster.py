@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 
-from batonmq.local.cluster import LocalCluster, to_stderr
-from batonmq.local.layout import ClusterOptions, highly_available
-from batonmq.local.nursery import Nursery
+from batonmq_server.local.cluster import LocalCluster, to_stderr
+from batonmq_server.local.layout import ClusterOptions, highly_available
+from batonmq_server.local.nursery import Nursery
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
 REPO = Path(__file__).resolve().parents[2]
 PROGRAMS = (
-    "services.lockmgr", "services.nameserver", "services.offsets", "services.storage",
+    "batonmq_server.lockmgr", "batonmq_server.nameserver", "batonmq_server.offsets", "batonmq_server.storage",
     "tests.e2e.member",
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from batonmq.local.etcd import EtcdProcess
+from batonmq_server.local.etcd import EtcdProcess
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

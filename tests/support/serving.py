@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from batonmq.channels import OPTIONS, connect
-from batonmq.common.clock import Clock
-from services.runtime.interceptor import EdgeInterceptor
+from batonmq._common.clock import Clock
+from batonmq._connection.channels import OPTIONS, connect
+from batonmq_server.runtime.interceptor import EdgeInterceptor
 
 
 @asynccontextmanager

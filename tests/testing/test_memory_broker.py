@@ -18,21 +18,21 @@ from typing import NoReturn
 
 import pytest
 
-from batonmq.common.clock import Clock
-from batonmq.common.errors import (
+from batonmq._common.clock import Clock
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.results import RetryLater
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.records import Message
+from batonmq._core.retries import dead_letter_topic
+from batonmq._producer.producer import Producer
+from batonmq.errors import (
     InvalidArgument,
     SubscriptionConflict,
     TopicNotFound,
 )
-from batonmq.consumer import Consumer
-from batonmq.consuming.message import ReceivedMessage
-from batonmq.consuming.results import RetryLater
-from batonmq.consuming.session import ConsumerSettings
-from batonmq.core.records import Message
-from batonmq.core.retries import dead_letter_topic
-from batonmq.producer import Producer
-from batonmq.testing import Faults, MemoryBroker, run_virtual
-from batonmq.testing.processes import Service
+from batonmq_server.testing import Faults, MemoryBroker, run_virtual
+from batonmq_server.testing.processes import Service
 
 BACK = ConsumerSettings(consume_from="first", send_back=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from batonmq.common.errors import (
+from batonmq.errors import (
     BatonError,
     Draining,
     Fenced,
@@ -14,7 +14,7 @@ from batonmq.common.errors import (
     OldRequest,
     Unacked,
 )
-from services.lockmgr.core.locks import Asker, Entry, Observation, Policy
+from batonmq_server.lockmgr.core.locks import Asker, Entry, Observation, Policy
 
 
 class Condition(Enum):

@@ -10,7 +10,7 @@ incarnation, not a client id; a keep-alive counts as an access, since pulls are 
 
 from __future__ import annotations
 
-from services.lockmgr.core.access import (
+from batonmq_server.lockmgr.core.access import (
     Condition,
     Decision,
     Deny,
@@ -20,7 +20,7 @@ from services.lockmgr.core.access import (
     held,
     unacked,
 )
-from services.lockmgr.core.locks import Asker, Count, Entry, Observation, Policy
+from batonmq_server.lockmgr.core.locks import Asker, Count, Entry, Observation, Policy
 
 UNCHANGED_MIN = 3
 """Source: maxDeliverOffsetNoChangeTimes."""

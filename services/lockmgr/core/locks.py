@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from batonmq.common.errors import BatonError
+from batonmq.errors import BatonError
 
 
 class QueueKey(NamedTuple):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
-from batonmq.common.errors import BatonError, HandoverPending
-from services.lockmgr.core.access import Decision, Deny, decide_access
-from services.lockmgr.core.defibus import decide_access_defibus
-from services.lockmgr.core.locks import (
+from batonmq.errors import BatonError, HandoverPending
+from batonmq_server.lockmgr.core.access import Decision, Deny, decide_access
+from batonmq_server.lockmgr.core.defibus import decide_access_defibus
+from batonmq_server.lockmgr.core.locks import (
     DENIALS_MAX,
     Asker,
     Denial,

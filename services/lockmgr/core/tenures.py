@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from services.lockmgr.core.access import Condition
-from services.lockmgr.core.locks import Incarnation, QueueKey
+from batonmq_server.lockmgr.core.access import Condition
+from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
 
 
 class Manner(Enum):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from services.nameserver.core.evidence import Evidence
+from batonmq_server.nameserver.core.evidence import Evidence
 
 LATELY_MS = 5_000
 """A queue that was seen to move since, or whose oldest message has waited no longer, moves."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batonmq.common.errors import Difference, SubscriptionConflict
-from services.nameserver.core.groups import Heartbeat, Member, Terms
+from batonmq.errors import Difference, SubscriptionConflict
+from batonmq_server.nameserver.core.groups import Heartbeat, Member, Terms
 
 
 def differences(heartbeat: Heartbeat, terms: Terms, client_id: str) -> tuple[Difference, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
-from services.nameserver.core.dealing import Candidate, Queue, Strategy, deal
-from services.nameserver.core.topics import Topic
+from batonmq_server.nameserver.core.dealing import Candidate, Queue, Strategy, deal
+from batonmq_server.nameserver.core.topics import Topic
 
 SUBSCRIPTIONS_MAX = 64
 MEMBERS_MAX = 1_000

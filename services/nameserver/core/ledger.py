@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from batonmq.common.errors import ClientIdInUse, Difference, GroupInUse, Overloaded
-from services.nameserver.core.dealing import Strategy
-from services.nameserver.core.differences import conflict, differences, longest_standing
-from services.nameserver.core.groups import (
+from batonmq.errors import ClientIdInUse, Difference, GroupInUse, Overloaded
+from batonmq_server.nameserver.core.dealing import Strategy
+from batonmq_server.nameserver.core.differences import conflict, differences, longest_standing
+from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
     Group,
     Heartbeat,
@@ -29,7 +29,7 @@ from services.nameserver.core.groups import (
     begin,
     hash_of,
 )
-from services.nameserver.core.topics import Topic
+from batonmq_server.nameserver.core.topics import Topic
 
 DRAIN_RETRY_MS = 1_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from batonmq.common.errors import NoBroker
+from batonmq.errors import NoBroker
 
 QUEUES_MAX = 1_024
 QUEUES_DEFAULT = 8

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from services.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 
 
 class QueueKey(NamedTuple):

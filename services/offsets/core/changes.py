@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from batonmq.common.errors import DataLoss
-from services.runtime.position import Position
+from batonmq.errors import DataLoss
+from batonmq_server.runtime.position import Position
 
 Entry = tuple[bytes, bytes | None]
 """A key and its value; None takes the key away."""

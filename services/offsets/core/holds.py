@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-from services.offsets.core.calls import Holder
-from services.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.calls import Holder
+from batonmq_server.offsets.core.ranges import RangeSet
 
 HOLDS_MAX = 32
 """Records kept per queue; the oldest is forgotten for a newer one."""

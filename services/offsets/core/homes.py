@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from batonmq.common.errors import GroupMoved, InvalidArgument, NotServing, OldMove
+from batonmq.errors import GroupMoved, InvalidArgument, NotServing, OldMove
 
 ARRIVING_RETRY_MS = 100
 

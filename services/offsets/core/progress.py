@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batonmq.common.errors import (
+from batonmq.errors import (
     AckCap,
     BeyondDelivered,
     DeliveryGap,
@@ -20,7 +20,7 @@ from batonmq.common.errors import (
     TokenMismatch,
     Unacked,
 )
-from services.offsets.core.calls import (
+from batonmq_server.offsets.core.calls import (
     Acks,
     Committed,
     Condition,
@@ -35,8 +35,8 @@ from services.offsets.core.calls import (
     Place,
     Source,
 )
-from services.offsets.core.holds import ACKED_RANGES_MAX, Ended, Handover, HoldEnd, Reach
-from services.offsets.core.ranges import EMPTY, RangeSet
+from batonmq_server.offsets.core.holds import ACKED_RANGES_MAX, Ended, Handover, HoldEnd, Reach
+from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 
 _RUN_BYTES_MAX = 16
 _ENDS = {

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batonmq.common.errors import BatonError, OperationExists, OperationNotFound, UnknownQueue
-from batonmq.core.retries import retry_topic
-from services.offsets.core.calls import Instant, Moved, Place, QueueKey, Source
-from services.offsets.core.table import ProgressTable
+from batonmq._core.retries import retry_topic
+from batonmq.errors import BatonError, OperationExists, OperationNotFound, UnknownQueue
+from batonmq_server.offsets.core.calls import Instant, Moved, Place, QueueKey, Source
+from batonmq_server.offsets.core.table import ProgressTable
 
 RECORDS_MAX = 1_000
 """Operations kept per group; the oldest is forgotten for a newer one."""

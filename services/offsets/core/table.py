@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from batonmq.common.errors import Fenced, OldEpoch, OldTopic, UnknownQueue
-from services.offsets.core.calls import (
+from batonmq.errors import Fenced, OldEpoch, OldTopic, UnknownQueue
+from batonmq_server.offsets.core.calls import (
     Acks,
     Committed,
     Delivered,
@@ -25,9 +25,9 @@ from services.offsets.core.calls import (
     Source,
     Tombstone,
 )
-from services.offsets.core.homes import Homes
-from services.offsets.core.progress import Progress
-from services.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.homes import Homes
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.ranges import RangeSet
 
 _NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
 

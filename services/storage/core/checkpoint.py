@@ -44,9 +44,9 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from services.storage.core.delay import ROW as DELAY_ROW
-from services.storage.core.keyindex import OpenRun, Stretch
-from services.storage.core.producers import ProducerState, Receipt, StoredBatch
+from batonmq_server.storage.core.delay import ROW as DELAY_ROW
+from batonmq_server.storage.core.keyindex import OpenRun, Stretch
+from batonmq_server.storage.core.producers import ProducerState, Receipt, StoredBatch
 
 PATH = "checkpoint"
 MAGIC, VERSION = 0x42544E43, 1

@@ -12,13 +12,13 @@ import errno
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.storage.core.checkpoint import PATH, Checkpoint, QueueState, encode
-from services.storage.core.consumequeue import ConsumeQueue, UnsavedEntries, topic_of
-from services.storage.core.delay import Snapshot
-from services.storage.core.files import Disk
-from services.storage.core.keyindex import Unsaved, encode_run, open_path
-from services.storage.core.producers import ProducerColumns, QueueKey
-from services.storage.core.store import Store
+from batonmq_server.storage.core.checkpoint import PATH, Checkpoint, QueueState, encode
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, UnsavedEntries, topic_of
+from batonmq_server.storage.core.delay import Snapshot
+from batonmq_server.storage.core.files import Disk
+from batonmq_server.storage.core.keyindex import Unsaved, encode_run, open_path
+from batonmq_server.storage.core.producers import ProducerColumns, QueueKey
+from batonmq_server.storage.core.store import Store
 
 QUEUES_AT_ONCE = 64
 

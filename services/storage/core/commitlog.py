@@ -19,8 +19,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batonmq.common.errors import DataLoss, DiskFull, LimitExceeded
-from services.storage.core.files import UNREADABLE, Disk, File, FileCache
+from batonmq.errors import DataLoss, DiskFull, LimitExceeded
+from batonmq_server.storage.core.files import UNREADABLE, Disk, File, FileCache
 
 FOLDER = "log"
 FILLER_MAGIC = 0x42544E46

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batonmq.common.errors import DataLoss
-from services.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
 
 FOLDER = "consumequeue"
 ENTRY = np.dtype([("position", ">i8"), ("size", ">i4"), ("tag", ">i8")])

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
-from services.storage.core.consumequeue import Int64Array
+from batonmq_server.storage.core.consumequeue import Int64Array
 
 ISLANDS_MAX = 4_096
 """Runs of delivered offsets in one told range; what has more is told in several."""

@@ -23,8 +23,8 @@ from itertools import pairwise
 
 import google_crc32c
 
-from batonmq.common.errors import DataLoss
-from services.runtime.position import NOWHERE, Position
+from batonmq.errors import DataLoss
+from batonmq_server.runtime.position import NOWHERE, Position
 
 PATH = "epochs"
 MAGIC, VERSION = 0x42544E48, 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from services.storage.core.consumequeue import Entries, Int64Array
+from batonmq_server.storage.core.consumequeue import Entries, Int64Array
 
 
 class HashFilter:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from batonmq.common.errors import DataLoss
+from batonmq.errors import DataLoss
 
 PATH = "floors"
 MAGIC, VERSION = 0x42544E4F, 1

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from batonmq.common.errors import DataLoss
-from batonmq.core.records import Header
-from services.storage.core import checkpoint
-from services.storage.core.checkpoint import Checkpoint
-from services.storage.core.checkpointing import Checkpointing
-from services.storage.core.commitlog import FOLDER as LOG_FOLDER
-from services.storage.core.commitlog import CommitLog
-from services.storage.core.files import Disk, File, FileCache
-from services.storage.core.keyindex import KeyIndex, open_path
-from services.storage.core.producers import ProducerTable
-from services.storage.core.recovery import Recovery
-from services.storage.core.scan import END_OF_LOG, Scan
-from services.storage.core.store import Store
+from batonmq._core.records import Header
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core import checkpoint
+from batonmq_server.storage.core.checkpoint import Checkpoint
+from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.commitlog import FOLDER as LOG_FOLDER
+from batonmq_server.storage.core.commitlog import CommitLog
+from batonmq_server.storage.core.files import Disk, File, FileCache
+from batonmq_server.storage.core.keyindex import KeyIndex, open_path
+from batonmq_server.storage.core.producers import ProducerTable
+from batonmq_server.storage.core.recovery import Recovery
+from batonmq_server.storage.core.scan import END_OF_LOG, Scan
+from batonmq_server.storage.core.store import Store
 
 PROBLEMS_MAX = 1_000
 _ANY_SEGMENT_BYTES = 1 << 30

@@ -41,8 +41,8 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from batonmq.common.errors import DataLoss
-from services.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
 
 FOLDER = "keyindex"
 RUN_ENTRIES = 1 << 19

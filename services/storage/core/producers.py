@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from batonmq.common.errors import DuplicateSequence, ProducerFenced, SequenceGap
-from batonmq.core.records import Header
-from batonmq.core.sending import ONCE_EPOCH
+from batonmq._core.records import Header
+from batonmq._core.sending import ONCE_EPOCH
+from batonmq.errors import DuplicateSequence, ProducerFenced, SequenceGap
 
 BATCHES_KEPT = 5
 IDLE_MS_MAX = 7 * 24 * 3_600_000

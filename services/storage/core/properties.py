@@ -13,14 +13,14 @@ from typing import Final
 
 import numpy as np
 
-from batonmq.core.records import (
+from batonmq._core.records import (
     RECORD,
     Int64Array,
     read_header,
     record_lengths,
     record_section,
 )
-from batonmq.core.subscription import KEYS, TAGS, SqlFilter
+from batonmq._core.subscription import KEYS, TAGS, SqlFilter
 
 STEPS_MAX = 6_144
 """Steps of one request, of 0.6 to 1.3 us each: nobody else is served for less than 10 ms."""

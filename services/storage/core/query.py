@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batonmq.common.errors import BadBatch, BatonError, DataLoss, MessageNotFound
-from batonmq.core.records import (
+from batonmq._core.records import (
     Header,
     check_stamp,
     decode_records,
     key_hash,
     read_header,
 )
-from services.storage.core.consumequeue import ConsumeQueue, Int64Array
-from services.storage.core.keyindex import Found
-from services.storage.core.producers import QueueKey
-from services.storage.core.scan import HEAD_BYTES_MAX
-from services.storage.core.store import Store, verified
+from batonmq.errors import BadBatch, BatonError, DataLoss, MessageNotFound
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, Int64Array
+from batonmq_server.storage.core.keyindex import Found
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.scan import HEAD_BYTES_MAX
+from batonmq_server.storage.core.store import Store, verified
 
 LOOKED_AT_MAX = 2_000
 """One search by key does not look at more messages: their keys may only have the same hash."""

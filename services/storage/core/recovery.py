@@ -21,18 +21,18 @@ from dataclasses import dataclass
 
 import google_crc32c
 
-from batonmq.common.errors import BatonError, DataLoss
-from batonmq.core.records import Header, read_header
-from services.storage.core import checkpoint, floors
-from services.storage.core.checkpoint import Checkpoint, QueueState
-from services.storage.core.consumequeue import FOLDER as CONSUMEQUEUE_FOLDER
-from services.storage.core.consumequeue import ConsumeQueue, LastEntry
-from services.storage.core.files import BadIndex, Disk
-from services.storage.core.floors import Floor
-from services.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
-from services.storage.core.producers import QueueKey
-from services.storage.core.scan import HEAD_BYTES_MAX, Scan
-from services.storage.core.store import Store
+from batonmq._core.records import Header, read_header
+from batonmq.errors import BatonError, DataLoss
+from batonmq_server.storage.core import checkpoint, floors
+from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
+from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE_FOLDER
+from batonmq_server.storage.core.consumequeue import ConsumeQueue, LastEntry
+from batonmq_server.storage.core.files import BadIndex, Disk
+from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
+from batonmq_server.storage.core.producers import QueueKey
+from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, Scan
+from batonmq_server.storage.core.store import Store
 
 SYNCED = struct.Struct(">qI")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from batonmq.common.errors import DiskFull
+from batonmq.errors import DiskFull
 
 SEGMENTS_PER_ROUND = 16
 """More segments do not go at once."""

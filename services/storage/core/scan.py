@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from batonmq.common.errors import BadBatch, BatonError
-from batonmq.core.records import (
+from batonmq._core.records import (
     BATCH_BYTES_MAX,
     BODY_FROM,
     HEADER_BYTES,
@@ -17,7 +16,8 @@ from batonmq.core.records import (
     check_stamp,
     read_header,
 )
-from services.storage.core.commitlog import FILLER, FILLER_MAGIC
+from batonmq.errors import BadBatch, BatonError
+from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
 
 CHUNK_BYTES = 1024 * 1024
 HEAD_BYTES_MAX = HEADER_BYTES + TOPIC_BYTES_MAX

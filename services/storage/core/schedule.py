@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import google_crc32c
 
-from batonmq.common.errors import BatonError, DataLoss, LimitExceeded
-from batonmq.core.records import (
+from batonmq._core.records import (
     BATCH_BYTES_MAX,
     BODY_BYTES_MAX,
     BODY_FROM,
@@ -27,10 +26,11 @@ from batonmq.core.records import (
     encode_record,
     read_header,
 )
-from services.storage.core.commitlog import CommitLog
-from services.storage.core.delay import Delayed, DelayLevels, Key
-from services.storage.core.producers import ProducerTable, QueueKey, Receipt
-from services.storage.core.scan import examine
+from batonmq.errors import BatonError, DataLoss, LimitExceeded
+from batonmq_server.storage.core.commitlog import CommitLog
+from batonmq_server.storage.core.delay import Delayed, DelayLevels, Key
+from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
+from batonmq_server.storage.core.scan import examine
 
 TOPIC = "BATON_SYS_SCHEDULE"
 TOPIC_ID = 0

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.storage.core.commitlog import CommitLog
-from services.storage.core.files import UNREADABLE, Disk, File
-from services.storage.core.scan import END_OF_LOG, Scan
+from batonmq_server.storage.core.commitlog import CommitLog
+from batonmq_server.storage.core.files import UNREADABLE, Disk, File
+from batonmq_server.storage.core.scan import END_OF_LOG, Scan
 
 PIECE_BYTES = 256 * 1024
 

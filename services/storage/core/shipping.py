@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from batonmq.common.errors import DataLoss
-from batonmq.core.records import MAGIC, Header
-from services.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, Range
-from services.storage.core.epochs import History
-from services.storage.core.recovery import Recovery
-from services.storage.core.scan import END_OF_LOG, Scan
+from batonmq._core.records import MAGIC, Header
+from batonmq.errors import DataLoss
+from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, Range
+from batonmq_server.storage.core.epochs import History
+from batonmq_server.storage.core.recovery import Recovery
+from batonmq_server.storage.core.scan import END_OF_LOG, Scan
 
 _MAGIC, _FILLER_MAGIC = MAGIC.to_bytes(4, "big"), FILLER_MAGIC.to_bytes(4, "big")
 _LENGTH_FROM = {_MAGIC: 8, _FILLER_MAGIC: 4}

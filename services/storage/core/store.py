@@ -12,19 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from batonmq.common.errors import (
-    BadBatch,
-    BatonError,
-    DataLoss,
-    DiskFull,
-    NotReadable,
-    NotWritable,
-    OffsetAheadOfLog,
-    OffsetOutOfRange,
-    QueueNotFound,
-)
-from batonmq.core.names import check_topic
-from batonmq.core.records import (
+from batonmq._core.names import check_topic
+from batonmq._core.records import (
     BODY_FROM,
     Header,
     check_batch,
@@ -35,22 +24,33 @@ from batonmq.core.records import (
     stamped_head,
     tag_hashes,
 )
-from batonmq.core.subscription import SqlFilter
-from services.storage.core.commitlog import CommitLog, Stamped
-from services.storage.core.consumequeue import (
+from batonmq._core.subscription import SqlFilter
+from batonmq.errors import (
+    BadBatch,
+    BatonError,
+    DataLoss,
+    DiskFull,
+    NotReadable,
+    NotWritable,
+    OffsetAheadOfLog,
+    OffsetOutOfRange,
+    QueueNotFound,
+)
+from batonmq_server.storage.core.commitlog import CommitLog, Stamped
+from batonmq_server.storage.core.consumequeue import (
     ConsumeQueue,
     Entries,
     Int64Array,
     folder_of,
     topic_of,
 )
-from services.storage.core.files import FileCache
-from services.storage.core.filter import HashFilter, batch_starts, select
-from services.storage.core.floors import Floor
-from services.storage.core.keyindex import KeyIndex
-from services.storage.core.producers import ProducerTable, QueueKey, Receipt
-from services.storage.core.properties import find_passing
-from services.storage.core.schedule import Schedule
+from batonmq_server.storage.core.files import FileCache
+from batonmq_server.storage.core.filter import HashFilter, batch_starts, select
+from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.keyindex import KeyIndex
+from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
+from batonmq_server.storage.core.properties import find_passing
+from batonmq_server.storage.core.schedule import Schedule
 
 SCANNED_MAX = 16_384
 """Entries one read looks at, unless the caller wants more messages than that."""

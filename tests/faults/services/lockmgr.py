@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.lockmgr.app import build
-from services.lockmgr.config import LockmgrSettings
-from services.runtime.process import run
+from batonmq_server.lockmgr.app import build
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.runtime.process import run
 from tests.faults.upsets import UpsetClock, Upsets
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from batonmq.core import sql_parser
-from services.nameserver.__main__ import build
-from services.nameserver.config import NameserverSettings
-from services.runtime.process import run
+from batonmq._core import sql_parser
+from batonmq_server.nameserver.__main__ import build
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.runtime.process import run
 from tests.faults.upsets import UpsetClock, Upsets
 
 if __name__ == "__main__":

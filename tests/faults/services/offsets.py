@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from shutil import disk_usage
 
-from services.offsets.app import served
-from services.offsets.config import OffsetsSettings
-from services.offsets.disk import Disk, Entry, set_aside_damage
-from services.runtime.process import App, Runtime, run
+from batonmq_server.offsets.app import served
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.disk import Disk, Entry, set_aside_damage
+from batonmq_server.runtime.process import App, Runtime, run
 from tests.faults.upsets import UpsetClock, Upsets
 
 

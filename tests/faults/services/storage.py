@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from batonmq.common.errors import DiskFull
-from batonmq.core import sql_parser
-from services.runtime.process import App, Runtime, run
-from services.storage.app import replicated
-from services.storage.config import StorageSettings
-from services.storage.core.files import Disk, File
-from services.storage.disk import RealDisk, locked
+from batonmq._core import sql_parser
+from batonmq.errors import DiskFull
+from batonmq_server.runtime.process import App, Runtime, run
+from batonmq_server.storage.app import replicated
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.files import Disk, File
+from batonmq_server.storage.disk import RealDisk, locked
 from tests.faults.upsets import UpsetClock, Upsets
 
 

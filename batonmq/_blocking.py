@@ -1,0 +1,402 @@
+"""The clients for code without asyncio: the same ones, in an event loop of their own.
+
+Each object runs one event loop in one thread. Calls from any thread are handed over to it and
+waited for. An error that leaves the block leaves the client in the loop as well, which ends as it
+does without threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.forms import BatchHandler, Handler
+from batonmq._consumer.membership import Verdict
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.puller import Place, Puller, PullerSettings
+from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.flow import FlowReason
+from batonmq._core.route import QueueId
+from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.scheduling import ScheduleReceipt
+from batonmq._producer.settings import ProducerSettings
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq.errors import Unreachable
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="batonmq", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+        self._started.wait()
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are done."""
+        return self._loop is not None and not self._loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, done in the loop."""
+        if self._loop is None or self._loop.is_closed():
+            work.close()
+            raise Unreachable("it is not open")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stop(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._started.set()
+        await self._stop.wait()
+
+
+class _Life:
+    """Enters and leaves an async context manager in one task of the loop, as it has to be."""
+
+    def __init__(self, thread: _LoopThread, context: AbstractAsyncContextManager[Any]) -> None:
+        self._thread, self._context = thread, context
+        self._entered: asyncio.Future[None] | None = None
+        self._leave: asyncio.Future[BaseException | None] | None = None
+        self._left: Any = None
+
+    def open(self) -> None:
+        self._thread.start()
+        try:
+            self._thread.call(self._open())
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave by `error`, which is the caller's to raise, if there is one."""
+        try:
+            self._thread.call(self._close(error))
+        finally:
+            self._thread.stop()
+
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._entered, self._leave = loop.create_future(), loop.create_future()
+        self._left = asyncio.run_coroutine_threadsafe(self._live(), loop)
+        await self._entered
+
+    async def _close(self, error: BaseException | None) -> None:
+        assert self._leave is not None
+        self._leave.set_result(error)
+        await asyncio.wrap_future(self._left)
+
+    async def _live(self) -> None:
+        assert self._entered is not None
+        assert self._leave is not None
+        failure: BaseException | None = None
+        trace: TracebackType | None = None
+        try:
+            async with self._context:
+                self._entered.set_result(None)
+                failure = await self._leave
+                if failure is not None:
+                    trace = failure.__traceback__
+                    raise failure
+        except BaseException as error:
+            if error is failure:
+                error.with_traceback(trace)
+            elif self._entered.done():
+                raise
+            else:
+                self._entered.set_exception(error)
+
+
+class BlockingProducer:
+    """See `Producer`; a context manager whose calls block. Safe to share between threads."""
+
+    def __init__(self, nameserver: str, settings: ProducerSettings | None = None) -> None:
+        self._thread = _LoopThread()
+        self._make: Callable[[], Producer] = lambda: Producer(nameserver, settings)
+
+    def __enter__(self) -> Self:
+        self._producer = self._make()
+        self._life = _Life(self._thread, self._producer)
+        self._life.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._life.close(error)
+
+    @overload
+    def send(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = ...,
+        keys: Sequence[str] = ...,
+        properties: Mapping[str, str] | None = ...,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+    ) -> Receipt: ...
+
+    @overload
+    def send(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = ...,
+        keys: Sequence[str] = ...,
+        properties: Mapping[str, str] | None = ...,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+        deliver_at_unix_ms: int | None = ...,
+        delay_ms: int | None = ...,
+        delay_level: int | None = ...,
+    ) -> ScheduleReceipt: ...
+
+    def send(self, topic: str, body: bytes, **options: Any) -> Receipt | ScheduleReceipt:
+        """See `Producer.send`."""
+        receipt: Receipt | ScheduleReceipt = self._thread.call(
+            self._producer.send(topic, body, **options)
+        )
+        return receipt
+
+    def send_one_way(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueId | None = None,
+    ) -> None:
+        """See `Producer.send_one_way`."""
+        sending = self._producer.send_one_way(
+            topic,
+            body,
+            tag=tag,
+            keys=keys,
+            properties=properties,
+            ordering_key=ordering_key,
+            queue=queue,
+        )
+        self._thread.call(sending)
+
+    @property
+    def one_way_failures(self) -> int:
+        """See `Producer.one_way_failures`."""
+        return self._producer.one_way_failures
+
+    def cancel(self, schedule_id: str) -> None:
+        """See `Producer.cancel`."""
+        self._thread.call(self._producer.cancel(schedule_id))
+
+    def flush(self) -> None:
+        """See `Producer.flush`."""
+        self._thread.call(self._producer.flush())
+
+    def close(self) -> None:
+        """See `Producer.close`; after the block there is nothing left to do."""
+        if self._thread.open:
+            self._thread.call(self._producer.close())
+
+
+class BlockingConsumer:
+    """See `Consumer`; a context manager. Iterate over it in one thread, or hand `run` a function.
+
+    All of it can be used from any thread while the block runs.
+    """
+
+    def __init__(
+        self,
+        nameserver: str,
+        group: str,
+        subscriptions: Mapping[str, str],
+        settings: ConsumerSettings | None = None,
+        *,
+        client_id: str = "",
+        metrics: ClientMetrics | None = None,
+    ) -> None:
+        self._thread = _LoopThread()
+        self._consumer = Consumer(
+            nameserver, group, subscriptions, settings, client_id=client_id, metrics=metrics
+        )
+
+    def __enter__(self) -> Self:
+        self._life = _Life(self._thread, self._consumer)
+        self._life.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._life.close(error)
+
+    def __iter__(self) -> Iterator[ReceivedMessage]:
+        """Messages, each acknowledged when the next one is asked for."""
+        while True:
+            message = self._thread.call(self._next())
+            if message is None:
+                return
+            yield message
+
+    def run(self, handler: Handler) -> None:
+        """See `Consumer.run`; a plain function runs in threads, several at once."""
+        self._thread.call(self._consumer.run(handler))
+
+    def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
+        """See `Consumer.run_batches`; a plain function runs in threads, several at once."""
+        self._thread.call(self._consumer.run_batches(handler, messages_max=messages_max))
+
+    def stop(self) -> None:
+        """End the iteration, or `run`; from any thread."""
+        self._thread.call(_done(self._consumer.stop))
+
+    def close(self, *, drain_ms: int | None) -> None:
+        """See `Consumer.close`."""
+        self._thread.call(self._consumer.close(drain_ms=drain_ms))
+
+    def pause(self, queue: QueueId) -> None:
+        """See `Consumer.pause`."""
+        self._thread.call(_done(lambda: self._consumer.pause(queue)))
+
+    def resume(self, queue: QueueId) -> None:
+        """See `Consumer.resume`."""
+        self._thread.call(_done(lambda: self._consumer.resume(queue)))
+
+    @property
+    def assignment(self) -> tuple[QueueId, ...]:
+        """See `Consumer.assignment`."""
+        return self._thread.call(_done(lambda: self._consumer.assignment))
+
+    @property
+    def verdict(self) -> Verdict:
+        """See `Consumer.verdict`."""
+        return self._thread.call(_done(lambda: self._consumer.verdict))
+
+    @property
+    def flow(self) -> dict[QueueId, FlowReason]:
+        """See `Consumer.flow`."""
+        return self._thread.call(_done(lambda: self._consumer.flow))
+
+    @property
+    def handle_timeout_ms(self) -> int | None:
+        """See `Consumer.handle_timeout_ms`."""
+        return self._consumer.handle_timeout_ms
+
+    @handle_timeout_ms.setter
+    def handle_timeout_ms(self, timeout_ms: int | None) -> None:
+        self._thread.call(_done(lambda: setattr(self._consumer, "handle_timeout_ms", timeout_ms)))
+
+    async def _next(self) -> ReceivedMessage | None:
+        try:
+            return await anext(self._consumer)
+        except StopAsyncIteration:
+            return None
+
+
+class BlockingPuller:
+    """See `Puller`; a context manager whose calls block."""
+
+    def __init__(
+        self,
+        nameserver: str,
+        group: str = "",
+        settings: PullerSettings | None = None,
+        *,
+        filters: Mapping[str, str] | None = None,
+    ) -> None:
+        self._thread = _LoopThread()
+        self._puller = Puller(nameserver, group, settings, filters=filters)
+
+    def __enter__(self) -> Self:
+        self._life = _Life(self._thread, self._puller)
+        self._life.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._life.close(error)
+
+    def queues(self, topic: str) -> tuple[QueueId, ...]:
+        """See `Puller.queues`."""
+        return self._thread.call(self._puller.queues(topic))
+
+    def assign(self, queues: Iterable[QueueId]) -> None:
+        """See `Puller.assign`."""
+        self._thread.call(self._puller.assign(queues))
+
+    @property
+    def assignment(self) -> tuple[QueueId, ...]:
+        """See `Puller.assignment`."""
+        return self._puller.assignment
+
+    def pause(self, queue: QueueId) -> None:
+        """See `Puller.pause`."""
+        self._thread.call(_done(lambda: self._puller.pause(queue)))
+
+    def resume(self, queue: QueueId) -> None:
+        """See `Puller.resume`."""
+        self._thread.call(_done(lambda: self._puller.resume(queue)))
+
+    def seek(self, queue: QueueId, to: Place) -> int:
+        """See `Puller.seek`."""
+        return self._thread.call(self._puller.seek(queue, to))
+
+    def position(self, queue: QueueId) -> int:
+        """See `Puller.position`."""
+        return self._thread.call(self._puller.position(queue))
+
+    def lost_count(self, queue: QueueId) -> int:
+        """See `Puller.lost_count`."""
+        return self._thread.call(_done(lambda: self._puller.lost_count(queue)))
+
+    def poll(
+        self, timeout_ms: int = 1_000, count_max: int = 500
+    ) -> dict[QueueId, list[ReceivedMessage]]:
+        """See `Puller.poll`."""
+        return self._thread.call(self._puller.poll(timeout_ms, count_max))
+
+    def committed(self, queue: QueueId) -> int | None:
+        """See `Puller.committed`."""
+        return self._thread.call(self._puller.committed(queue))
+
+    def commit(self, offsets: Mapping[QueueId, int] | None = None) -> None:
+        """See `Puller.commit`."""
+        self._thread.call(self._puller.commit(offsets))
+
+
+async def _done(work: Callable[[], T]) -> T:
+    """The result of `work`, which does not wait, in the loop that runs this."""
+    return work()

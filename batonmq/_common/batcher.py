@@ -1,0 +1,91 @@
+"""Many callers, one call in flight: what arrives meanwhile rides in the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from batonmq.errors import Overloaded
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+
+
+class Batcher(Generic[Item, Outcome]):
+    """Collects items while a batch is under way and sends them together, in order.
+
+    Args:
+        send: Takes 1 to `items_max` items and returns as many outcomes, in order. An exception
+            is raised in every caller of that batch.
+        items_max: Largest batch.
+        waiting_max: More waiting items than this are refused with `Overloaded`.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Sequence[Item]], Awaitable[Sequence[Outcome]]],
+        *,
+        items_max: int = 256,
+        waiting_max: int = 100_000,
+    ) -> None:
+        self._send, self._items_max, self._waiting_max = send, items_max, waiting_max
+        self._waiting: deque[tuple[Item, asyncio.Future[Outcome]]] = deque()
+        self._arrived = asyncio.Event()
+        self._ended = False
+
+    async def call(self, item: Item) -> Outcome:
+        """The outcome of `item`. A caller that is cancelled leaves its item in the batch.
+
+        Raises:
+            Overloaded: too many items wait.
+        """
+        if len(self._waiting) >= self._waiting_max:
+            raise Overloaded(
+                f"{len(self._waiting)} items wait to be sent",
+                retry_after_ms=100,
+                facts={"limit": self._waiting_max},
+            )
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if self._ended:
+            future.cancel()
+        else:
+            self._waiting.append((item, future))
+            self._arrived.set()
+        return await future
+
+    async def run(self) -> None:
+        """Send for ever; to be run as one task, once.
+
+        On cancellation all waiting callers are cancelled too, and whoever calls afterwards.
+        """
+        try:
+            while True:
+                await self._arrived.wait()
+                while self._waiting:
+                    await self._send_next()
+                self._arrived.clear()
+        finally:
+            self._ended = True
+            for _, future in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+
+    async def _send_next(self) -> None:
+        size = min(len(self._waiting), self._items_max)
+        batch = [self._waiting.popleft() for _ in range(size)]
+        try:
+            outcomes = await self._send([item for item, _ in batch])
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001  handed to every caller, who decides
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), outcome in zip(batch, outcomes, strict=True):
+            if not future.done():
+                future.set_result(outcome)

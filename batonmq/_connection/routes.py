@@ -1,0 +1,104 @@
+"""Routes of topics, kept fresh by a nameserver's push."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc.aio
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
+from batonmq._core.route import QueueId
+from batonmq.errors import BatonError, Retry, TopicNotFound
+
+log = logging.getLogger(__name__)
+
+
+def queues_of(route: pb.Route) -> tuple[QueueId, ...]:
+    """All queues of a route, ascending."""
+    return tuple(
+        sorted(
+            QueueId(route.topic.name, spread.broker, queue_id)
+            for spread in route.topic.spread
+            for queue_id in range(spread.queue_count)
+        )
+    )
+
+
+def writable_queues_of(route: pb.Route) -> tuple[QueueId, ...]:
+    """The queues of a route that take messages, ascending."""
+    if route.topic.permission == pb.TOPIC_PERMISSION_READ:
+        return ()
+    return tuple(
+        sorted(
+            QueueId(route.topic.name, spread.broker, queue_id)
+            for spread in route.topic.spread
+            for queue_id in range(spread.write_queue_count or spread.queue_count)
+        )
+    )
+
+
+async def query_route(directory: Directory, topic: str) -> pb.Route:
+    """The route of `topic` as a nameserver knows it now.
+
+    Raises:
+        TopicNotFound: there is no such topic.
+        Unreachable: no nameserver answers.
+    """
+    request = pb.QueryRouteRequest(topic=topic)
+    answer = await directory.ask_nameserver(
+        lambda stub: stub.QueryRoute(request, timeout=CALL_TIMEOUT_S)
+    )
+    return answer.route
+
+
+async def follow_route(
+    directory: Directory, topic: str, on_route: Callable[[pb.Route], None]
+) -> None:
+    """Hand every newer route of `topic` to `on_route`, for ever; a lost stream is reopened.
+
+    Raises:
+        TopicNotFound: the topic is gone.
+    """
+    generation, failures = 0, 0
+    while True:
+        try:
+            async for answer in directory.nameserver().WatchRoute(
+                pb.WatchRouteRequest(topic=topic)
+            ):
+                failures = 0
+                if answer.route.generation > generation:
+                    generation = answer.route.generation
+                    on_route(answer.route)
+            error: BatonError = TopicNotFound(f"the watch of {topic} ended", retry_after_ms=100)
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+            if isinstance(error, TopicNotFound):
+                raise error from failure
+        log.debug("route watch reopens topic=%s error=%s", topic, error)
+        if error.retry is not Retry.NEVER:
+            directory.next_nameserver()
+        await directory.pause(error, failures)
+        failures += 1
+
+
+async def wait_for_route(directory: Directory, topic: str, timeout_ms: int) -> pb.Route:
+    """The route of `topic`, waiting up to `timeout_ms` for a nameserver that answers.
+
+    Raises:
+        TopicNotFound: there is no such topic.
+        Unreachable: nobody answered in time.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_ms / 1000
+    failures = 0
+    while True:
+        try:
+            return await query_route(directory, topic)
+        except BatonError as error:
+            if error.retry is Retry.NEVER or asyncio.get_running_loop().time() > deadline:
+                raise
+            await directory.pause(error, failures)
+            failures += 1

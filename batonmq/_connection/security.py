@@ -1,0 +1,213 @@
+"""What proves who somebody is: certificates, their keys, a token; read from files that may change.
+
+Knows files and whether they go together, nothing of connections.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from batonmq.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+_TEXTS = ("ca_file", "cert_file", "key_file", "server_name", "token_file")
+_TRIES = 5
+_TOKEN_BYTES_MAX = 4_096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """How a client, or a service that calls another one, uses TLS. All files are PEM.
+
+    Files may be replaced at any time: what is begun later uses the new ones.
+
+    Attributes:
+        ca_file: Certificates of the authorities that are trusted; those that gRPC brings if empty.
+        cert_file: Certificate to show, with those that lead to an authority after it; empty for
+            none.
+        key_file: Its key, without a passphrase.
+        server_name: Name that servers' certificates have, where it is not that of their addresses.
+        token: Goes with every call, as `authorization: Bearer ...`; None for none.
+        token_file: Holds the token, in place of `token`.
+
+    Raises:
+        InvalidArgument: one of certificate and key is missing, or there are two tokens.
+    """
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
+    token: SecretStr | None = None
+    token_file: str = ""
+
+    def __post_init__(self) -> None:
+        """Check what belongs together."""
+        if bool(self.cert_file) != bool(self.key_file):
+            missing = "key_file" if self.cert_file else "cert_file"
+            raise InvalidArgument(
+                "a certificate and its key go together",
+                remedy=f"Give {missing}, too.",
+                facts={"field": missing},
+            )
+        if self.token is not None and self.token_file:
+            raise InvalidArgument(
+                "there are two tokens",
+                remedy="Give one of token and token_file.",
+                facts={"field": "token_file"},
+            )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the files that are named."""
+        named = (self.ca_file, self.cert_file, self.key_file, self.token_file)
+        return tuple(path for path in named if path)
+
+
+def to_json(security: Security) -> str:
+    """For another process; the token stands there in clear."""
+    token = security.token.get_secret_value() if security.token else None
+    return json.dumps({"token": token} | {name: getattr(security, name) for name in _TEXTS})
+
+
+def from_json(text: str) -> Security:
+    """Inverse of `to_json`."""
+    found = json.loads(text)
+    token = found.pop("token")
+    return Security(**found, token=None if token is None else SecretStr(token))
+
+
+@dataclass(frozen=True, slots=True)
+class Pems:
+    """What the files of certificates hold; None for one that is not named."""
+
+    ca: bytes | None
+    key: bytes | None = field(repr=False)
+    cert: bytes | None
+
+
+class Papers:
+    """What the files of a `Security` hold, as far as it goes together.
+
+    Attributes:
+        pems: The same object until other certificates are there.
+        token: Empty for none.
+
+    Raises:
+        InvalidArgument: a file can't be read or used; it is named.
+    """
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._stamps = _stamps(security)
+        self._refused = ""
+        self.pems, self._token = _read(security)
+
+    @property
+    def token(self) -> str:
+        """The present one; nothing prints it, since nothing prints properties."""
+        return self._token
+
+    def renew(self) -> bool:
+        """Read the files again if they have changed; True if there are other certificates.
+
+        What can't be used, such as a new certificate beside the old key, leaves everything as it
+        was, and is looked at again.
+        """
+        try:
+            stamps = _stamps(self._security)
+            if stamps == self._stamps:
+                return False
+            pems, self._token = _read(self._security)
+        except InvalidArgument as error:
+            if error.message != self._refused:
+                log.warning("new certificates not used yet error=%s", error.message)
+                self._refused = error.message
+            return False
+        self._stamps, self._refused = stamps, ""
+        if pems == self.pems:
+            return False
+        self.pems = pems
+        log.info("certificates renewed cert_file=%s", self._security.cert_file)
+        return True
+
+
+def _stamps(security: Security) -> tuple[tuple[int, int, int], ...]:
+    """Tell two states of the files apart; links, as Kubernetes swaps them, are followed."""
+    found = []
+    for path in security.files:
+        try:
+            stat = Path(path).stat()
+        except OSError as error:
+            raise _unusable(path, error) from error
+        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def _read(security: Security) -> tuple[Pems, str]:
+    for _ in range(_TRIES):
+        before = _stamps(security)
+        found = _read_once(security)
+        if before == _stamps(security):
+            return found
+    raise InvalidArgument(
+        f"{', '.join(security.files)}: they change all the time",
+        remedy="Replace them once, each in one step.",
+    )
+
+
+def _read_once(security: Security) -> tuple[Pems, str]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if security.ca_file:
+        try:
+            context.load_verify_locations(security.ca_file)
+        except (OSError, ValueError) as error:
+            raise _unusable(security.ca_file, error) from error
+    if security.cert_file:
+        try:
+            context.load_cert_chain(security.cert_file, security.key_file, _no_passphrase)
+        except (OSError, ValueError) as error:
+            raise _unusable(f"{security.cert_file}, {security.key_file}", error) from error
+    paths = (security.ca_file, security.key_file, security.cert_file)
+    token = security.token.get_secret_value() if security.token else ""
+    try:
+        pems = Pems(*(Path(path).read_bytes() if path else None for path in paths))
+        if security.token_file:
+            token = Path(security.token_file).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise _unusable(security.token_file or str(paths), error) from error
+    _check_token(token, security)
+    return pems, token
+
+
+def _check_token(token: str, security: Security) -> None:
+    """What can't stand in a header would fail every call, and show itself in the error."""
+    wanted = security.token is not None or bool(security.token_file)
+    sendable = token.isascii() and token.isprintable() and " " not in token
+    if wanted and not (sendable and 0 < len(token) <= _TOKEN_BYTES_MAX):
+        place = security.token_file or "the token"
+        raise InvalidArgument(
+            f"{place}: no token: 1 to {_TOKEN_BYTES_MAX} visible ASCII characters",
+            facts={"field": "token_file" if security.token_file else "token"},
+        )
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key has a passphrase")
+
+
+def _unusable(path: str, error: Exception) -> InvalidArgument:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return InvalidArgument(
+        f"{path}: {reason}",
+        remedy="Give files that this process may read: PEM, of a certificate and its own key; of a "
+        "token nothing but the token.",
+        facts={"file": path},
+    )

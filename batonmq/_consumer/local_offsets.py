@@ -1,0 +1,249 @@
+"""The file in which a member of a broadcasting group keeps its own progress.
+
+One JSON document, replaced whole: written beside, synced, renamed over the old one, the folder
+synced. So at any moment the file is the old one or the new one. A lock file beside it keeps a
+second process away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batonmq._core.ranges import Range
+from batonmq._core.route import QueueId
+from batonmq.errors import BatonError, DataLoss, InvalidArgument
+
+log = logging.getLogger(__name__)
+
+FORMAT = "baton-local-offsets-1"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProgress:
+    """All below `committed` is handled, and so is what is in `acked`."""
+
+    committed: int
+    acked: tuple[Range, ...] = ()
+
+
+@dataclass(slots=True)
+class _Topic:
+    """Progress by queue; None for a queue that was there when the topic was first met."""
+
+    topic_id: int
+    queues: dict[QueueId, LocalProgress | None] = field(default_factory=dict)
+
+
+class LocalOffsets:
+    """Progress of one member.
+
+    Args:
+        path: The file; made, with its folders, when there is none.
+        group: Whose progress it is.
+    """
+
+    def __init__(self, path: Path, group: str) -> None:
+        self._path, self._group = path, group
+        self._topics: dict[str, _Topic] = {}
+        self._lock_file: int | None = None
+        self._dirty = False
+        self._saving = asyncio.Lock()
+        self._writing = threading.Lock()
+        self._version = self._written = 0
+
+    async def open(self) -> None:
+        """Take the file and read it.
+
+        Raises:
+            InvalidArgument: another process has it, it is another group's, or it can't be used.
+            DataLoss: it is damaged.
+        """
+        try:
+            await asyncio.to_thread(self._open)
+        except BaseException:
+            self._unlock()
+            raise
+
+    async def close(self) -> None:
+        """Save, and let another process have the file."""
+        try:
+            if not await self.save():
+                log.error("progress is not saved, the next start repeats file=%s", self._path)
+        finally:
+            self._unlock()
+
+    def meet(self, topic: str, topic_id: int, queues: Iterable[QueueId]) -> bool:
+        """A route has arrived; True if what was known of the topic counts no more.
+
+        Of a topic that was not known, or is another one of the name, all queues are there from
+        the beginning; those that come later are `added`.
+        """
+        known = self._topics.get(topic)
+        if known is not None and known.topic_id == topic_id:
+            return False
+        self._topics[topic] = _Topic(topic_id, dict.fromkeys(queues))
+        self._dirty = True
+        return True
+
+    def added(self, queue: QueueId) -> bool:
+        """Whether the queue came to its topic after this member had met the topic."""
+        topic = self._topics.get(queue.topic)
+        return topic is not None and queue not in topic.queues
+
+    def get(self, queue: QueueId) -> LocalProgress | None:
+        """The progress; None if there is none yet."""
+        topic = self._topics.get(queue.topic)
+        return None if topic is None else topic.queues.get(queue)
+
+    def put(self, queue: QueueId, progress: LocalProgress) -> None:
+        """The progress from now on; durable after the next `save`."""
+        queues = self._topics[queue.topic].queues
+        if queues.get(queue) != progress:
+            queues[queue] = progress
+            self._dirty = True
+
+    async def save(self) -> bool:
+        """Make what was put durable; False if that failed, which the next one makes good."""
+        async with self._saving:
+            if not self._dirty:
+                return True
+            self._dirty = False
+            self._version += 1
+            try:
+                await asyncio.to_thread(self._write, self._version, self._encode())
+            except OSError as error:
+                self._dirty = True
+                log.warning("progress not saved file=%s error=%s", self._path, error)
+                return False
+            except BaseException:
+                self._dirty = True
+                raise
+            return True
+
+    def _open(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            raw = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise InvalidArgument(
+                f"offsets file {self._path} can't be used: {error.strerror}",
+                remedy="Give a path that this process may read and write.",
+                facts={"field": "offsets_file"},
+            ) from error
+        self._topics = self._decode(raw)
+
+    def _lock(self) -> None:
+        mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._lock_file = os.open(self._path.with_name(f"{self._path.name}.lock"), mode, 0o644)
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidArgument(
+                f"offsets file {self._path} is in use by another consumer",
+                remedy="Give every consumer a file of its own.",
+                facts={"field": "offsets_file"},
+            ) from error
+
+    def _unlock(self) -> None:
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    def _write(self, version: int, raw: bytes) -> None:
+        """Also when nobody waits for it any more; then a later one may have come first."""
+        with self._writing:
+            if version > self._written:
+                _replace(self._path, raw)
+                self._written = version
+
+    def _encode(self) -> bytes:
+        topics = {
+            name: {
+                "topic_id": topic.topic_id,
+                "queues": [_queue_out(queue, topic.queues[queue]) for queue in topic.queues],
+            }
+            for name, topic in self._topics.items()
+        }
+        content = {"format": FORMAT, "group": self._group, "topics": topics}
+        return json.dumps(content | {"crc32": _checksum(content)}, indent=1).encode()
+
+    def _decode(self, raw: bytes) -> dict[str, _Topic]:
+        try:
+            content = json.loads(raw)
+            if content.pop("crc32") != _checksum(content):
+                raise self._damaged("its checksum does not match")
+            if content["format"] != FORMAT:
+                raise self._damaged(f"its format {content['format']!r} is not known")
+            topics = {name: _topic_in(name, topic) for name, topic in content["topics"].items()}
+            group = content["group"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(f"it can't be read: {error!r}") from error
+        if group != self._group:
+            raise InvalidArgument(
+                f"offsets file {self._path} is of group {group}, not {self._group}",
+                remedy="Give every group a file of its own.",
+                facts={"field": "offsets_file"},
+            )
+        return topics
+
+    def _damaged(self, why: str) -> BatonError:
+        return DataLoss(
+            f"offsets file {self._path} is damaged: {why}",
+            remedy="Restore it from a copy, or move it away: then the member begins where "
+            "consume_from says.",
+        )
+
+
+def _queue_out(queue: QueueId, progress: LocalProgress | None) -> dict[str, Any]:
+    name = {"broker": queue.broker, "queue_id": queue.queue_id}
+    if progress is None:
+        return name
+    return name | {"committed_offset": progress.committed, "acked": list(progress.acked)}
+
+
+def _topic_in(name: str, topic: Mapping[str, Any]) -> _Topic:
+    made = _Topic(int(topic["topic_id"]))
+    for each in topic["queues"]:
+        progress = None
+        if "committed_offset" in each:
+            acked = tuple((int(first), int(end)) for first, end in each["acked"])
+            progress = LocalProgress(int(each["committed_offset"]), acked)
+        made.queues[QueueId(name, str(each["broker"]), int(each["queue_id"]))] = progress
+    return made
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _replace(path: Path, raw: bytes) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with beside.open("wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

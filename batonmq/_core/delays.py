@@ -1,0 +1,102 @@
+"""When a message that is sent now is to be delivered: a time, a delay, or one of 18 levels."""
+
+from __future__ import annotations
+
+import re
+
+from batonmq.errors import InvalidArgument, LimitExceeded
+
+LEVEL_NAMES = (
+    "1s", "5s", "10s", "30s", "1m", "2m", "3m", "4m", "5m",
+    "6m", "7m", "8m", "9m", "10m", "20m", "30m", "1h", "2h",
+)  # fmt: skip
+"""Delays by level; levels count from 1. Source: RocketMQ messageDelayLevel."""
+AHEAD_MS_MAX = 40 * 24 * 3_600_000
+"""Nothing is scheduled for later than this."""
+_PART = re.compile(r"([0-9]{1,12})(ms|s|m|h|d)")
+_ISO = re.compile(r"P([0-9]{1,12}D)?(?:T([0-9]{1,12}H)?([0-9]{1,12}M)?([0-9]{1,12}S)?)?", re.ASCII)
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+def parse_duration_ms(text: str) -> int:
+    """Milliseconds of numbers with units: ms, s, m, h or d; or of an ISO 8601 duration in days,
+    hours, minutes and seconds, which is what Kafka's tools take.
+
+    Raises:
+        InvalidArgument: it is something else.
+    """
+    iso = _ISO.fullmatch(text)
+    plain = "".join(part for part in iso.groups() if part).lower() if iso else text
+    parts = _PART.findall(plain)
+    if not parts or "".join(number + unit for number, unit in parts) != plain:
+        raise InvalidArgument(
+            f"{text!r} is not a duration",
+            remedy="Use numbers and units, such as 500ms, 10s, 5m, 2h, 7d or 1d12h.",
+            facts={"field": "delay"},
+        )
+    return sum(int(number) * _UNITS_MS[unit] for number, unit in parts)
+
+
+LEVELS_MS = tuple(map(parse_duration_ms, LEVEL_NAMES))
+
+
+def deliver_time(
+    now_unix_ms: int,
+    *,
+    deliver_at_unix_ms: int | None = None,
+    delay_ms: int | None = None,
+    delay_level: int | None = None,
+) -> int:
+    """When to deliver a message that is sent now, Unix milliseconds.
+
+    At most one of the three is given; none means now, as does level 0. A level beyond the last one
+    is the last one. A time that has passed is allowed.
+
+    Raises:
+        InvalidArgument: several are given, or one is negative.
+        LimitExceeded: more than 40 days ahead.
+    """
+    given = {
+        name: value
+        for name, value in (
+            ("deliver_at_unix_ms", deliver_at_unix_ms),
+            ("delay_ms", delay_ms),
+            ("delay_level", delay_level),
+        )
+        if value is not None
+    }
+    if len(given) > 1:
+        raise InvalidArgument(f"{' and '.join(given)} exclude each other")
+    for name, value in given.items():
+        if value < (name == "deliver_at_unix_ms"):
+            raise InvalidArgument(f"{name} is {value}", facts={"field": name})
+    if delay_level is not None:
+        delay_ms = LEVELS_MS[min(delay_level, len(LEVELS_MS)) - 1] if delay_level else 0
+    if deliver_at_unix_ms is None:
+        deliver_at_unix_ms = now_unix_ms + (delay_ms or 0)
+    return check_deliver_time(deliver_at_unix_ms, now_unix_ms)
+
+
+def check_deliver_time(deliver_unix_ms: int, now_unix_ms: int) -> int:
+    """`deliver_unix_ms`, if a message may be scheduled for it.
+
+    Raises:
+        InvalidArgument: it is not a time.
+        LimitExceeded: more than 40 days ahead.
+    """
+    if deliver_unix_ms < 1:
+        raise InvalidArgument(
+            f"deliver_unix_ms is {deliver_unix_ms}", facts={"field": "deliver_unix_ms"}
+        )
+    if deliver_unix_ms - now_unix_ms > AHEAD_MS_MAX:
+        raise LimitExceeded(
+            f"deliver_unix_ms is {deliver_unix_ms - now_unix_ms} ms ahead; "
+            f"the limit is {AHEAD_MS_MAX} ms, 40 days",
+            remedy="Choose a time within the next 40 days.",
+            facts={
+                "field": "deliver_unix_ms",
+                "limit": AHEAD_MS_MAX,
+                "actual": deliver_unix_ms - now_unix_ms,
+            },
+        )
+    return deliver_unix_ms

@@ -1,0 +1,230 @@
+"""The batches of a producer: what goes into which, and what becomes of those that come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from batonmq._producer.broker import BrokerLoop
+from batonmq._producer.losses import Losses
+from batonmq._producer.receipts import ANY, Outcome, Pending, Wish
+from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.topic import TopicQueues
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._connection.directory import Directory, Surroundings
+from batonmq._core.brokers import Brokers
+from batonmq._core.records import Message
+from batonmq._core.route import QueueId
+from batonmq._core.sending import Batch, QueueSender, doubtful
+from batonmq._telemetry.client_metrics import ProducerMetrics
+from batonmq._telemetry.tallies import ProducerTally
+from batonmq.errors import BatonError, NotWritable, Retry, Unreachable
+
+
+class ProducerClosed(Unreachable):
+    """The producer is closed: it takes nothing more, and what was not confirmed may be stored."""
+
+    retry = Retry.NEVER
+    remedy = "Open another Producer; what has no receipt may be stored all the same."
+
+
+class Placing:
+    """See the module.
+
+    Args:
+        start: Runs a loop until the producer is left.
+        metrics: Counts outcomes, if given.
+        tally: Tells of them, if given.
+
+    Attributes:
+        topics: Those that are open, by name.
+        troubled: Brokers to avoid.
+        losses: One-way messages that failed.
+        room: How many bytes more may wait or travel.
+    """
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        directory: Directory,
+        surroundings: Surroundings,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+        *,
+        metrics: ProducerMetrics | None = None,
+        tally: ProducerTally | None = None,
+    ) -> None:
+        self._settings, self._directory = settings, directory
+        self._metrics, self._tally = metrics, tally
+        self._clock, self._random, self._start = surroundings.clock, surroundings.random, start
+        self._packing = settings.packing
+        self.topics: dict[str, TopicQueues] = {}
+        self.troubled = Brokers()
+        self.losses = Losses()
+        self.room = settings.in_flight_bytes_max
+        self._senders: dict[QueueId, QueueSender[Outcome]] = {}
+        self._brokers: dict[str, BrokerLoop] = {}
+        self._landed = asyncio.Event()
+
+    async def admit(self, known: TopicQueues, record: bytes, ordering_key: str | None) -> None:
+        """Wait until there is room for the record, and nothing that it would overtake."""
+        bytes_max = self._settings.in_flight_bytes_max
+        while len(record) > self.room < bytes_max or known.has_to_wait(ordering_key):
+            self._landed.clear()
+            await self._landed.wait()
+
+    def place(
+        self,
+        known: TopicQueues,
+        wish: Wish,
+        message: Message,
+        record: bytes,
+        begin_ms: int | None = None,
+    ) -> tuple[Outcome, int]:
+        """Put the message into a batch.
+
+        Args:
+            begin_ms: When it was handed over; now if None.
+
+        Returns:
+            Outcome of the batch, and the message's index there.
+        """
+        if wish is not ANY and not wish.free:
+            sender = self._sender(known.choose(wish, 0))
+        elif known.current is not None:
+            sender = known.current
+        else:
+            queue = known.choose(wish, self._clock.monotonic_ms())
+            sender = known.current = self._sender(queue)
+        batch = sender.open_batch(len(record))
+        if batch is None:
+            now_ms = self._clock.monotonic_ms() if begin_ms is None else begin_ms
+            batch = sender.begin_batch(Outcome(sender.queue), now_ms)
+            known.next_turn()
+            self._brokers[sender.queue.broker].wake(sender)
+        elif begin_ms is not None:
+            batch.begin_ms = min(batch.begin_ms, begin_ms)
+        index, outcome = batch.builder.add(message, record), batch.token
+        if wish is not ANY:
+            outcome.wishes[index] = wish
+        outcome.bytes_count += len(record)
+        self.room -= len(record)
+        return outcome, index
+
+    def last(self, known: TopicQueues) -> dict[QueueId, Outcome]:
+        """The last batch of each queue of the topic that has one under way."""
+        return {
+            queue: sender.last.token
+            for queue in known.queues
+            if (sender := self._senders.get(queue)) is not None and sender.last is not None
+        }
+
+    async def flush(self) -> None:
+        """Wait until every batch has an outcome, good or bad."""
+        while any(not sender.idle for sender in self._senders.values()):
+            self._landed.clear()
+            await self._landed.wait()
+
+    def abandon(self) -> None:
+        """Tell those who still wait that nobody sends any more."""
+        for sender in self._senders.values():
+            for batch in sender.drop():
+                self.settle(batch, ProducerClosed("the producer was closed"))
+
+    # ---- what the loops of the brokers tell
+
+    def settle(self, batch: Batch[Outcome], outcome: pb.AppendReceipt | BatonError) -> None:
+        """The batch has its outcome."""
+        batch.token.settle(outcome)
+        self._gave_back(batch)
+        now_ms = self._clock.monotonic_ms()
+        error = outcome if isinstance(outcome, BatonError) else None
+        if error is not None:
+            one_way = sum(wish.one_way for wish in batch.token.wishes.values())
+            self.losses.add(one_way, error, now_ms)
+        topic, count = batch.token.queue.topic, batch.builder.count
+        if self._metrics is not None:
+            self._metrics.settled(topic, count, now_ms - batch.begin_ms, error)
+        if self._tally is not None:
+            size = (count, batch.token.bytes_count)
+            self._tally.settled(topic, size, now_ms - batch.begin_ms, stored=error is None)
+
+    def takes(self, queue: QueueId) -> bool:
+        """Whether the queue takes messages, as far as is known here."""
+        known = self.topics.get(queue.topic)
+        return known is None or queue in known.queues
+
+    def move(self, sender: QueueSender[Outcome], error: BatonError) -> None:
+        """Give what waits for a queue that takes no messages to others of the topic."""
+        known = self.topics.get(sender.queue.topic)
+        for batch in (sender.refused(), *sender.drop()):
+            if known is None or (batch.unsure and not isinstance(error, NotWritable)):
+                self.settle(batch, doubtful(error) if batch.unsure else error)
+            else:
+                self._place_anew(known, batch)
+
+    def answered(self, broker: str, latency_ms: int) -> None:
+        """The broker has done what it was asked."""
+        self.troubled.answered(broker, latency_ms, self._clock.monotonic_ms())
+
+    def avoid(self, broker: str) -> None:
+        """The broker is in trouble: what may go to others goes there."""
+        self.troubled.failed(broker, self._clock.monotonic_ms())
+        for known in self.topics.values():
+            known.avoid(broker)
+
+    def relieve(self, sender: QueueSender[Outcome]) -> None:
+        """Give what is not stored, and may go to any queue, to brokers that may take it.
+
+        Batches with a message that asks for its queue stay whole.
+        """
+        known = self.topics.get(sender.queue.topic)
+        if known is None:
+            return
+        now_ms = self._clock.monotonic_ms()
+        count_max = self.troubled.takes_count(known.queues, sender.queue.broker, now_ms)
+        for batch in sender.take_away(lambda one: not one.unsure and one.token.free, count_max):
+            self._place_anew(known, batch)
+
+    # ---- within
+
+    def _place_anew(self, known: TopicQueues, batch: Batch[Outcome]) -> None:
+        """Put the messages of a batch, which is not stored, into others."""
+        moved = [
+            self._placed_anew(known, batch.token.wishes.get(index, ANY), message, batch.begin_ms)
+            for index, message in enumerate(batch.builder.messages())
+        ]
+        batch.token.move(moved)
+        self._gave_back(batch)
+
+    def _placed_anew(
+        self, known: TopicQueues, wish: Wish, message: tuple[Message, bytes], begin_ms: int
+    ) -> Pending:
+        try:
+            return Pending(*self.place(known, wish, *message, begin_ms))
+        except BatonError as error:
+            self.losses.add(int(wish.one_way), error, self._clock.monotonic_ms())
+            refused = Outcome(wish.queue or QueueId("", "", 0))
+            refused.settle(error)
+            return Pending(refused, 0)
+
+    def _gave_back(self, batch: Batch[Outcome]) -> None:
+        self.room += batch.token.bytes_count
+        self._landed.set()
+
+    def _sender(self, queue: QueueId) -> QueueSender[Outcome]:
+        sender = self._senders.get(queue)
+        if sender is None:
+            sender = self._senders[queue] = QueueSender(
+                queue,
+                self._random.getrandbits(63) or 1,
+                self._settings.batch_bytes_max,
+                self._settings.batch_messages_max,
+                self._packing,
+            )
+            if queue.broker not in self._brokers:
+                loop = BrokerLoop(queue.broker, self._settings, self._directory, self._clock, self)
+                self._brokers[queue.broker] = loop
+                self._start(loop.run())
+        return sender

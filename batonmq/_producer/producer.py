@@ -1,0 +1,411 @@
+"""Sends messages: many concurrent sends become few batches, retries never store twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, overload
+
+from batonmq._producer.placing import Placing, ProducerClosed
+from batonmq._producer.receipts import ANY, Pending, Receipt, Wish
+from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.topic import TopicQueues
+
+from batonmq._common.aio import Lines, only_error, unless
+from batonmq._connection.directory import Directory, Surroundings
+from batonmq._connection.routes import follow_route, wait_for_route
+from batonmq._core.delays import deliver_time
+from batonmq._core.records import Message, encode_record
+from batonmq._core.route import QueueId
+from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt, Scheduling
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq._telemetry.client_stream import ClientStream
+from batonmq._telemetry.publishing import PRODUCER
+from batonmq._telemetry.tallies import ProducerTally
+from batonmq.errors import BatonError, Unreachable
+
+log = logging.getLogger(__name__)
+
+
+class Producer:
+    """Sends messages to topics. Use it as an async context manager; share one per process.
+
+    Args:
+        nameserver: host:port of a nameserver; several separated by commas.
+        client_id: Names it where it tells of itself; by default host and a random part.
+        metrics: Counts what happens here, if given.
+        surroundings: Clock, randomness and transport; the real ones by default.
+
+    Every send is idempotent: a batch that had to be repeated is stored once, and the receipt is
+    that of the first time, also when the storage node was killed in between.
+
+    Leaving the block closes it, see `close`; leaving it by an error waits for nothing: what has no
+    outcome then fails, stored or not.
+    """
+
+    def __init__(
+        self,
+        nameserver: str,
+        settings: ProducerSettings | None = None,
+        *,
+        client_id: str = "",
+        metrics: ClientMetrics | None = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        self._settings = settings or ProducerSettings()
+        outside = (surroundings or Surroundings()).secured(self._settings.security)
+        self._metrics = None if metrics is None else metrics.of_producer()
+        self._clock = outside.clock
+        self._directory = Directory(nameserver, outside.random, outside.connect)
+        self._tasks = asyncio.TaskGroup()
+        self._loops: list[asyncio.Task[None]] = []
+        self._lines, self._closing = Lines(), asyncio.Event()
+        self._stream: ClientStream | None = None
+        tally: ProducerTally | None = None
+        if self._settings.metrics_stream:
+            name = client_id or f"{socket.gethostname()}-{outside.random.getrandbits(64):016x}"
+            self._stream = stream_of(name, nameserver, outside)
+            tally = ProducerTally(self._stream.hub, name)
+        self._placing = Placing(
+            self._settings,
+            self._directory,
+            outside,
+            self._start,
+            metrics=self._metrics,
+            tally=tally,
+        )
+        self._scheduling = Scheduling(
+            self._directory, self._clock, outside.random, self._tasks, self._settings
+        )
+
+    async def __aenter__(self) -> Producer:
+        await self._tasks.__aenter__()
+        if self._metrics is not None:
+            bound = self._settings.in_flight_bytes_max
+            self._metrics.watch(lambda: bound - self._placing.room)
+        if self._stream is not None:
+            self._loops.append(self._stream.start(self._tasks))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                await self.close()
+                if self._stream is not None:
+                    await self._stream.close()
+        finally:
+            self._closing.set()
+            self._scheduling.close()
+            for task in self._loops:
+                task.cancel()
+            try:
+                await self._tasks.__aexit__(kind, error, trace)
+            except BaseExceptionGroup as group:
+                if (only := only_error(group)) is not error:
+                    raise only from None
+            finally:
+                self._placing.abandon()
+                if self._metrics is not None:
+                    self._metrics.unwatch()
+                await self._directory.close()
+
+    @overload
+    async def send(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = ...,
+        keys: Sequence[str] = ...,
+        properties: Mapping[str, str] | None = ...,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+    ) -> Receipt: ...
+
+    @overload
+    async def send(
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = ...,
+        keys: Sequence[str] = ...,
+        properties: Mapping[str, str] | None = ...,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+        deliver_at_unix_ms: int | None = ...,
+        delay_ms: int | None = ...,
+        delay_level: int | None = ...,
+    ) -> ScheduleReceipt: ...
+
+    async def send(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueId | None = None,
+        deliver_at_unix_ms: int | None = None,
+        delay_ms: int | None = None,
+        delay_level: int | None = None,
+    ) -> Receipt | ScheduleReceipt:
+        """Send one message and wait until it is as safe as the settings ask.
+
+        With one of the last three it is stored now, durably, and becomes visible later; the receipt
+        then is a `ScheduleReceipt`. Until then `cancel` takes it back.
+
+        Args:
+            body: At most 4 MiB.
+            tag: For filters; at most 127 bytes, no white space, no `|`.
+            keys: For look-ups.
+            properties: At most 32 KiB.
+            ordering_key: Messages with the same key go to the same queue, in the order in which
+                this producer was given them. When queues are added, few keys move to a new queue:
+                such a message leaves once what was under way of its key has its outcome.
+            queue: Exactly this queue.
+            deliver_at_unix_ms: When, up to 40 days ahead; a time that has passed means at once.
+            delay_ms: How much later than now, by this machine's clock.
+            delay_level: 1 to 18 for 1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h.
+
+        Raises:
+            TopicNotFound: there is no such topic.
+            LimitExceeded: the message is too large, or its time too far ahead.
+            Unreachable: no outcome within the delivery timeout: the message may be stored or not.
+            BatonError: as storage refused it.
+        """
+        message = Message(body, tag, tuple(keys), properties or {})
+        if not (deliver_at_unix_ms is delay_ms is delay_level is None):
+            when = (deliver_at_unix_ms, delay_ms, delay_level)
+            return await (await self._schedule(topic, message, when, Wish(ordering_key, queue)))
+        record = encode_record(message)
+        known = self._ready(topic, record, ordering_key) or await self._admitted(
+            topic, record, ordering_key
+        )
+        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
+        outcome, index = self._placing.place(known, wish, message, record)
+        return await outcome.wait(index)
+
+    @overload
+    async def submit(
+        self,
+        topic: str,
+        message: Message,
+        *,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+    ) -> Pending: ...
+
+    @overload
+    async def submit(
+        self,
+        topic: str,
+        message: Message,
+        *,
+        ordering_key: str | None = ...,
+        queue: QueueId | None = ...,
+        deliver_at_unix_ms: int | None = ...,
+        delay_ms: int | None = ...,
+        delay_level: int | None = ...,
+    ) -> PendingSchedule: ...
+
+    async def submit(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        message: Message,
+        *,
+        ordering_key: str | None = None,
+        queue: QueueId | None = None,
+        deliver_at_unix_ms: int | None = None,
+        delay_ms: int | None = None,
+        delay_level: int | None = None,
+    ) -> Pending | PendingSchedule:
+        """Hand over a message; waits only while too many bytes are in flight.
+
+        The last three are as for `send`. Messages for the same time are delivered in the order in
+        which they were stored: await a receipt before the next `submit` where that matters.
+
+        Returns:
+            What to await for the receipt. Errors of the sending are raised there.
+
+        Raises:
+            TopicNotFound, LimitExceeded: as `send`.
+            ProducerClosed: the producer is closed.
+        """
+        if not (deliver_at_unix_ms is delay_ms is delay_level is None):
+            when = (deliver_at_unix_ms, delay_ms, delay_level)
+            return await self._schedule(topic, message, when, Wish(ordering_key, queue))
+        record = encode_record(message)
+        known = self._ready(topic, record, ordering_key) or await self._admitted(
+            topic, record, ordering_key
+        )
+        wish = ANY if ordering_key is None and queue is None else Wish(ordering_key, queue)
+        return Pending(*self._placing.place(known, wish, message, record))
+
+    async def send_one_way(  # noqa: PLR0913  keyword-only, each with a default
+        self,
+        topic: str,
+        body: bytes,
+        *,
+        tag: str = "",
+        keys: Sequence[str] = (),
+        properties: Mapping[str, str] | None = None,
+        ordering_key: str | None = None,
+        queue: QueueId | None = None,
+    ) -> None:
+        """Hand over a message whose receipt nobody wants; waits only as `submit` does.
+
+        It is repeated, and stored once, like any other. If it fails all the same, that is counted
+        in `one_way_failures`, and the log tells of it at most every 10 s. `flush` waits for its
+        outcome, as leaving the producer does. Arguments and their limits are those of `send`.
+
+        Raises:
+            TopicNotFound, LimitExceeded: as `send`.
+            ProducerClosed: the producer is closed.
+        """
+        message = Message(body, tag, tuple(keys), properties or {})
+        record = encode_record(message)
+        known = self._ready(topic, record, ordering_key) or await self._admitted(
+            topic, record, ordering_key
+        )
+        self._placing.place(known, Wish(ordering_key, queue, one_way=True), message, record)
+
+    @property
+    def one_way_failures(self) -> int:
+        """How many messages of `send_one_way` have failed since the producer was made."""
+        return self._placing.losses.count
+
+    async def cancel(self, schedule_id: str) -> None:
+        """Take back a message that was sent for later.
+
+        Args:
+            schedule_id: Of its receipt, whoever sent it.
+
+        Raises:
+            NotScheduled: it is delivered, or cancelled: perhaps by this very call, if an answer was
+                lost on the way and it had to be repeated.
+            Unreachable: no outcome within the delivery timeout: it may be cancelled or not.
+        """
+        await self._scheduling.cancel(schedule_id)
+
+    async def flush(self) -> None:
+        """Wait until every message handed over has an outcome, good or bad."""
+        await self._scheduling.flush()
+        await self._placing.flush()
+
+    async def close(self) -> None:
+        """Take nothing more, and wait until every message handed over has an outcome.
+
+        Those of `send_one_way` and those for later count too. What is sent from now on, and what
+        still waits for room or for its topic, is refused with `ProducerClosed`. Doing it again is
+        harmless; the end of the block does it by itself.
+        """
+        self._closing.set()
+        await self.flush()
+
+    def _ready(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues | None:
+        """The topic; None if the record has to wait for anything."""
+        known = self._placing.topics.get(topic)
+        waits = (
+            known is None
+            or self._closing.is_set()
+            or len(record) > self._placing.room
+            or (self._lines.count and (topic, ordering_key) in self._lines)
+            or (ordering_key is not None and known.has_to_wait(ordering_key))
+        )
+        return None if waits else known
+
+    async def _admitted(self, topic: str, record: bytes, ordering_key: str | None) -> TopicQueues:
+        """The topic, once it is the record's turn: nothing of its key overtakes it."""
+        begin_ms = self._clock.monotonic_ms()
+        async with self._lines.turn((topic, ordering_key)):
+            known = self._placing.topics.get(topic)
+            if known is None:
+                known = await self._open_topic(topic, self._clock.monotonic_ms() - begin_ms)
+            self._refuse_if_closing()
+            await self._placing.admit(known, record, ordering_key)
+            self._refuse_if_closing()
+            return known
+
+    def _refuse_if_closing(self) -> None:
+        if self._closing.is_set():
+            raise ProducerClosed(
+                "the producer is closed", remedy="Open another Producer: this message was not sent."
+            )
+
+    async def _schedule(
+        self,
+        topic: str,
+        message: Message,
+        when: tuple[int | None, int | None, int | None],
+        wish: Wish,
+    ) -> PendingSchedule:
+        at_unix_ms, delay_ms, level = when
+        deliver_unix_ms = deliver_time(
+            self._clock.unix_ms(),
+            deliver_at_unix_ms=at_unix_ms,
+            delay_ms=delay_ms,
+            delay_level=level,
+        )
+        record = encode_record(message)
+        known = self._placing.topics.get(topic) or await self._open_topic(topic)
+
+        def choose() -> QueueId:
+            queue = known.choose(wish, self._clock.monotonic_ms())
+            known.next_turn()
+            return queue
+
+        await self._scheduling.admit(record)
+        self._refuse_if_closing()
+        return self._scheduling.submit(message, record, deliver_unix_ms, choose)
+
+    async def _open_topic(self, topic: str, waited_ms: int = 0) -> TopicQueues:
+        """The topic, once a nameserver has told of it.
+
+        Raises:
+            TopicNotFound: there is no such topic.
+            Unreachable: nobody tells, or the producer is closed.
+        """
+        timeout_ms = self._settings.delivery_timeout_ms - waited_ms
+        if timeout_ms <= 0:
+            raise Unreachable(f"no nameserver told of topic {topic} in time")
+        route = await unless(self._closing, wait_for_route(self._directory, topic, timeout_ms))
+        self._refuse_if_closing()
+        assert route is not None
+        topics = self._placing.topics
+        known = topics.get(topic)
+        if known is None:
+            known = topics[topic] = TopicQueues(route, self._placing.troubled)
+            self._start(self._follow(topic, known))
+        return known
+
+    async def _follow(self, topic: str, known: TopicQueues) -> None:
+        try:
+            await follow_route(
+                self._directory,
+                topic,
+                lambda route: known.change(route, self._placing.last(known)),
+            )
+        except BatonError as error:
+            log.warning("topic lost topic=%s error=%s", topic, error)
+            self._placing.topics.pop(topic, None)
+
+    def _start(self, loop: Coroutine[Any, Any, None]) -> None:
+        self._loops.append(self._tasks.create_task(loop))
+
+
+def stream_of(client_id: str, nameserver: str, outside: Surroundings) -> ClientStream:
+    """The stream of a client, with a producer of its own."""
+    return ClientStream(
+        client_id, outside, lambda: Producer(nameserver, PRODUCER, surroundings=outside)
+    )

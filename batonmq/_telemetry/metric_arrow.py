@@ -1,0 +1,257 @@
+"""Events of the metrics streams as Arrow columns; needs pyarrow.
+
+Rows of one kind are made at a time, column by column, so that what an event costs is little more
+than reading its fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from baton.common.v1.queue_pb2 import GroupQueue
+from baton.metrics.v1.metrics_service_pb2 import MetricEvent
+from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS, NO_KIND, Getter, unknown_kind
+
+Int64Array = npt.NDArray[np.int64]
+Column = Callable[[Sequence[Any]], pa.Array]
+"""Makes a column of the messages of one kind."""
+
+TYPES: Mapping[str, pa.DataType] = {
+    "string": pa.string(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "bigints": pa.list_(pa.field("element", pa.int64())),
+    "texts": pa.map_(pa.field("key", pa.string(), nullable=False), pa.field("value", pa.string())),
+    "binary": pa.binary(),
+}
+EVENTS: pa.Schema = pa.schema([(name, TYPES[kind]) for name, kind in EVENT_COLUMNS.items()])
+"""Columns of an event."""
+
+_PACKED = pa.ipc.IpcWriteOptions(compression="lz4")
+_LENGTH_DELIMITED = 2
+_LAST_COMMON_FIELD = 9
+
+
+@dataclass(frozen=True, slots=True)
+class EventRows:
+    """Events, those of one kind after those of another.
+
+    Attributes:
+        rows: With the columns EVENTS.
+        places: Shape (rows,): which of the events each row is.
+    """
+
+    rows: pa.RecordBatch
+    places: Int64Array
+
+
+def event_rows(events: Sequence[MetricEvent]) -> EventRows:
+    """The columns of events."""
+    by_kind: defaultdict[str | None, list[int]] = defaultdict(list)
+    for place, event in enumerate(events):
+        by_kind[event.WhichOneof("kind")].append(place)
+    parts = [
+        rows_of_kind(kind, [events[place] for place in places]) for kind, places in by_kind.items()
+    ]
+    order = np.fromiter(chain.from_iterable(by_kind.values()), np.int64, len(events))
+    return EventRows(one_batch(parts, EVENTS), order)
+
+
+def encode_events(events: Sequence[MetricEvent]) -> bytes:
+    """`MetricBatch.arrow`: one Arrow IPC stream of the events, in their order, its buffers in lz4.
+
+    Most columns of an event are empty: packed, an event takes 35 bytes and not 218.
+    """
+    found = event_rows(events)
+    rows = found.rows.take(pa.array(np.argsort(found.places)))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, EVENTS, options=_PACKED) as writer:
+        writer.write_batch(rows)
+    encoded: bytes = sink.getvalue().to_pybytes()
+    return encoded
+
+
+def decode_events(encoded: bytes) -> list[pa.RecordBatch]:
+    """Inverse of `encode_events`, with the columns EVENTS.
+
+    Columns that a newer service has besides are left out, those that an older one lacks are null.
+
+    Raises:
+        pyarrow.ArrowInvalid: it is no Arrow IPC stream, or a column has another type.
+    """
+    with pa.ipc.open_stream(encoded) as reader:
+        batches: list[pa.RecordBatch] = list(reader)
+    for batch in batches:
+        batch.validate()
+    return [batch if batch.schema.equals(EVENTS) else _as_events(batch) for batch in batches]
+
+
+def one_batch(parts: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    table = pa.Table.from_batches(parts, schema).combine_chunks()
+    batches = table.to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema)
+
+
+def _as_events(batch: pa.RecordBatch) -> pa.RecordBatch:
+    names = set(batch.schema.names)
+    columns = [
+        batch.column(field.name).cast(field.type)
+        if field.name in names
+        else pa.nulls(batch.num_rows, field.type)
+        for field in EVENTS
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=EVENTS)
+
+
+def timestamps(unix_ms: Int64Array) -> pa.Array:
+    """A column of times."""
+    return pa.array(unix_ms * 1_000).cast(TYPES["timestamp"])
+
+
+def rows_of_kind(kind: str | None, events: Sequence[MetricEvent]) -> pa.RecordBatch:
+    """Rows of events of one kind."""
+    count = len(events)
+    columns = queue_columns([event.queue.SerializeToString() for event in events])
+    times = np.fromiter(map(attrgetter("unix_ms"), events), np.int64, count)
+    columns["time"] = timestamps(times)
+    if kind is None:
+        names, payloads = zip(*map(_unknown, events), strict=True)
+        columns["kind"] = pa.array(names, pa.string())
+        columns["payload"] = pa.array(payloads, pa.binary())
+    else:
+        columns["kind"] = pa.repeat(pa.scalar(kind, pa.string()), count)
+        messages = list(map(attrgetter(kind), events))
+        for name, column in _plan(kind).items():
+            columns[name] = column(messages)
+    return filled(columns, count)
+
+
+def filled(columns: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
+    """Rows with the columns EVENTS; those that are not given are null."""
+    arrays = [
+        columns[field.name] if field.name in columns else pa.nulls(count, field.type)
+        for field in EVENTS
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=EVENTS)
+
+
+def queue_columns(encoded: Iterable[bytes]) -> dict[str, pa.Array]:
+    """The columns of the queues of events, of which there are few; empty where there is none."""
+    codes: dict[bytes, int] = {}
+    places = [codes.setdefault(each, len(codes)) for each in encoded]
+    queues = list(map(GroupQueue.FromString, codes))
+    columns = {
+        "consumer_group": [queue.group or None for queue in queues],
+        "topic": [queue.queue.topic or None for queue in queues],
+        "broker": [queue.queue.broker or None for queue in queues],
+        "queue_id": [
+            signed(queue.queue.queue_id, 32) if queue.HasField("queue") else None
+            for queue in queues
+        ],
+    }
+    taken = pa.array(np.array(places, np.int32))
+    return {
+        name: pa.array(values, TYPES[EVENT_COLUMNS[name]]).take(taken)
+        for name, values in columns.items()
+    }
+
+
+def _unknown(event: MetricEvent) -> tuple[str, bytes | None]:
+    """Kind and bytes of an event of a kind that is not known here."""
+    for one in UnknownFieldSet(event):  # type: ignore[attr-defined]  # its stub has no __iter__
+        if one.wire_type == _LENGTH_DELIMITED and one.field_number > _LAST_COMMON_FIELD:
+            return unknown_kind(one.field_number), one.data
+    return NO_KIND, None
+
+
+@cache
+def _plan(kind: str) -> Mapping[str, Column]:
+    """How the columns of a kind are made of its messages."""
+    meant = KINDS.get(kind)
+    if meant is None:
+        return {}
+    message = MetricEvent.DESCRIPTOR.fields_by_name[kind].message_type
+    assert message is not None
+    plan: dict[str, Column] = {}
+    for name, getter in meant.columns.items():
+        described = message.fields_by_name.get(getter) if isinstance(getter, str) else None
+        enum = described.enum_type if described is not None else None
+        plan[name] = _column(_getting(getter), EVENT_COLUMNS[name], enum)
+    if meant.attrs:
+        plan["attrs"] = _attrs({name: _getting(getter) for name, getter in meant.attrs.items()})
+    return plan
+
+
+def _getting(getter: Getter) -> Callable[[Any], Any]:
+    return attrgetter(getter) if isinstance(getter, str) else getter
+
+
+def _column(get: Callable[[Any], Any], kind: str, enum: EnumDescriptor | None) -> Column:
+    arrow = TYPES[kind]
+    if kind == "bigints":
+        return lambda messages: _lists([get(each) for each in messages])
+    if enum is not None:
+        names = enum_names(enum)
+        return lambda messages: pa.array(
+            [names.get(value, str(value)) for value in map(get, messages)], arrow
+        )
+    if kind == "string":
+        return lambda messages: pa.array([text or None for text in map(get, messages)], arrow)
+    return lambda messages: pa.array(
+        [None if value is None else signed(value) for value in map(get, messages)], arrow
+    )
+
+
+def signed(value: int, bits: int = 64) -> int:
+    """As it comes, but for what no column has room for: that is taken for negative."""
+    return value if value < 1 << (bits - 1) else value - (1 << bits)
+
+
+def _lists(lists: Sequence[Sequence[int]]) -> pa.Array:
+    ends = np.cumsum([0, *map(len, lists)], dtype=np.int32)
+    values = np.fromiter(chain.from_iterable(lists), np.int64, int(ends[-1]))
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), type=TYPES["bigints"])
+
+
+def enum_names(enum: EnumDescriptor) -> dict[int, str | None]:
+    """Names of an enumeration without its prefix; none for the value that says nothing."""
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
+    names: dict[int, str | None] = {
+        number: value.name.removeprefix(prefix) for number, value in enum.values_by_number.items()
+    }
+    return names | {0: None}
+
+
+def _attrs(getters: Mapping[str, Callable[[Any], Any]]) -> Column:
+    def column(messages: Sequence[Any]) -> pa.Array:
+        found: list[list[tuple[str, str]]] = [[] for _ in messages]
+        for name, get in getters.items():
+            for pairs, value in zip(found, map(get, messages), strict=True):
+                if value:
+                    pairs.append((name, _text(value)))
+        if not any(found):
+            return pa.nulls(len(messages), TYPES["texts"])
+        return pa.array([pairs or None for pairs in found], TYPES["texts"])
+
+    return column
+
+
+def _text(value: object) -> str:
+    return "true" if value is True else str(value)

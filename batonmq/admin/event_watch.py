@@ -1,0 +1,80 @@
+"""Follows the live events of every node of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc.aio
+
+from baton.metrics.v1 import metrics_service_pb2 as pb
+from baton.metrics.v1 import metrics_service_pb2_grpc as pb_grpc
+from batonmq._common.rpc import from_rpc_error
+from batonmq._connection.directory import Directory, Surroundings
+from batonmq._connection.security import Security
+from batonmq.errors import BatonError
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 5.0
+
+
+class EventWatch:
+    """Watches each node that a nameserver tells of, also those that come later.
+
+    Args:
+        nameserver: host:port of a nameserver; several separated by commas.
+        take: Is given each batch.
+        security: How to use TLS; None for none.
+
+    Attributes:
+        following: Addresses of the nodes that are listened to at the moment.
+    """
+
+    def __init__(
+        self,
+        nameserver: str,
+        take: Callable[[pb.MetricBatch], None],
+        surroundings: Surroundings | None = None,
+        *,
+        security: Security | None = None,
+    ) -> None:
+        outside = (surroundings or Surroundings()).secured(security)
+        self._directory = Directory(nameserver, outside.random, outside.connect)
+        self._connect, self._take = outside.connect, take
+        self.following: set[str] = set()
+
+    async def run(self) -> None:
+        """Follow for ever; to be run as one task.
+
+        Raises:
+            BatonError: no nameserver answers at the start.
+        """
+        try:
+            nodes = await self._directory.refresh()
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    for address in {node.address for node in nodes} - self.following:
+                        self.following.add(address)
+                        tasks.create_task(self._follow(address))
+                    await asyncio.sleep(LOOK_INTERVAL_S)
+                    try:
+                        nodes = await self._directory.refresh()
+                    except BatonError as error:
+                        log.debug("nodes not refreshed error=%s", error)
+        finally:
+            await self._directory.close()
+
+    async def _follow(self, address: str) -> None:
+        """Until the node goes away; if it is still registered then, it is followed anew."""
+        channel = self._connect(address)
+        try:
+            call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())
+            async for answer in call:
+                self._take(answer.batch)
+        except grpc.aio.AioRpcError as error:
+            log.debug("node not followed address=%s error=%s", address, from_rpc_error(error))
+        finally:
+            self.following.discard(address)
+            await channel.close()

@@ -1,0 +1,310 @@
+"""What `Admin` answers of consumer groups: plain values, made from the services' messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from batonmq._common.rpc import error_from_pb
+from batonmq._core.route import QueueId
+from batonmq.admin.reports import Lock, enum_name, queue_from_pb
+from batonmq.errors import BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """One topic of a group, and the tags the group wants of it."""
+
+    topic: str
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live member of a group.
+
+    Attributes:
+        differs: It asks for another subscription than the group has.
+    """
+
+    client_id: str
+    incarnation_id: int
+    host: str
+    join_unix_ms: int
+    differs: bool = False
+    room: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The member a queue is dealt to; None for nobody."""
+
+    topic: str
+    broker: str
+    queue_id: int
+    client_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The next subscription of a group; once `draining`, all queues are being given back."""
+
+    subscriptions: tuple[Subscription, ...]
+    draining: bool
+    since_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Who has stopped the deliveries of a group, why and when."""
+
+    by: str
+    reason: str
+    since_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A consumer group, members by client id.
+
+    Attributes:
+        policy: What happens to other subscriptions: reject, staged, staged_latest or warn.
+        ownership: Whether queues are owned: on or off.
+        strategy: How queues are dealt out: sticky, average, average_by_circle, consistent_hash
+            or machine_room.
+        assignments: By topic, broker and queue; none for a broadcasting group.
+        staged: None if no other subscription waits.
+        pause: None if the group is not paused.
+    """
+
+    name: str
+    generation: int
+    members: tuple[Member, ...]
+    subscriptions: tuple[Subscription, ...]
+    subscription_generation: int
+    model: str
+    consume_from: str
+    orderly: bool
+    policy: str
+    ownership: str
+    strategy: str
+    assignments: tuple[Assignment, ...]
+    staged: Staged | None
+    pause: Pause | None
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedClient:
+    """A client that is not let into a group at this time; the error has every difference."""
+
+    client_id: str
+    incarnation_id: int
+    host: str
+    since_unix_ms: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class QueueProgress:
+    """How far a group is on one queue, and who has the queue.
+
+    Attributes:
+        committed_offset: Everything below is handled; None if the group never had the queue.
+        log_end_offset: Offset of the next message to arrive.
+        lag: Messages between the two.
+        unacked_count: Messages that were delivered and not acked.
+        client_id: The owner; None if nobody owns the queue.
+        host: The owner's host, if it is a live member.
+        token: The present fencing token.
+        assigned: The member that the queue is dealt to; None for nobody.
+    """
+
+    group: str
+    topic: str
+    broker: str
+    queue_id: int
+    committed_offset: int | None
+    log_end_offset: int | None
+    lag: int | None
+    unacked_count: int | None
+    client_id: str | None
+    host: str | None
+    token: int | None
+    assigned: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """A group and its progress by topic, broker and queue.
+
+    Attributes:
+        refused: Clients that are not let in at this time, by client id.
+    """
+
+    group: Group
+    queues: tuple[QueueProgress, ...]
+    refused: tuple[RefusedClient, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why a group is not moving on a queue, or that it is. None where a value is not known.
+
+    Attributes:
+        reason: A `baton.nameserver.v1.StuckReason` without its prefix.
+        message: The same in a sentence, with the values.
+        remedy: What to do; empty where nothing has to be done.
+        evidence: Values behind it, as the comment of the reason lists them.
+        lag: Messages that are not handled yet.
+        lag_ms: Age of the oldest of them; 0 if there is none.
+        client_id: The owner; None if nobody owns the queue.
+        unmoved_ms: Since the committed offset was seen to move.
+    """
+
+    group: str
+    topic: str
+    broker: str
+    queue_id: int
+    reason: str
+    message: str
+    remedy: str
+    evidence: Mapping[str, str]
+    lag: int | None
+    lag_ms: int | None
+    committed_offset: int | None
+    log_end_offset: int | None
+    client_id: str | None
+    unmoved_ms: int | None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something has to be mended."""
+        return self.reason not in ("MOVING", "IDLE", "FILTERED")
+
+
+def group_from_pb(group: pb.Group) -> Group:
+    """As the nameserver tells it."""
+    model = group.model or pb.MESSAGE_MODEL_CLUSTERING
+    consume_from = group.consume_from or pb.CONSUME_FROM_LAST
+    policy = group.policy or pb.SUBSCRIPTION_POLICY_REJECT
+    ownership = group.ownership or pb.OWNERSHIP_ON
+    strategy = group.strategy or pb.STRATEGY_STICKY
+    staged, pause = group.staged, group.pause
+    return Group(
+        name=group.name,
+        generation=group.generation,
+        members=tuple(
+            Member(
+                m.incarnation.client_id,
+                m.incarnation.incarnation_id,
+                m.host,
+                m.join_unix_ms,
+                m.differs,
+                m.room,
+            )
+            for m in group.members
+        ),
+        subscriptions=_subscriptions(group.subscriptions),
+        subscription_generation=group.subscription_generation,
+        model=enum_name(pb.MessageModel.Name, model, "MESSAGE_MODEL_").lower(),
+        consume_from=enum_name(pb.ConsumeFrom.Name, consume_from, "CONSUME_FROM_").lower(),
+        orderly=group.orderly,
+        policy=enum_name(pb.SubscriptionPolicy.Name, policy, "SUBSCRIPTION_POLICY_").lower(),
+        ownership=enum_name(pb.Ownership.Name, ownership, "OWNERSHIP_").lower(),
+        strategy=enum_name(pb.Strategy.Name, strategy, "STRATEGY_").lower(),
+        assignments=tuple(_assignments(group)),
+        staged=Staged(_subscriptions(staged.subscriptions), staged.draining, staged.since_unix_ms)
+        if group.HasField("staged")
+        else None,
+        pause=Pause(pause.by, pause.reason, pause.since_unix_ms)
+        if group.HasField("pause")
+        else None,
+    )
+
+
+def refused_from_pb(refused: pb.RefusedClient) -> RefusedClient:
+    """As the nameserver tells it."""
+    return RefusedClient(
+        client_id=refused.incarnation.client_id,
+        incarnation_id=refused.incarnation.incarnation_id,
+        host=refused.host,
+        since_unix_ms=refused.since_unix_ms,
+        error=error_from_pb(refused.error),
+    )
+
+
+def diagnosis_from_pb(found: pb.Diagnosis) -> Diagnosis:
+    """As the nameserver tells it."""
+    queue = found.queue.queue
+    return Diagnosis(
+        group=found.queue.group,
+        topic=queue.topic,
+        broker=queue.broker,
+        queue_id=queue.queue_id,
+        reason=enum_name(pb.StuckReason.Name, found.reason, "STUCK_REASON_"),
+        message=found.message,
+        remedy=found.remedy,
+        evidence=dict(found.evidence),
+        lag=_known(found.lag_count),
+        lag_ms=_known(found.lag_ms),
+        committed_offset=_known(found.committed_offset),
+        log_end_offset=_known(found.next_offset),
+        client_id=found.owner or None,
+        unmoved_ms=_known(found.unmoved_ms),
+    )
+
+
+def join_progress(
+    group: Group,
+    queues: Collection[QueueId],
+    progress: Iterable[offsets_pb.Progress],
+    locks: Iterable[Lock],
+    log_ends: Mapping[QueueId, int],
+) -> tuple[QueueProgress, ...]:
+    """One row for each of `queues`, ascending, from whatever the services told."""
+    known = {queue_from_pb(found.queue.queue): found for found in progress}
+    owners = {QueueId(lock.topic, lock.broker, lock.queue_id): lock for lock in locks}
+    hosts = {member.client_id: member.host for member in group.members}
+    dealt = {QueueId(a.topic, a.broker, a.queue_id): a.client_id for a in group.assignments}
+    rows = []
+    for queue in sorted(queues):
+        found, lock, end = known.get(queue), owners.get(queue), log_ends.get(queue)
+        committed = found.committed_offset if found else None
+        client_id = lock.client_id if lock else None
+        rows.append(
+            QueueProgress(
+                group=group.name,
+                topic=queue.topic,
+                broker=queue.broker,
+                queue_id=queue.queue_id,
+                committed_offset=committed,
+                log_end_offset=end,
+                lag=end - committed if end is not None and committed is not None else None,
+                unacked_count=found.unacked_count if found else None,
+                client_id=client_id,
+                host=hosts.get(client_id) if client_id else None,
+                token=lock.token if lock else found.token if found else None,
+                assigned=dealt.get(queue),
+            )
+        )
+    return tuple(rows)
+
+
+def _subscriptions(subscriptions: Iterable[pb.Subscription]) -> tuple[Subscription, ...]:
+    return tuple(Subscription(s.topic, s.expression) for s in subscriptions)
+
+
+def _assignments(group: pb.Group) -> Iterable[Assignment]:
+    for topic in group.assignments:
+        for broker in topic.brokers:
+            for queue_id, owner in enumerate(broker.owners):
+                client_id = group.members[owner - 1].incarnation.client_id if owner else None
+                yield Assignment(topic.topic, broker.broker, queue_id, client_id)
+
+
+def _known(number: int) -> int | None:
+    """None for -1, which stands for a value that nobody knows."""
+    return None if number == -1 else number

@@ -1,0 +1,196 @@
+"""What `Admin` answers of topics, nodes and locks: plain values, made from services' messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.route import QueueId
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A topic.
+
+    Attributes:
+        queue_counts: Queues by broker, ascending by broker.
+        permission: read_write, read or write.
+        inherited: Whether topics that are created on demand may take their settings from it.
+        writable_counts: Queues that take messages, by broker; the first ones of each. Those
+            beyond are gone once every group has read them.
+    """
+
+    name: str
+    topic_id: int
+    create_unix_ms: int
+    queue_counts: Mapping[str, int]
+    permission: str
+    writable_counts: Mapping[str, int]
+    inherited: bool = False
+
+    @property
+    def queue_count(self) -> int:
+        """Queues on all brokers together."""
+        return sum(self.queue_counts.values())
+
+    @property
+    def queues(self) -> tuple[QueueId, ...]:
+        """All queues, ascending."""
+        return tuple(
+            QueueId(self.name, broker, queue_id)
+            for broker, count in sorted(self.queue_counts.items())
+            for queue_id in range(count)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedTopic:
+    """A topic, and False if it existed already with the same settings."""
+
+    topic: Topic
+    created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QueueExtent:
+    """The messages a queue holds: [first_offset, next_offset). None if its broker is away."""
+
+    queue: QueueId
+    first_offset: int | None
+    next_offset: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TopicDetail:
+    """A topic with its queues, ascending."""
+
+    topic: Topic
+    queues: tuple[QueueExtent, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A live process of the cluster; `service` is storage, offsets, lockmgr or nameserver.
+
+    Attributes:
+        replica_set: What it is a replica of: of storage the broker.
+    """
+
+    service: str
+    node_id: str
+    replica_set: str
+    address: str
+    metrics_address: str
+    start_unix_ms: int
+    epoch: int
+    leader: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The live processes, by service and node id."""
+
+    name: str
+    generation: int
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """An entry of the lock manager; `state` is free, held, pending or phantom.
+
+    Attributes:
+        client_id: The owner; None if there is none.
+        lease_age_ms: Since the lease was last renewed.
+        held_ms: Since the owner was granted the queue.
+        waiters: Client ids that wait for the queue.
+        generation: Generation of the group at the grant.
+        subscription_generation: Of the subscription the grant is for; 0 if it is bound to none.
+    """
+
+    group: str
+    topic: str
+    broker: str
+    queue_id: int
+    state: str
+    client_id: str | None
+    incarnation_id: int | None
+    token: int
+    lease_age_ms: int
+    held_ms: int
+    waiters: tuple[str, ...]
+    generation: int
+    subscription_generation: int
+
+
+def topic_from_pb(topic: pb.Topic) -> Topic:
+    """As the nameserver tells it."""
+    permission = topic.permission or pb.TOPIC_PERMISSION_READ_WRITE
+    return Topic(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        create_unix_ms=topic.create_unix_ms,
+        queue_counts={part.broker: part.queue_count for part in topic.spread},
+        permission=enum_name(pb.TopicPermission.Name, permission, "TOPIC_PERMISSION_").lower(),
+        writable_counts={
+            part.broker: part.write_queue_count or part.queue_count for part in topic.spread
+        },
+        inherited=topic.inherited,
+    )
+
+
+def node_from_pb(node: pb.Node) -> Node:
+    """As the nameserver tells it."""
+    return Node(
+        service=enum_name(pb.ServiceKind.Name, node.service, "SERVICE_KIND_").lower(),
+        node_id=node.node_id,
+        replica_set=node.replica_set or node.node_id,
+        address=node.address,
+        metrics_address=node.metrics_address,
+        start_unix_ms=node.start_unix_ms,
+        epoch=node.epoch,
+        leader=node.leader,
+    )
+
+
+def lock_from_pb(entry: lockmgr_pb.LockEntry) -> Lock:
+    """As the lock manager tells it."""
+    queue, owned = entry.queue.queue, entry.HasField("owner")
+    return Lock(
+        group=entry.queue.group,
+        topic=queue.topic,
+        broker=queue.broker,
+        queue_id=queue.queue_id,
+        state=enum_name(lockmgr_pb.LockState.Name, entry.state, "LOCK_STATE_").lower(),
+        client_id=entry.owner.client_id if owned else None,
+        incarnation_id=entry.owner.incarnation_id if owned else None,
+        token=entry.token,
+        lease_age_ms=entry.lease_age_ms,
+        held_ms=entry.held_ms,
+        waiters=tuple(entry.waiters),
+        generation=entry.generation,
+        subscription_generation=entry.subscription_generation,
+    )
+
+
+def queue_from_pb(queue: queue_pb2.Queue) -> QueueId:
+    """The queue as a value."""
+    return QueueId(queue.topic, queue.broker, queue.queue_id)
+
+
+def queue_to_pb(queue: QueueId) -> queue_pb2.Queue:
+    """Inverse of `queue_from_pb`."""
+    return queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
+
+
+def enum_name(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
+    """Name of an enum's value without its prefix; the number if this version has no name."""
+    try:
+        return name_of(number).removeprefix(prefix)
+    except ValueError:
+        return str(number)

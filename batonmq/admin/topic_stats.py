@@ -1,0 +1,105 @@
+"""What the queues of a topic hold, when they last got something, and how fast they grow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from batonmq._core.route import QueueId
+from batonmq.admin.admin import Admin
+from batonmq.admin.query import Queries
+from batonmq.errors import BatonError, MessageNotFound, OffsetOutOfRange
+
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """One queue at one moment.
+
+    Attributes:
+        first_offset: None, as the next one, if the broker is away.
+        last_store_unix_ms: When its last message was stored, by the clock of storage; None if it
+            holds none.
+        per_s: Messages a second since the look before; None at the first look.
+    """
+
+    queue: QueueId
+    first_offset: int | None
+    next_offset: int | None
+    last_store_unix_ms: int | None
+    per_s: float | None
+
+    @property
+    def count(self) -> int | None:
+        """Messages that it holds."""
+        if self.first_offset is None or self.next_offset is None:
+            return None
+        return self.next_offset - self.first_offset
+
+
+class TopicStats:
+    """Looks at one topic again and again.
+
+    Args:
+        admin: Of the cluster; stays the caller's.
+    """
+
+    def __init__(self, admin: Admin, topic: str) -> None:
+        self._admin, self._topic = admin, topic
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._before: Mapping[QueueId, int] = {}
+        self._before_s = 0.0
+
+    async def look(self) -> tuple[tuple[QueueStats, ...], tuple[str, ...]]:
+        """The queues, ascending, and which brokers do not answer.
+
+        Raises:
+            TopicNotFound: there is no such topic.
+        """
+        detail = await self._admin.describe_topic(self._topic)
+        now_s = asyncio.get_running_loop().time()
+        problems = list(detail.problems)
+        async with asyncio.TaskGroup() as tasks:
+            asked = {
+                held.queue: tasks.create_task(
+                    self._last_store(held.queue, held.first_offset, held.next_offset, problems)
+                )
+                for held in detail.queues
+            }
+        ends = {held.queue: held.next_offset for held in detail.queues}
+        found = tuple(
+            QueueStats(
+                held.queue,
+                held.first_offset,
+                held.next_offset,
+                asked[held.queue].result(),
+                self._rate(held.queue, held.next_offset, now_s),
+            )
+            for held in detail.queues
+        )
+        self._before = {queue: end for queue, end in ends.items() if end is not None}
+        self._before_s = now_s
+        return found, tuple(problems)
+
+    def _rate(self, queue: QueueId, next_offset: int | None, now_s: float) -> float | None:
+        before = self._before.get(queue)
+        if before is None or next_offset is None or now_s <= self._before_s:
+            return None
+        return max(next_offset - before, 0) / (now_s - self._before_s)
+
+    async def _last_store(
+        self, queue: QueueId, first: int | None, end: int | None, problems: list[str]
+    ) -> int | None:
+        if first is None or end is None or first == end:
+            return None
+        async with self._room:
+            try:
+                found = await Queries(self._admin).at_offset(queue, end - 1)
+            except (MessageNotFound, OffsetOutOfRange):  # retention was quicker
+                return None
+            except BatonError as error:
+                problems.append(f"{queue}: {error.reason}: {error.message}")
+                return None
+        return found.store_unix_ms

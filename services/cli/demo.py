@@ -1,0 +1,146 @@
+"""`baton demo`: a real data set, queues on the move, and a verdict."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from batonmq.cli.output import Form
+from batonmq.cli.session import FormatOption, Session, open_session
+from batonmq_server.demo.crew import MemberFailed
+from batonmq_server.demo.flights import DatasetMissing, load_flights
+from batonmq_server.demo.play import CARRIERS, SIZES, Result, Stalled, play
+from batonmq_server.local.cluster import ClusterFailed, LocalCluster
+from batonmq_server.local.etcd import NoEtcd
+from batonmq_server.local.layout import ClusterOptions
+from batonmq_server.local.ports import DataDirInUse, NoFreePort
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the demo plays."""
+
+    nameserver: str | None
+    data_dir: Path | None
+    folder: Path
+    pace: int
+
+
+def demo(
+    context: typer.Context,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="Write the numbers here too.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Where the demo's own cluster keeps everything."),
+    ] = None,
+    nameserver: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Use a cluster that is up and start none."),
+    ] = None,
+    pace: Annotated[
+        int, typer.Option(min=0, help="Messages a member handles in a second; 0: no limit.")
+    ] = 0,
+    form: FormatOption = None,
+) -> None:
+    """Publish all New York flights of 2013, consume them while members come and go, and check.
+
+    Exit status 1 unless nothing was lost, nothing came twice and everything was in order.
+    """
+    session = open_session(context, nameserver, form)
+    with tempfile.TemporaryDirectory(prefix="baton-demo-") as folder:
+        try:
+            results: list[Result] = []
+            stage = Stage(nameserver, data_dir, Path(folder), pace)
+            session.run(_demo(session, stage, results))
+        except (Stalled, MemberFailed, ClusterFailed, NoEtcd, NoFreePort, DataDirInUse) as error:
+            session.output.failure("DEMO_FAILED", str(error), "")
+            raise typer.Exit(1) from error
+        except DatasetMissing as error:
+            session.output.failure("NO_DATASET", str(error), "")
+            raise typer.Exit(1) from error
+    (result,) = results
+    _show(session, result)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+async def _demo(session: Session, stage: Stage, results: list[Result]) -> None:
+    flights = load_flights()
+    async with AsyncExitStack() as stack:
+        nameserver = stage.nameserver
+        if nameserver is None:
+            cluster = LocalCluster(stage.data_dir or stage.folder / "cluster", ClusterOptions())
+            await stack.enter_async_context(cluster)
+            nameserver = cluster.nameserver
+        session.output.note(f"watch it from another terminal: export BATON_NAMESERVER={nameserver}")
+        rows: dict[str, TaskID] = {}
+        bar = stack.enter_context(_progress())
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in rows:
+                rows[what] = bar.add_task(what, total=total)
+            bar.update(rows[what], completed=done, total=total)
+
+        journals = stage.folder / "journals"
+        security = session.security if stage.nameserver else None
+        played = play(nameserver, flights, journals, tell, pace=stage.pace, security=security)
+        results.append(await played)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def _show(session: Session, result: Result) -> None:
+    if session.output.form is Form.JSON:
+        print(json.dumps(result.as_dict(), indent=2))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    rows = {
+        "published": f"{result.published:,}",
+        "consumed": f"{result.consumed:,}",
+        "lost": f"{result.lost:,}",
+        "duplicated": f"{result.duplicated:,}",
+        "out of order per queue": f"{result.misordered:,}",
+        f"members {' → '.join(map(str, SIZES))}, hand-overs": f"{result.handovers}",
+        "hand-over p50 / p99 / max": (
+            f"{result.handover_p50_ms} / {result.handover_p99_ms} / {result.handover_max_ms} ms"
+        ),
+        "publish rate": f"{result.publish_rate:,} msg/s",
+        "consume rate": f"{result.consume_rate:,} msg/s",
+        f"group of {' and '.join(CARRIERS)}: expected": f"{result.filtered_expected:,}",
+        f"group of {' and '.join(CARRIERS)}: consumed": f"{result.filtered_consumed:,}",
+        f"group of {' and '.join(CARRIERS)}: wrong": f"{result.filtered_wrong:,}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+    print("OK: nothing lost, nothing twice." if result.ok else "FAILED: see the numbers above.")

@@ -1,0 +1,50 @@
+"""`baton fsck`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batonmq.cli.output import Form
+from batonmq.cli.session import FormatOption, open_session
+
+
+def fsck(
+    context: typer.Context,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Data directory of a storage node that is stopped.",
+        ),
+    ],
+    *,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Make the indexes anew; the log is never changed.")
+    ] = False,
+    form: FormatOption = None,
+) -> None:
+    """Check every batch a storage node has, and its indexes against them.
+
+    Status 0 if everything is right or was repaired, 1 if there are problems or the directory is in
+    use.
+    """
+    chosen = open_session(context, None, form).output.form
+    command = [
+        sys.executable,
+        "-m",
+        "batonmq_server.storage.fsck",
+        str(folder),
+        "--format",
+        "json" if chosen is Form.JSON else "table",
+    ]
+    # Not an import: the command is installed where services are not. -P: a folder called
+    # `services` where the command was given is not ours.
+    done = subprocess.run([*command, *(["--repair"] if repair else [])], check=False)
+    raise typer.Exit(done.returncode)

