@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from batonmq._consumer.puller import AtTime, Puller, PullerSettings
     from batonmq._consumer.results import MessageFailed, RetryLater, Suspend
     from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+    from batonmq._core.queues import QueueRef
     from batonmq._core.records import Message
     from batonmq._core.retries import Origin
-    from batonmq._core.route import QueueId
     from batonmq._producer.placing import ProducerClosed
     from batonmq._producer.producer import Producer
     from batonmq._producer.receipts import Pending, Receipt
@@ -59,7 +59,7 @@ __all__ = [
     "ProducerSettings",
     "Puller",
     "PullerSettings",
-    "QueueId",
+    "QueueRef",
     "Receipt",
     "ReceivedMessage",
     "Retry",
@@ -93,7 +93,7 @@ _HOMES = {
     "ProducerSettings": "batonmq._producer.settings",
     "Puller": "batonmq._consumer.puller",
     "PullerSettings": "batonmq._consumer.puller",
-    "QueueId": "batonmq._core.route",
+    "QueueRef": "batonmq._core.queues",
     "Receipt": "batonmq._producer.receipts",
     "ReceivedMessage": "batonmq._consumer.message",
     "Retry": "batonmq.errors",

@@ -21,7 +21,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Place, Puller, PullerSettings
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.flow import FlowReason
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
 from batonmq._producer.scheduling import ScheduleReceipt
@@ -157,7 +157,7 @@ class BlockingProducer:
         keys: Sequence[str] = ...,
         properties: Mapping[str, str] | None = ...,
         ordering_key: str | None = ...,
-        queue: QueueId | None = ...,
+        queue: QueueRef | None = ...,
     ) -> Receipt: ...
 
     @overload
@@ -170,7 +170,7 @@ class BlockingProducer:
         keys: Sequence[str] = ...,
         properties: Mapping[str, str] | None = ...,
         ordering_key: str | None = ...,
-        queue: QueueId | None = ...,
+        queue: QueueRef | None = ...,
         deliver_at_unix_ms: int | None = ...,
         delay_ms: int | None = ...,
         delay_level: int | None = ...,
@@ -192,7 +192,7 @@ class BlockingProducer:
         keys: Sequence[str] = (),
         properties: Mapping[str, str] | None = None,
         ordering_key: str | None = None,
-        queue: QueueId | None = None,
+        queue: QueueRef | None = None,
     ) -> None:
         """See `Producer.send_one_way`."""
         sending = self._producer.send_one_way(
@@ -283,16 +283,16 @@ class BlockingConsumer:
         """See `Consumer.close`."""
         self._thread.call(self._consumer.close(drain_ms=drain_ms))
 
-    def pause(self, queue: QueueId) -> None:
+    def pause(self, queue: QueueRef) -> None:
         """See `Consumer.pause`."""
         self._thread.call(_done(lambda: self._consumer.pause(queue)))
 
-    def resume(self, queue: QueueId) -> None:
+    def resume(self, queue: QueueRef) -> None:
         """See `Consumer.resume`."""
         self._thread.call(_done(lambda: self._consumer.resume(queue)))
 
     @property
-    def assignment(self) -> tuple[QueueId, ...]:
+    def assignment(self) -> tuple[QueueRef, ...]:
         """See `Consumer.assignment`."""
         return self._thread.call(_done(lambda: self._consumer.assignment))
 
@@ -302,7 +302,7 @@ class BlockingConsumer:
         return self._thread.call(_done(lambda: self._consumer.verdict))
 
     @property
-    def flow(self) -> dict[QueueId, FlowReason]:
+    def flow(self) -> dict[QueueRef, FlowReason]:
         """See `Consumer.flow`."""
         return self._thread.call(_done(lambda: self._consumer.flow))
 
@@ -349,50 +349,50 @@ class BlockingPuller:
     ) -> None:
         self._life.close(error)
 
-    def queues(self, topic: str) -> tuple[QueueId, ...]:
+    def queues(self, topic: str) -> tuple[QueueRef, ...]:
         """See `Puller.queues`."""
         return self._thread.call(self._puller.queues(topic))
 
-    def assign(self, queues: Iterable[QueueId]) -> None:
+    def assign(self, queues: Iterable[QueueRef]) -> None:
         """See `Puller.assign`."""
         self._thread.call(self._puller.assign(queues))
 
     @property
-    def assignment(self) -> tuple[QueueId, ...]:
+    def assignment(self) -> tuple[QueueRef, ...]:
         """See `Puller.assignment`."""
         return self._puller.assignment
 
-    def pause(self, queue: QueueId) -> None:
+    def pause(self, queue: QueueRef) -> None:
         """See `Puller.pause`."""
         self._thread.call(_done(lambda: self._puller.pause(queue)))
 
-    def resume(self, queue: QueueId) -> None:
+    def resume(self, queue: QueueRef) -> None:
         """See `Puller.resume`."""
         self._thread.call(_done(lambda: self._puller.resume(queue)))
 
-    def seek(self, queue: QueueId, to: Place) -> int:
+    def seek(self, queue: QueueRef, to: Place) -> int:
         """See `Puller.seek`."""
         return self._thread.call(self._puller.seek(queue, to))
 
-    def position(self, queue: QueueId) -> int:
+    def position(self, queue: QueueRef) -> int:
         """See `Puller.position`."""
         return self._thread.call(self._puller.position(queue))
 
-    def lost_count(self, queue: QueueId) -> int:
+    def lost_count(self, queue: QueueRef) -> int:
         """See `Puller.lost_count`."""
         return self._thread.call(_done(lambda: self._puller.lost_count(queue)))
 
     def poll(
         self, timeout_ms: int = 1_000, count_max: int = 500
-    ) -> dict[QueueId, list[ReceivedMessage]]:
+    ) -> dict[QueueRef, list[ReceivedMessage]]:
         """See `Puller.poll`."""
         return self._thread.call(self._puller.poll(timeout_ms, count_max))
 
-    def committed(self, queue: QueueId) -> int | None:
+    def committed(self, queue: QueueRef) -> int | None:
         """See `Puller.committed`."""
         return self._thread.call(self._puller.committed(queue))
 
-    def commit(self, offsets: Mapping[QueueId, int] | None = None) -> None:
+    def commit(self, offsets: Mapping[QueueRef, int] | None = None) -> None:
         """See `Puller.commit`."""
         self._thread.call(self._puller.commit(offsets))
 

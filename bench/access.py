@@ -9,12 +9,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batonmq._producer.settings import Durability, ProducerSettings
-
 from baton.common.v1 import queue_pb2
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import Durability, ProducerSettings
 from batonmq.admin.access import AccessControl, Grant, Role
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
@@ -41,7 +40,7 @@ class _Side:
 
     async def call_time(self) -> float:
         """Seconds until the answer to a small call."""
-        queue = queue_pb2.Queue(topic=TOPIC, broker="broker-0", queue_id=0)
+        queue = queue_pb2.QueueRef(topic=TOPIC, broker="broker-0", queue_id=0)
         request = pb.QueryOffsetsRequest(queues=[queue])
         return await seconds(self.storage.QueryOffsets(request, timeout=TIMEOUT_S))
 

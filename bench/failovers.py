@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 
 from batonmq._consumer.puller import Puller
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
@@ -94,7 +94,7 @@ async def _done(work: Work) -> bool:
     return True
 
 
-async def _queues(nameserver: str) -> tuple[QueueId, ...]:
+async def _queues(nameserver: str) -> tuple[QueueRef, ...]:
     async with Puller(nameserver) as puller:
         return await puller.queues(TOPIC)
 

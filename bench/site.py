@@ -63,7 +63,7 @@ class Site:
 
 def group_queue(group: str, queue_id: int) -> queue_pb2.GroupQueue:
     """A queue of the benches' topic, as a group sees it."""
-    queue = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+    queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
     return queue_pb2.GroupQueue(group=group, queue=queue)
 
 

@@ -6,12 +6,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from batonmq._producer.settings import Durability, ProducerSettings
-
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.health import SERVING, ask_health
 from batonmq._connection.channels import Connect
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import Durability, ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.local.child import execute
 from batonmq_server.local.cluster import LocalCluster

@@ -22,7 +22,7 @@ from batonmq import (
     Consumer,
     ConsumerSettings,
     Producer,
-    QueueId,
+    QueueRef,
     ReceivedMessage,
     RetryLater,
 )
@@ -69,7 +69,7 @@ async def consume(nameserver: str, bank: Bank, store: RedisStore | SqlStore, cou
         How many deliveries found the payment claimed and came again later.
     """
     book = idempotent(bank.book, store, claim_ms=CLAIM_MS, done_ms=DONE_MS, key=by_key)
-    settled: set[tuple[QueueId, int]] = set()
+    settled: set[tuple[QueueRef, int]] = set()
     complete, later = asyncio.Event(), 0
 
     async def handle(message: ReceivedMessage) -> object:

@@ -35,7 +35,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.names import METRICS_TOPIC
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq.errors import SubscriptionConflict
@@ -241,7 +241,7 @@ async def counted(stage: Stage) -> tuple[int, int]:
     rows = await asyncio.to_thread(read, stage.table("bronze"), columns)
     last = rows.group_by(columns[:2]).aggregate([("sys_offset", "max")]).to_pylist()
     ends = {
-        QueueId(METRICS_TOPIC, one["sys_broker"], one["sys_queue_id"]): one["sys_offset_max"]
+        QueueRef(METRICS_TOPIC, one["sys_broker"], one["sys_queue_id"]): one["sys_offset_max"]
         for one in last
     }
     async with Admin(stage.nameserver) as admin:

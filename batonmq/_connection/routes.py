@@ -11,30 +11,30 @@ import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Retry, TopicNotFound
 
 log = logging.getLogger(__name__)
 
 
-def queues_of(route: pb.Route) -> tuple[QueueId, ...]:
+def queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
     """All queues of a route, ascending."""
     return tuple(
         sorted(
-            QueueId(route.topic.name, spread.broker, queue_id)
+            QueueRef(route.topic.name, spread.broker, queue_id)
             for spread in route.topic.spread
             for queue_id in range(spread.queue_count)
         )
     )
 
 
-def writable_queues_of(route: pb.Route) -> tuple[QueueId, ...]:
+def writable_queues_of(route: pb.Route) -> tuple[QueueRef, ...]:
     """The queues of a route that take messages, ascending."""
     if route.topic.permission == pb.TOPIC_PERMISSION_READ:
         return ()
     return tuple(
         sorted(
-            QueueId(route.topic.name, spread.broker, queue_id)
+            QueueRef(route.topic.name, spread.broker, queue_id)
             for spread in route.topic.spread
             for queue_id in range(spread.write_queue_count or spread.queue_count)
         )

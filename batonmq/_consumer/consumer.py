@@ -35,8 +35,8 @@ from batonmq._consumer.session import (
 )
 from batonmq._consumer.turns import Turns
 from batonmq._core.flow import FlowReason
+from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
-from batonmq._core.route import QueueId
 from batonmq._core.subscription import parse_filter
 from batonmq._producer.producer import stream_of
 from batonmq._telemetry.client_metrics import ClientMetrics
@@ -139,8 +139,8 @@ class Consumer:
             room=chosen.room,
         )
         self._membership = Membership(self._session, heartbeat, self._rebalance)
-        self._runners: dict[QueueId, QueueRunner] = {}
-        self._routes: dict[str, tuple[QueueId, ...]] = {}
+        self._runners: dict[QueueRef, QueueRunner] = {}
+        self._routes: dict[str, tuple[QueueRef, ...]] = {}
         self._notices = Notices(self._session, self._runners)
         self._calls = JointCalls(self._session)
         self._leases = Leases(self._session, self._calls, self._runners, self._notices)
@@ -157,7 +157,7 @@ class Consumer:
         self._loops: list[asyncio.Task[None]] = []
 
     @property
-    def assignment(self) -> tuple[QueueId, ...]:
+    def assignment(self) -> tuple[QueueRef, ...]:
         """The queues this member has at the moment, ascending."""
         return tuple(sorted(queue for queue, r in self._runners.items() if r.holding))
 
@@ -167,7 +167,7 @@ class Consumer:
         return self._membership.verdict
 
     @property
-    def flow(self) -> dict[QueueId, FlowReason]:
+    def flow(self) -> dict[QueueRef, FlowReason]:
         """The queues that are not pulled at the moment because of a bound, and of which.
 
         `count`: `buffer_messages_max` messages of the queue wait. `bytes`: `buffer_bytes_max` bytes
@@ -176,7 +176,7 @@ class Consumer:
         """
         return {queue: r.flow for queue, r in self._runners.items() if r.flow is not None}
 
-    def pause(self, queue: QueueId) -> None:
+    def pause(self, queue: QueueRef) -> None:
         """Pull and hand out no message of a queue until `resume`; what runs, goes on.
 
         The queue stays ours. One that is not ours waits once it is.
@@ -185,7 +185,7 @@ class Consumer:
         if (runner := self._runners.get(queue)) is not None:
             runner.pause()
 
-    def resume(self, queue: QueueId) -> None:
+    def resume(self, queue: QueueRef) -> None:
         """Go on with a queue."""
         self._session.paused.discard(queue)
         if (runner := self._runners.get(queue)) is not None:
@@ -393,7 +393,7 @@ class Consumer:
         for queue in sorted(assigned - self._runners.keys()):
             self._add_runner(queue)
 
-    def _add_runner(self, queue: QueueId) -> None:
+    def _add_runner(self, queue: QueueRef) -> None:
         if self._session.view.owned and not self._listening:
             self._listening = True
             self._loops.append(self._tasks.create_task(self._notices.run()))

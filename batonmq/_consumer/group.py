@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.subscription import Filter, parse_filter
 
 
@@ -30,7 +30,7 @@ class GroupView:
 
     generation: int = 0
     member: bool = False
-    assigned: frozenset[QueueId] = frozenset()
+    assigned: frozenset[QueueRef] = frozenset()
     filters: Mapping[str, Filter] = field(default_factory=dict)
     subscription_generation: int = 0
     owned: bool = True
@@ -59,17 +59,17 @@ class GroupView:
             },
         )
 
-    def added(self, queue: QueueId) -> bool:
+    def added(self, queue: QueueRef) -> bool:
         """Whether the queue came to its topic after the group had begun with the topic."""
         began = self.began.get(queue.topic)
         return began is not None and queue.queue_id >= began.get(queue.broker, 0)
 
 
-def assigned(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueId]:
+def assigned(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueRef]:
     """The queues that the group deals to `me`; none to another incarnation of its client id."""
     places = {place for place, member in enumerate(group.members, 1) if member.incarnation == me}
     for topic in group.assignments:
         for broker in topic.brokers:
             for queue_id, owner in enumerate(broker.owners):
                 if owner in places:
-                    yield QueueId(topic.topic, broker.broker, queue_id)
+                    yield QueueRef(topic.topic, broker.broker, queue_id)

@@ -24,8 +24,8 @@ from batonmq._consumer.results import MessageFailed
 from batonmq._consumer.retrying import Return, Returns
 from batonmq._consumer.runner import QueueRunner
 from batonmq._consumer.session import Session
+from batonmq._core.queues import QueueRef
 from batonmq._core.retries import Failure, HandleAgain, SendBack, Skip, Stop
-from batonmq._core.route import QueueId
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Handling:
         if not inspect.iscoroutinefunction(form.handler):
             self._threads = DaemonThreads("handler")
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._by_queue: dict[QueueId, list[asyncio.Task[None]]] = {}
+        self._by_queue: dict[QueueRef, list[asyncio.Task[None]]] = {}
         self._ended = False
         self.deadlines = Deadlines(settings.handle_timeout_ms)
 
@@ -71,7 +71,7 @@ class Handling:
             for _ in range(1 if settings.orderly else settings.queue_concurrency)
         ]
 
-    def leave(self, queue: QueueId) -> None:
+    def leave(self, queue: QueueRef) -> None:
         """The queue is given back: whatever of it still runs, counts no more."""
         for task in self._by_queue.pop(queue, ()):
             task.cancel()

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from batonmq._consumer.runner import QueueRunner
 from batonmq._core.flow import FlowReason
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 
 
 class Held:
     """Looks at the queues of one consumer, from any thread."""
 
-    def __init__(self, runners: Mapping[QueueId, QueueRunner]) -> None:
+    def __init__(self, runners: Mapping[QueueRef, QueueRunner]) -> None:
         self._runners = runners
 
     def in_hand(self) -> int:

@@ -21,7 +21,7 @@ from batonmq._common.batcher import Batcher
 from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.session import Session, queue_of, queue_to_pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, NotAssigned, Unreachable
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Granted:
 
 @dataclass(eq=False, slots=True)
 class _Wish:
-    queue: QueueId
+    queue: QueueRef
     item: lockmgr_pb.AcquireItem
     outcome: asyncio.Future[Granted | BatonError] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -60,7 +60,7 @@ class JointCalls:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._extents: Batcher[QueueId, storage_pb.QueryOffsetsOutcome | BatonError] = Batcher(
+        self._extents: Batcher[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = Batcher(
             self._ask_extents, items_max=ITEMS_MAX
         )
         self._closes: Batcher[offsets_pb.CloseItem, offsets_pb.CloseOutcome] = Batcher(
@@ -88,7 +88,7 @@ class JointCalls:
 
     # ---- what a queue asks
 
-    async def extent(self, queue: QueueId) -> storage_pb.QueueOffsets:
+    async def extent(self, queue: QueueRef) -> storage_pb.QueueOffsets:
         """First and next offset of a queue."""
         outcome = await self._extents.call(queue)
         if isinstance(outcome, BatonError):
@@ -97,7 +97,7 @@ class JointCalls:
             raise error_from_pb(outcome.error)
         return outcome.offsets
 
-    async def acquire(self, queue: QueueId, item: lockmgr_pb.AcquireItem) -> Granted:
+    async def acquire(self, queue: QueueRef, item: lockmgr_pb.AcquireItem) -> Granted:
         """Ask for a queue, held at lockmgr while somebody else has it.
 
         Whoever stops waiting does not get it: a grant that still comes is released.
@@ -146,7 +146,7 @@ class JointCalls:
         """Highest `acquire_seq` up to which all outcomes have been seen."""
         return min(self._open) - 1 if self._open else self._session.acquire_seq
 
-    def asks_for(self, queue: QueueId) -> bool:
+    def asks_for(self, queue: QueueRef) -> bool:
         """Whether an Acquire of the queue is under way, or about to be."""
         under_way = (wish for wishes in self._open.values() for wish in wishes)
         return any(wish.queue == queue for wish in (*self._wishes, *under_way))
@@ -202,7 +202,7 @@ class JointCalls:
         self,
         tasks: asyncio.TaskGroup,
         request: lockmgr_pb.AcquireRequest,
-        wishes: Mapping[QueueId, _Wish],
+        wishes: Mapping[QueueRef, _Wish],
     ) -> None:
         session = self._session
         stub = await session.directory.lockmgr()
@@ -242,10 +242,10 @@ class JointCalls:
             log.debug("grant not given back queue=%s error=%s", item.queue, error)
 
     async def _ask_extents(
-        self, queues: Sequence[QueueId]
+        self, queues: Sequence[QueueRef]
     ) -> list[storage_pb.QueryOffsetsOutcome | BatonError]:
         """One call per broker; one that is away concerns only its own queues."""
-        found: dict[QueueId, storage_pb.QueryOffsetsOutcome | BatonError] = {}
+        found: dict[QueueRef, storage_pb.QueryOffsetsOutcome | BatonError] = {}
 
         async def ask(broker: str) -> None:
             asked = [queue for queue in queues if queue.broker == broker]

@@ -15,8 +15,8 @@ from batonmq._common.aio import unless
 from batonmq._connection.directory import Directory
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._core.flow import ByteBudget, FlowLimits, QueueBytes, held_back
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import check_batch, decode_records, tag_hashes
-from batonmq._core.route import QueueId
 from batonmq._core.subscription import Filter
 from batonmq.errors import (
     BatonError,
@@ -73,9 +73,9 @@ class Source:
         idle_ms: Time to wait after a fetch that has brought nothing.
     """
 
-    begin: Callable[[QueueId], Awaitable[int]]
-    extent: Callable[[QueueId], Awaitable[Extent]]
-    fetch: Callable[[QueueId, int, Filter, int], Awaitable[Fetched]]
+    begin: Callable[[QueueRef], Awaitable[int]]
+    extent: Callable[[QueueRef], Awaitable[Extent]]
+    fetch: Callable[[QueueRef, int, Filter, int], Awaitable[Fetched]]
     idle_ms: int
 
 
@@ -95,7 +95,7 @@ class Lane:
 
     def __init__(
         self,
-        queue: QueueId,
+        queue: QueueRef,
         wanted: Filter,
         policy: OutOfRange,
         budget: ByteBudget,
@@ -258,7 +258,7 @@ def _final(error: BatonError, failures: int) -> bool:
 
 
 def _decoded(
-    queue: QueueId, found: Fetched, first: int, wanted: Filter
+    queue: QueueRef, found: Fetched, first: int, wanted: Filter
 ) -> Iterator[ReceivedMessage]:
     codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
     for raw in found.batches:

@@ -19,7 +19,7 @@ from batonmq._consumer.pulling import OVER
 from batonmq._consumer.runner import QueueRunner
 from batonmq._consumer.session import Session, queue_of, ranges_to_pb
 from batonmq._core.inflight import Acks, QueueProgress
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Leases:
         self,
         session: Session,
         calls: JointCalls,
-        runners: Mapping[QueueId, QueueRunner],
+        runners: Mapping[QueueRef, QueueRunner],
         notices: Notices,
     ) -> None:
         self._session, self._calls = session, calls
@@ -146,7 +146,7 @@ class Leases:
         for begin in range(0, max(len(held), 1), HOLDS_MAX):
             await self._renew(dict(held[begin : begin + HOLDS_MAX]), 0 if begin else seen_seq)
 
-    async def _renew(self, held: Mapping[QueueId, int], seen_seq: int) -> None:
+    async def _renew(self, held: Mapping[QueueRef, int], seen_seq: int) -> None:
         session = self._session
         request = lockmgr_pb.KeepAliveRequest(
             incarnation=session.incarnation,

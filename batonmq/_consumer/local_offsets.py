@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range
-from batonmq._core.route import QueueId
 from batonmq.errors import BatonError, DataLoss, InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class _Topic:
     """Progress by queue; None for a queue that was there when the topic was first met."""
 
     topic_id: int
-    queues: dict[QueueId, LocalProgress | None] = field(default_factory=dict)
+    queues: dict[QueueRef, LocalProgress | None] = field(default_factory=dict)
 
 
 class LocalOffsets:
@@ -83,7 +83,7 @@ class LocalOffsets:
         finally:
             self._unlock()
 
-    def meet(self, topic: str, topic_id: int, queues: Iterable[QueueId]) -> bool:
+    def meet(self, topic: str, topic_id: int, queues: Iterable[QueueRef]) -> bool:
         """A route has arrived; True if what was known of the topic counts no more.
 
         Of a topic that was not known, or is another one of the name, all queues are there from
@@ -96,17 +96,17 @@ class LocalOffsets:
         self._dirty = True
         return True
 
-    def added(self, queue: QueueId) -> bool:
+    def added(self, queue: QueueRef) -> bool:
         """Whether the queue came to its topic after this member had met the topic."""
         topic = self._topics.get(queue.topic)
         return topic is not None and queue not in topic.queues
 
-    def get(self, queue: QueueId) -> LocalProgress | None:
+    def get(self, queue: QueueRef) -> LocalProgress | None:
         """The progress; None if there is none yet."""
         topic = self._topics.get(queue.topic)
         return None if topic is None else topic.queues.get(queue)
 
-    def put(self, queue: QueueId, progress: LocalProgress) -> None:
+    def put(self, queue: QueueRef, progress: LocalProgress) -> None:
         """The progress from now on; durable after the next `save`."""
         queues = self._topics[queue.topic].queues
         if queues.get(queue) != progress:
@@ -208,7 +208,7 @@ class LocalOffsets:
         )
 
 
-def _queue_out(queue: QueueId, progress: LocalProgress | None) -> dict[str, Any]:
+def _queue_out(queue: QueueRef, progress: LocalProgress | None) -> dict[str, Any]:
     name = {"broker": queue.broker, "queue_id": queue.queue_id}
     if progress is None:
         return name
@@ -222,7 +222,7 @@ def _topic_in(name: str, topic: Mapping[str, Any]) -> _Topic:
         if "committed_offset" in each:
             acked = tuple((int(first), int(end)) for first, end in each["acked"])
             progress = LocalProgress(int(each["committed_offset"]), acked)
-        made.queues[QueueId(name, str(each["broker"]), int(each["queue_id"]))] = progress
+        made.queues[QueueRef(name, str(each["broker"]), int(each["queue_id"]))] = progress
     return made
 
 

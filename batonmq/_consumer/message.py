@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record
 from batonmq._core.retries import Origin
-from batonmq._core.route import QueueId
 
 
 class ReceivedMessage:
@@ -36,7 +36,7 @@ class ReceivedMessage:
     )  # fmt: skip
 
     def __init__(
-        self, queue: QueueId, token: int, header: Header, record: Record, *, redelivered: bool
+        self, queue: QueueRef, token: int, header: Header, record: Record, *, redelivered: bool
     ) -> None:
         self.queue, self.token, self.redelivered = queue, token, redelivered
         self.offset = record.offset

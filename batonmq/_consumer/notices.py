@@ -11,7 +11,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._consumer.runner import QueueRunner
 from batonmq._consumer.session import Session, queue_of
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Unreachable
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Notices:
     """Listens for the queues in `runners`. What is lost comes again with the keep-alives."""
 
-    def __init__(self, session: Session, runners: Mapping[QueueId, QueueRunner]) -> None:
+    def __init__(self, session: Session, runners: Mapping[QueueRef, QueueRunner]) -> None:
         self._session, self._runners = session, runners
 
     async def run(self) -> None:
@@ -42,7 +42,7 @@ class Notices:
             await session.directory.pause(error, failures)
             failures += 1
 
-    def wanted(self, queue: QueueId, token: int, reason: pb.WantedReason.ValueType) -> None:
+    def wanted(self, queue: QueueRef, token: int, reason: pb.WantedReason.ValueType) -> None:
         """A queue that we own, or owned, is to be given back, or may have to be.
 
         A waiter does not say that the queue is not ours any more: the group's record does, and

@@ -26,7 +26,7 @@ from batonmq._consumer.session import queue_to_pb
 from batonmq._core.epochs import Epochs
 from batonmq._core.flow import ByteBudget, FlowLimits
 from batonmq._core.names import check_group
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.starting import TIMESTAMP_AGE_MS, ConsumeFrom, first_offset
 from batonmq._core.subscription import Filter, TagFilter, parse_filter
 from batonmq.errors import (
@@ -133,10 +133,10 @@ class Puller:
             self._pull if group else self._read,
             0 if group else self._settings.read_idle_ms,
         )
-        self._lanes: dict[QueueId, Lane] = {}
-        self._running: dict[QueueId, asyncio.Task[None]] = {}
-        self._reset_epochs: dict[QueueId, int] = {}
-        self._readers: dict[QueueId, str] = {}
+        self._lanes: dict[QueueRef, Lane] = {}
+        self._running: dict[QueueRef, asyncio.Task[None]] = {}
+        self._reset_epochs: dict[QueueRef, int] = {}
+        self._readers: dict[QueueRef, str] = {}
         self._epochs = Epochs()
         self._available = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -164,7 +164,7 @@ class Puller:
 
     # ---- which queues
 
-    async def queues(self, topic: str) -> tuple[QueueId, ...]:
+    async def queues(self, topic: str) -> tuple[QueueRef, ...]:
         """All queues of a topic, ascending.
 
         Raises:
@@ -173,11 +173,11 @@ class Puller:
         return queues_of(await query_route(self._directory, topic))
 
     @property
-    def assignment(self) -> tuple[QueueId, ...]:
+    def assignment(self) -> tuple[QueueRef, ...]:
         """The queues that are read, ascending."""
         return tuple(sorted(self._lanes))
 
-    async def assign(self, queues: Iterable[QueueId]) -> None:
+    async def assign(self, queues: Iterable[QueueRef]) -> None:
         """Read these queues and no others. Those that stay go on where they are."""
         wanted = set(queues)
         gone = [self._running.pop(queue) for queue in self._lanes.keys() - wanted]
@@ -196,18 +196,18 @@ class Puller:
                 lane.run(self._source, self._limits, self._directory)
             )
 
-    def pause(self, queue: QueueId) -> None:
+    def pause(self, queue: QueueRef) -> None:
         """Return nothing of an assigned queue until `resume`; what was fetched ahead is kept."""
         self._lane(queue).paused = True
 
-    def resume(self, queue: QueueId) -> None:
+    def resume(self, queue: QueueRef) -> None:
         """Return messages of the queue again."""
         self._lane(queue).paused = False
         self._available.set()
 
     # ---- where in them
 
-    async def seek(self, queue: QueueId, to: Place) -> int:
+    async def seek(self, queue: QueueRef, to: Place) -> int:
         """Go on with another message of an assigned queue; its offset.
 
         Raises:
@@ -227,7 +227,7 @@ class Puller:
         self._look_again()
         return offset
 
-    async def position(self, queue: QueueId) -> int:
+    async def position(self, queue: QueueRef) -> int:
         """Offset behind the last message that `poll` has returned of an assigned queue.
 
         Messages that the filter has dropped count as returned. Waits until it is known where the
@@ -243,7 +243,7 @@ class Puller:
             raise lane.error.with_traceback(None)
         return lane.position
 
-    def lost_count(self, queue: QueueId) -> int:
+    def lost_count(self, queue: QueueRef) -> int:
         """Messages of an assigned queue that were no longer kept when their turn came, so far."""
         return self._lane(queue).lost_count
 
@@ -251,7 +251,7 @@ class Puller:
 
     async def poll(
         self, timeout_ms: int = 1_000, count_max: int = 500
-    ) -> dict[QueueId, list[ReceivedMessage]]:
+    ) -> dict[QueueRef, list[ReceivedMessage]]:
         """The next messages by queue, those of one queue in order; empty if none came in time.
 
         Returns as soon as there are some.
@@ -276,8 +276,8 @@ class Puller:
             return {}
         return found
 
-    def _take(self, count_max: int) -> dict[QueueId, list[ReceivedMessage]]:
-        found: dict[QueueId, list[ReceivedMessage]] = {}
+    def _take(self, count_max: int) -> dict[QueueRef, list[ReceivedMessage]]:
+        found: dict[QueueRef, list[ReceivedMessage]] = {}
         for queue, lane in list(self._lanes.items()):
             if count_max and not lane.paused and (taken := lane.take(count_max)):
                 found[queue] = taken
@@ -297,7 +297,7 @@ class Puller:
 
     # ---- the group
 
-    async def committed(self, queue: QueueId) -> int | None:
+    async def committed(self, queue: QueueRef) -> int | None:
         """Where the group is on a queue, assigned or not; None if it has no progress there.
 
         Raises:
@@ -326,7 +326,7 @@ class Puller:
         self._reset_epochs[queue] = int(error.facts.get("reset_epoch", 0))
         return None
 
-    async def commit(self, offsets: Mapping[QueueId, int] | None = None) -> None:
+    async def commit(self, offsets: Mapping[QueueRef, int] | None = None) -> None:
         """Make it durable that everything below is handled, of the queues that are named.
 
         Progress never moves back this way; `baton group reset-offsets` does that.
@@ -363,7 +363,7 @@ class Puller:
         for start in range(0, len(items), COMMIT_ITEMS_MAX):
             await self._commit(items[start : start + COMMIT_ITEMS_MAX])
 
-    async def _check_inside(self, offsets: Mapping[QueueId, int]) -> None:
+    async def _check_inside(self, offsets: Mapping[QueueRef, int]) -> None:
         """Refuse what no queue reaches; of queues that are read, fetching tells how far they do."""
         unseen = [
             queue
@@ -410,7 +410,7 @@ class Puller:
         if not self._epochs.saw(offsets_set, epoch):
             raise Unreachable("an offsets node of an older epoch has answered")
 
-    def _key(self, queue: QueueId) -> queue_pb2.GroupQueue:
+    def _key(self, queue: QueueRef) -> queue_pb2.GroupQueue:
         return queue_pb2.GroupQueue(group=self._group, queue=queue_to_pb(queue))
 
     def _need_group(self) -> None:
@@ -423,7 +423,7 @@ class Puller:
 
     # ---- storage
 
-    async def _begin(self, queue: QueueId) -> int:
+    async def _begin(self, queue: QueueRef) -> int:
         committed = await self.committed(queue) if self._group else None
         if committed is not None:
             return committed
@@ -433,13 +433,13 @@ class Puller:
         extent = await self._extent(queue)
         return first_offset(place, extent.first_offset, extent.next_offset, found)
 
-    async def _search(self, queue: QueueId, unix_ms: int) -> int:
+    async def _search(self, queue: QueueRef, unix_ms: int) -> int:
         request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
         stub = await self._directory.query(queue.broker)
         answer = await self._answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
         return answer.offset
 
-    async def _extent(self, queue: QueueId) -> Extent:
+    async def _extent(self, queue: QueueRef) -> Extent:
         request = pb.QueryOffsetsRequest(queues=[queue_to_pb(queue)])
         stub = await self._directory.storage(queue.broker)
         answer = await self._answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
@@ -448,7 +448,7 @@ class Puller:
             raise error_from_pb(outcome.error)
         return Extent(outcome.offsets.first_offset, outcome.offsets.next_offset)
 
-    async def _read(self, queue: QueueId, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
+    async def _read(self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
         request = query_pb.ReadRequest(
             queue=queue_to_pb(queue),
             offset=offset,
@@ -461,7 +461,7 @@ class Puller:
         extent = Extent(answer.queue_first_offset, answer.queue_next_offset)
         return Fetched(tuple(answer.batches), answer.next_offset, 0, extent)
 
-    async def _pull(self, queue: QueueId, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
+    async def _pull(self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
         hold_ms = self._settings.pull_hold_ms
         request = pb.PullRequest(
             queue=self._key(queue),
@@ -486,7 +486,7 @@ class Puller:
         next_offset = max(answer.next_offset, offset)
         return Fetched(tuple(answer.batches), next_offset, answer.lost_count, extent)
 
-    def _lane(self, queue: QueueId) -> Lane:
+    def _lane(self, queue: QueueRef) -> Lane:
         lane = self._lanes.get(queue)
         if lane is None:
             raise InvalidArgument(

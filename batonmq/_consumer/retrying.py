@@ -22,6 +22,7 @@ from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import Session
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     STORED_PROPERTIES_BYTES_MAX,
     BatchBuilder,
@@ -40,7 +41,6 @@ from batonmq._core.retries import (
     target,
     unindexed,
 )
-from batonmq._core.route import QueueId
 from batonmq._core.sending import ONCE_EPOCH
 from batonmq._producer.scheduling import REQUEST_ITEMS_MAX, parts
 from batonmq.errors import BatonError, QueueNotFound, Retry, TopicExists, TopicNotFound
@@ -133,7 +133,7 @@ class Returns:
         self, session: Session, spawn: Callable[[Coroutine[object, object, None]], object]
     ) -> None:
         self._session, self._spawn = session, spawn
-        self._queues: dict[str, tuple[QueueId, ...]] = {}
+        self._queues: dict[str, tuple[QueueRef, ...]] = {}
         self._finding = asyncio.Lock()
         self._batchers: dict[str, Batcher[pb.ScheduleItem, _Outcome]] = {}
 
@@ -170,14 +170,14 @@ class Returns:
             raise outcome
         return outcome
 
-    async def _queues_of(self, topic: str) -> tuple[QueueId, ...]:
+    async def _queues_of(self, topic: str) -> tuple[QueueRef, ...]:
         async with self._finding:
             queues = self._queues.get(topic)
             if queues is None:
                 queues = self._queues[topic] = await self._find_queues(topic)
             return queues
 
-    async def _find_queues(self, topic: str) -> tuple[QueueId, ...]:
+    async def _find_queues(self, topic: str) -> tuple[QueueRef, ...]:
         directory = self._session.directory
         try:
             route = await query_route(directory, topic)
@@ -220,7 +220,7 @@ class Returns:
         ]
 
 
-def _encode(one: Return, queue: QueueId, once: int, client_id: str) -> bytes:
+def _encode(one: Return, queue: QueueRef, once: int, client_id: str) -> bytes:
     received = one.message
     added = properties_of(received.origin, received.attempts, one.failure, client_id)
     keys = indexed(received.keys, received.origin)

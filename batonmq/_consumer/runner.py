@@ -17,7 +17,7 @@ from batonmq._consumer.pulling import pull_forever
 from batonmq._consumer.session import OwnershipEvent, Session
 from batonmq._core.flow import FlowReason, QueueBytes
 from batonmq._core.inflight import Acks, Closing, QueueProgress, Start
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.subscription import Filter, TagFilter
 from batonmq.errors import BatonError, Fenced, ModeChanged
 
@@ -55,7 +55,7 @@ class QueueRunner:
         interrupted: Set when the pull under way is not one to be made any more.
     """
 
-    def __init__(self, session: Session, calls: JointCalls, queue: QueueId) -> None:
+    def __init__(self, session: Session, calls: JointCalls, queue: QueueRef) -> None:
         self.session, self.calls, self.queue = session, calls, queue
         self.key = session.key(queue)
         self.owned = session.view.owned

@@ -18,9 +18,9 @@ from batonmq._consumer.group import GroupView
 from batonmq._consumer.local_offsets import LocalOffsets
 from batonmq._core.epochs import Epochs
 from batonmq._core.flow import ByteBudget, FlowLimits
+from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range
 from batonmq._core.retries import RETRIES_MAX, Policy
-from batonmq._core.route import QueueId
 from batonmq._core.starting import TIMESTAMP_AGE_MS, ConsumeFrom
 from batonmq._telemetry.client_metrics import ConsumerMetrics
 from batonmq._telemetry.tallies import ConsumerTally
@@ -183,7 +183,7 @@ class OwnershipEvent:
     """
 
     kind: Literal["granted", "draining", "released", "fenced"]
-    queue: QueueId
+    queue: QueueRef
     token: int
     monotonic_ms: int
 
@@ -230,7 +230,7 @@ class Session:
     budget: ByteBudget = field(init=False)
     wait_for_room: dict[asyncio.Event, None] = field(default_factory=dict)
     drain_timeout_ms: int | None = field(init=False)
-    paused: set[QueueId] = field(default_factory=set)
+    paused: set[QueueRef] = field(default_factory=set)
     metrics: ConsumerMetrics | None = None
     tally: ConsumerTally | None = None
 
@@ -270,19 +270,19 @@ class Session:
         """
         return await self.directory.keeper(self.group)
 
-    def key(self, queue: QueueId) -> queue_pb2.GroupQueue:
+    def key(self, queue: QueueRef) -> queue_pb2.GroupQueue:
         """The queue as offsets and lockmgr name it."""
         return queue_pb2.GroupQueue(group=self.group, queue=queue_to_pb(queue))
 
 
-def queue_to_pb(queue: QueueId) -> queue_pb2.Queue:
+def queue_to_pb(queue: QueueRef) -> queue_pb2.QueueRef:
     """The queue for the wire."""
-    return queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
+    return queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
 
 
-def queue_of(key: queue_pb2.GroupQueue) -> QueueId:
+def queue_of(key: queue_pb2.GroupQueue) -> QueueRef:
     """Inverse of `Session.key`."""
-    return QueueId(key.queue.topic, key.queue.broker, key.queue.queue_id)
+    return QueueRef(key.queue.topic, key.queue.broker, key.queue.queue_id)
 
 
 def ranges_to_pb(ranges: Iterable[Range]) -> list[queue_pb2.OffsetRange]:

@@ -14,7 +14,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 
 LATENCIES_MS = (50, 100, 550, 1_800, 3_000, 5_000, 15_000)
 AVOIDED_MS = (0, 0, 2_000, 5_000, 6_000, 10_000, 30_000)
@@ -42,7 +42,7 @@ class Brokers:
         """It did not answer, or could not do what it was asked."""
         self._back_ms[broker] = now_ms + FAILED_MS
 
-    def takes_count(self, queues: Sequence[QueueId], broker: str, now_ms: int) -> int:
+    def takes_count(self, queues: Sequence[QueueRef], broker: str, now_ms: int) -> int:
         """How many batches for any of `queues` had better go elsewhere than to `broker`.
 
         All, if there is a broker without trouble; one, if there is one that is due for a probe.
@@ -52,7 +52,7 @@ class Brokers:
             return sys.maxsize
         return int(any(self._back_ms[other] <= now_ms for other in others))
 
-    def choose(self, queues: Sequence[QueueId], turn: int, now_ms: int) -> QueueId:
+    def choose(self, queues: Sequence[QueueRef], turn: int, now_ms: int) -> QueueRef:
         """The queue whose turn it is, among those of brokers that are not avoided.
 
         A broker that is due for a probe goes first; if all are avoided, the one soonest back.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._core.retries import (
     ATTEMPTS,
@@ -24,7 +25,6 @@ from batonmq._core.retries import (
     origin_of,
     unindexed,
 )
-from batonmq._core.route import QueueId
 from batonmq._core.subscription import parse_filter
 
 PREFIX = "%DLQ%"
@@ -55,7 +55,7 @@ class DeadLetter:
 
     group: str
     message_id: str
-    queue: QueueId
+    queue: QueueRef
     offset: int
     born_unix_ms: int
     dead_unix_ms: int
@@ -108,7 +108,7 @@ class Criteria:
 
 
 def dead_letter(
-    place: tuple[str, QueueId, int],
+    place: tuple[str, QueueRef, int],
     times: tuple[int, int],
     message: Message,
     *,
@@ -188,7 +188,7 @@ def copy_of(letter: DeadLetter, replay_id: str, by: str, reason: str, *, to_topi
     )
 
 
-def destination(letter: DeadLetter, queues: Sequence[QueueId], once: int) -> QueueId:
+def destination(letter: DeadLetter, queues: Sequence[QueueRef], once: int) -> QueueRef:
     """The queue that takes the copy: the one it came from, or one beside it, or any.
 
     Args:

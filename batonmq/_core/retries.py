@@ -12,8 +12,8 @@ from hashlib import blake2b
 from typing import Literal
 
 from batonmq._core.delays import LEVELS_MS
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import KEYS_BYTES_MAX
-from batonmq._core.route import QueueId
 
 LADDER_MS = LEVELS_MS[2:]
 """Wait so long before the first retry, the second, ...: 10 s to 2 h. Source: RocketMQ."""
@@ -121,7 +121,7 @@ class Policy:
 class Origin:
     """Where a message was when it was handed out the first time."""
 
-    queue: QueueId
+    queue: QueueRef
     offset: int
     message_id: str
 
@@ -182,13 +182,13 @@ def origin_of(properties: Mapping[str, str]) -> tuple[Origin, int] | None:
     """Inverse of `properties_of`: the origin, and the attempts so far; None without them."""
     try:
         topic, broker, queue_id, offset = properties[ORIGIN].split("/")
-        queue = QueueId(topic, broker, int(queue_id))
+        queue = QueueRef(topic, broker, int(queue_id))
         return Origin(queue, int(offset), properties[ORIGIN_ID]), int(properties[ATTEMPTS])
     except (KeyError, ValueError):
         return None
 
 
-def once_id(queue: QueueId, topic_id: int, offset: int, reset_epoch: int) -> int:
+def once_id(queue: QueueRef, topic_id: int, offset: int, reset_epoch: int) -> int:
     """Producer id under which one stored message is sent back: every client comes to the same.
 
     So storage, which knows a producer's batches again, keeps one copy of what several members of
@@ -201,7 +201,7 @@ def once_id(queue: QueueId, topic_id: int, offset: int, reset_epoch: int) -> int
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 1 or 1
 
 
-def target(queues: Sequence[QueueId], broker: str, once: int) -> QueueId:
+def target(queues: Sequence[QueueRef], broker: str, once: int) -> QueueRef:
     """The queue that takes a message of `broker` back: every client comes to the same.
 
     Args:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from batonmq._core.queues import QueueRef
 
 TOPICS_REVISION = "baton-topics-revision"
 """Trailing metadata of storage's QueryOffsets: the etcd revision of the topic that the answer is
@@ -18,23 +19,6 @@ Scores: TypeAlias = NDArray[np.uint64]
 _REMEMBERED_MAX = 10_000
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class QueueId:
-    """One queue of the cluster.
-
-    Attributes:
-        broker: Name of the storage node that has it.
-        queue_id: Its index, from 0, among the queues of the topic on this broker.
-    """
-
-    topic: str
-    broker: str
-    queue_id: int
-
-    def __str__(self) -> str:
-        return f"{self.topic}/{self.broker}/{self.queue_id}"
 
 
 class KeyedQueues:
@@ -48,12 +32,12 @@ class KeyedQueues:
         queues: Those of one topic that take messages, ascending; not empty.
     """
 
-    def __init__(self, queues: tuple[QueueId, ...]) -> None:
+    def __init__(self, queues: tuple[QueueRef, ...]) -> None:
         self.queues = queues
         self._lower = _lower_halves([f"{queue.broker}/{queue.queue_id}" for queue in queues])
-        self._remembered: dict[str, QueueId] = {}
+        self._remembered: dict[str, QueueRef] = {}
 
-    def of(self, ordering_key: str) -> QueueId:
+    def of(self, ordering_key: str) -> QueueRef:
         """The queue of the key: the same one as long as the queues stay the same."""
         queue = self._remembered.get(ordering_key)
         if queue is None:

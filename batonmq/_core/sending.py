@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from batonmq._core.compression import Packing
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder
-from batonmq._core.route import QueueId
 from batonmq.errors import BatonError, Unreachable
 
 Token = TypeVar("Token")
@@ -55,7 +55,7 @@ class QueueSender(Generic[Token]):
 
     def __init__(
         self,
-        queue: QueueId,
+        queue: QueueRef,
         producer_id: int,
         bytes_max: int,
         count_max: int,

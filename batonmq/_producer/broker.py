@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import grpc.aio
-from batonmq._producer.receipts import Outcome
-from batonmq._producer.settings import ProducerSettings
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.sending import MAYBE_STORED, Batch, QueueSender, doubtful
+from batonmq._producer.receipts import Outcome
+from batonmq._producer.settings import ProducerSettings
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -56,7 +56,7 @@ class Landing(Protocol):
         """The batch has its outcome."""
         ...
 
-    def takes(self, queue: QueueId) -> bool:
+    def takes(self, queue: QueueRef) -> bool:
         """Whether a queue takes messages, as far as is known."""
         ...
 

@@ -6,18 +6,17 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq._connection.directory import Directory, Surroundings
+from batonmq._core.brokers import Brokers
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import Message
+from batonmq._core.sending import Batch, QueueSender, doubtful
 from batonmq._producer.broker import BrokerLoop
 from batonmq._producer.losses import Losses
 from batonmq._producer.receipts import ANY, Outcome, Pending, Wish
 from batonmq._producer.settings import ProducerSettings
 from batonmq._producer.topic import TopicQueues
-
-from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq._connection.directory import Directory, Surroundings
-from batonmq._core.brokers import Brokers
-from batonmq._core.records import Message
-from batonmq._core.route import QueueId
-from batonmq._core.sending import Batch, QueueSender, doubtful
 from batonmq._telemetry.client_metrics import ProducerMetrics
 from batonmq._telemetry.tallies import ProducerTally
 from batonmq.errors import BatonError, NotWritable, Retry, Unreachable
@@ -63,7 +62,7 @@ class Placing:
         self.troubled = Brokers()
         self.losses = Losses()
         self.room = settings.in_flight_bytes_max
-        self._senders: dict[QueueId, QueueSender[Outcome]] = {}
+        self._senders: dict[QueueRef, QueueSender[Outcome]] = {}
         self._brokers: dict[str, BrokerLoop] = {}
         self._landed = asyncio.Event()
 
@@ -112,7 +111,7 @@ class Placing:
         self.room -= len(record)
         return outcome, index
 
-    def last(self, known: TopicQueues) -> dict[QueueId, Outcome]:
+    def last(self, known: TopicQueues) -> dict[QueueRef, Outcome]:
         """The last batch of each queue of the topic that has one under way."""
         return {
             queue: sender.last.token
@@ -150,7 +149,7 @@ class Placing:
             size = (count, batch.token.bytes_count)
             self._tally.settled(topic, size, now_ms - batch.begin_ms, stored=error is None)
 
-    def takes(self, queue: QueueId) -> bool:
+    def takes(self, queue: QueueRef) -> bool:
         """Whether the queue takes messages, as far as is known here."""
         known = self.topics.get(queue.topic)
         return known is None or queue in known.queues
@@ -205,7 +204,7 @@ class Placing:
             return Pending(*self.place(known, wish, *message, begin_ms))
         except BatonError as error:
             self.losses.add(int(wish.one_way), error, self._clock.monotonic_ms())
-            refused = Outcome(wish.queue or QueueId("", "", 0))
+            refused = Outcome(wish.queue or QueueRef("", "", 0))
             refused.settle(error)
             return Pending(refused, 0)
 
@@ -213,7 +212,7 @@ class Placing:
         self.room += batch.token.bytes_count
         self._landed.set()
 
-    def _sender(self, queue: QueueId) -> QueueSender[Outcome]:
+    def _sender(self, queue: QueueRef) -> QueueSender[Outcome]:
         sender = self._senders.get(queue)
         if sender is None:
             sender = self._senders[queue] = QueueSender(

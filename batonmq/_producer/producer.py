@@ -9,18 +9,17 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
-from batonmq._producer.placing import Placing, ProducerClosed
-from batonmq._producer.receipts import ANY, Pending, Receipt, Wish
-from batonmq._producer.settings import ProducerSettings
-from batonmq._producer.topic import TopicQueues
-
 from batonmq._common.aio import Lines, only_error, unless
 from batonmq._connection.directory import Directory, Surroundings
 from batonmq._connection.routes import follow_route, wait_for_route
 from batonmq._core.delays import deliver_time
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
-from batonmq._core.route import QueueId
+from batonmq._producer.placing import Placing, ProducerClosed
+from batonmq._producer.receipts import ANY, Pending, Receipt, Wish
 from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt, Scheduling
+from batonmq._producer.settings import ProducerSettings
+from batonmq._producer.topic import TopicQueues
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.client_stream import ClientStream
 from batonmq._telemetry.publishing import PRODUCER
@@ -127,7 +126,7 @@ class Producer:
         keys: Sequence[str] = ...,
         properties: Mapping[str, str] | None = ...,
         ordering_key: str | None = ...,
-        queue: QueueId | None = ...,
+        queue: QueueRef | None = ...,
     ) -> Receipt: ...
 
     @overload
@@ -140,7 +139,7 @@ class Producer:
         keys: Sequence[str] = ...,
         properties: Mapping[str, str] | None = ...,
         ordering_key: str | None = ...,
-        queue: QueueId | None = ...,
+        queue: QueueRef | None = ...,
         deliver_at_unix_ms: int | None = ...,
         delay_ms: int | None = ...,
         delay_level: int | None = ...,
@@ -155,7 +154,7 @@ class Producer:
         keys: Sequence[str] = (),
         properties: Mapping[str, str] | None = None,
         ordering_key: str | None = None,
-        queue: QueueId | None = None,
+        queue: QueueRef | None = None,
         deliver_at_unix_ms: int | None = None,
         delay_ms: int | None = None,
         delay_level: int | None = None,
@@ -203,7 +202,7 @@ class Producer:
         message: Message,
         *,
         ordering_key: str | None = ...,
-        queue: QueueId | None = ...,
+        queue: QueueRef | None = ...,
     ) -> Pending: ...
 
     @overload
@@ -213,7 +212,7 @@ class Producer:
         message: Message,
         *,
         ordering_key: str | None = ...,
-        queue: QueueId | None = ...,
+        queue: QueueRef | None = ...,
         deliver_at_unix_ms: int | None = ...,
         delay_ms: int | None = ...,
         delay_level: int | None = ...,
@@ -225,7 +224,7 @@ class Producer:
         message: Message,
         *,
         ordering_key: str | None = None,
-        queue: QueueId | None = None,
+        queue: QueueRef | None = None,
         deliver_at_unix_ms: int | None = None,
         delay_ms: int | None = None,
         delay_level: int | None = None,
@@ -261,7 +260,7 @@ class Producer:
         keys: Sequence[str] = (),
         properties: Mapping[str, str] | None = None,
         ordering_key: str | None = None,
-        queue: QueueId | None = None,
+        queue: QueueRef | None = None,
     ) -> None:
         """Hand over a message whose receipt nobody wants; waits only as `submit` does.
 
@@ -360,7 +359,7 @@ class Producer:
         record = encode_record(message)
         known = self._placing.topics.get(topic) or await self._open_topic(topic)
 
-        def choose() -> QueueId:
+        def choose() -> QueueRef:
             queue = known.choose(wish, self._clock.monotonic_ms())
             known.next_turn()
             return queue

@@ -7,10 +7,9 @@ from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from batonmq._producer.settings import Durability
-
 from baton.storage.v1 import storage_service_pb2 as pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
+from batonmq._producer.settings import Durability
 from batonmq.errors import BatonError
 
 WOKEN_AT_ONCE = 64
@@ -30,7 +29,7 @@ class Receipt(NamedTuple):
         duplicate: Whether an earlier try had stored it already.
     """
 
-    queue: QueueId
+    queue: QueueRef
     offset: int
     position: int
     place: int
@@ -54,7 +53,7 @@ class Wish(NamedTuple):
     """
 
     ordering_key: str | None = None
-    queue: QueueId | None = None
+    queue: QueueRef | None = None
     one_way: bool = False
 
     @property
@@ -90,7 +89,7 @@ class Outcome:
 
     __slots__ = ("_error", "_stored", "_waiters", "bytes_count", "moved", "queue", "wishes")
 
-    def __init__(self, queue: QueueId) -> None:
+    def __init__(self, queue: QueueRef) -> None:
         self.queue = queue
         self.bytes_count = 0
         self.wishes: dict[int, Wish] = {}

@@ -21,8 +21,8 @@ from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._core.compression import Packing
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message
-from batonmq._core.route import QueueId
 from batonmq._core.sending import SEQUENCE_LIMIT, doubtful
 from batonmq.errors import (
     BatonError,
@@ -50,7 +50,7 @@ class ScheduleReceipt(NamedTuple):
         duplicate: Whether an earlier try had stored it already.
     """
 
-    queue: QueueId
+    queue: QueueRef
     schedule_id: str
     deliver_unix_ms: int
     duplicate: bool
@@ -110,7 +110,7 @@ class Scheduling:
         self._directory, self._clock, self._random = directory, clock, random
         self._group, self._settings, self._packing = tasks, settings, settings.packing
         self._batchers: dict[str, Batcher[pb.ScheduleItem, _Outcome]] = {}
-        self._lanes: dict[QueueId, list[_Lane]] = {}
+        self._lanes: dict[QueueRef, list[_Lane]] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._pending: set[asyncio.Future[ScheduleReceipt]] = set()
         self._bytes = 0
@@ -130,7 +130,7 @@ class Scheduling:
         message: Message,
         record: bytes,
         deliver_unix_ms: int,
-        choose: Callable[[], QueueId],
+        choose: Callable[[], QueueRef],
     ) -> PendingSchedule:
         """Hand over a message.
 
@@ -204,7 +204,7 @@ class Scheduling:
         task.add_done_callback(self._running.discard)
 
     async def _settle(
-        self, sending: _Sending, queue: QueueId, future: asyncio.Future[ScheduleReceipt]
+        self, sending: _Sending, queue: QueueRef, future: asyncio.Future[ScheduleReceipt]
     ) -> None:
         try:
             receipt = await self._send(sending, queue)
@@ -219,7 +219,7 @@ class Scheduling:
             self._pending.discard(future)
             self._landed.set()
 
-    async def _send(self, sending: _Sending, queue: QueueId) -> ScheduleReceipt:
+    async def _send(self, sending: _Sending, queue: QueueRef) -> ScheduleReceipt:
         """The receipt; if a queue takes no messages, of another one."""
         while True:
             lanes = self._lanes.setdefault(queue, [])
@@ -247,7 +247,7 @@ class Scheduling:
                 lanes.append(lane)
 
     async def _repeat(
-        self, sending: _Sending, queue: QueueId, item: pb.ScheduleItem
+        self, sending: _Sending, queue: QueueRef, item: pb.ScheduleItem
     ) -> pb.ScheduleReceipt:
         """The receipt, after as many tries of the same bytes as it takes.
 
@@ -331,10 +331,10 @@ class _Sending:
     builder: BatchBuilder
     bytes_count: int
     deliver_unix_ms: int
-    choose: Callable[[], QueueId]
+    choose: Callable[[], QueueRef]
     begin_ms: int
 
-    def item(self, queue: QueueId, lane: _Lane, born_unix_ms: int) -> pb.ScheduleItem:
+    def item(self, queue: QueueRef, lane: _Lane, born_unix_ms: int) -> pb.ScheduleItem:
         batch = self.builder.encode(
             topic=queue.topic,
             queue_id=queue.queue_id,

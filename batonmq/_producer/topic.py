@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from batonmq._producer.receipts import Outcome, Wish
-
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._connection.routes import queues_of, writable_queues_of
 from batonmq._core.brokers import Brokers
-from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._core.queues import QueueRef
+from batonmq._core.route import KeyedQueues
 from batonmq._core.sending import QueueSender
+from batonmq._producer.receipts import Outcome, Wish
 from batonmq.errors import NotWritable, QueueNotFound
 
 
@@ -20,9 +20,9 @@ class _Earlier:
     """How keys went before the queues changed, and the last batch of each queue at that time."""
 
     keyed: KeyedQueues
-    last: Mapping[QueueId, Outcome]
+    last: Mapping[QueueRef, Outcome]
 
-    def delays(self, ordering_key: str, queue: QueueId) -> bool:
+    def delays(self, ordering_key: str, queue: QueueRef) -> bool:
         """Whether messages of the key may be under way elsewhere than to `queue`."""
         before = self.keyed.of(ordering_key)
         return before != queue and before in self.last and not self.last[before].settled
@@ -48,7 +48,7 @@ class TopicQueues:
         self._earlier: list[_Earlier] = []
         self._read(route)
 
-    def change(self, route: nameserver_pb.Route, last: Mapping[QueueId, Outcome]) -> None:
+    def change(self, route: nameserver_pb.Route, last: Mapping[QueueRef, Outcome]) -> None:
         """Go on by a newer route.
 
         Args:
@@ -86,7 +86,7 @@ class TopicQueues:
         queue = self._keyed.of(ordering_key)
         return any(one.delays(ordering_key, queue) for one in self._earlier)
 
-    def choose(self, wish: Wish, now_ms: int) -> QueueId:
+    def choose(self, wish: Wish, now_ms: int) -> QueueRef:
         """The queue that was asked for, that of the key, or the one whose turn it is.
 
         Raises:

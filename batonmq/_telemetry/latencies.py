@@ -64,7 +64,7 @@ class Latencies:
                     )
                 )
                 if what.group or what.topic:
-                    queue = queue_pb2.Queue(topic=what.topic)
+                    queue = queue_pb2.QueueRef(topic=what.topic)
                     event.queue.CopyFrom(queue_pb2.GroupQueue(group=what.group, queue=queue))
                 yield event
 

@@ -100,4 +100,4 @@ class ProducerTally:
 
 
 def _of(group: str, topic: str) -> queue_pb2.GroupQueue:
-    return queue_pb2.GroupQueue(group=group, queue=queue_pb2.Queue(topic=topic))
+    return queue_pb2.GroupQueue(group=group, queue=queue_pb2.QueueRef(topic=topic))

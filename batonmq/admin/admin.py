@@ -23,8 +23,8 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory, Surroundings, as_reached
 from batonmq._connection.security import Security
+from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
-from batonmq._core.route import QueueId
 from batonmq.admin.group_reports import (
     Diagnosis,
     Group,
@@ -362,10 +362,10 @@ class Admin:
         return (await self.ask(ask)).queues
 
     async def extents(
-        self, queues: Iterable[QueueId]
-    ) -> tuple[dict[QueueId, tuple[int, int]], tuple[str, ...]]:
+        self, queues: Iterable[QueueRef]
+    ) -> tuple[dict[QueueRef, tuple[int, int]], tuple[str, ...]]:
         """First and next offset of the queues that their brokers know, and who did not answer."""
-        by_broker: dict[str, list[QueueId]] = defaultdict(list)
+        by_broker: dict[str, list[QueueRef]] = defaultdict(list)
         for queue in queues:
             by_broker[queue.broker].append(queue)
         problems: list[str] = []
@@ -391,9 +391,9 @@ class Admin:
         return group_from_pb(answer.group)
 
     async def _extents_at(
-        self, broker: str, queues: Sequence[QueueId]
-    ) -> dict[QueueId, tuple[int, int]]:
-        found: dict[QueueId, tuple[int, int]] = {}
+        self, broker: str, queues: Sequence[QueueRef]
+    ) -> dict[QueueRef, tuple[int, int]]:
+        found: dict[QueueRef, tuple[int, int]] = {}
         for start in range(0, len(queues), QUEUES_PER_CALL):
             part = queues[start : start + QUEUES_PER_CALL]
             request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, part))

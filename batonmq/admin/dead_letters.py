@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import Range, contains, normalize
 from batonmq._core.records import Message
 from batonmq._core.redriving import PREFIX, Criteria, DeadLetter, dead_letter
 from batonmq._core.retries import dead_letter_topic
-from batonmq._core.route import QueueId
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.redriving import Redrive, Redriven, Redriving
@@ -81,7 +81,7 @@ class DeadLetters:
                 found.append(await self._group(topic.name, kept))
         return DeadGroups(tuple(found), problems)
 
-    async def extent(self, group: str) -> dict[QueueId, Range]:
+    async def extent(self, group: str) -> dict[QueueRef, Range]:
         """The queues of a group's dead letters: first and next offset of each.
 
         Raises:
@@ -125,7 +125,7 @@ class DeadLetters:
                     break
                 offset = page.next_offset
 
-    async def redriven(self, group: str) -> dict[QueueId, Sequence[Range]]:
+    async def redriven(self, group: str) -> dict[QueueRef, Sequence[Range]]:
         """By queue the offsets of the dead letters that were sent again.
 
         Of more than 1,000 separate ranges the first ones are known.
@@ -149,7 +149,7 @@ class DeadLetters:
         """
         return Redriving(self._admin, group, order).run(self.read(group, criteria))
 
-    async def _group(self, topic: str, kept: Sequence[tuple[QueueId, Range]]) -> DeadGroup:
+    async def _group(self, topic: str, kept: Sequence[tuple[QueueRef, Range]]) -> DeadGroup:
         group = topic.removeprefix(PREFIX)
         redriven = await self.redriven(group)
         count = sum(end - first for _, (first, end) in kept)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import error_from_pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.reports import Lock, enum_name, queue_from_pb
 from batonmq.errors import BatonError
 
@@ -259,16 +259,16 @@ def diagnosis_from_pb(found: pb.Diagnosis) -> Diagnosis:
 
 def join_progress(
     group: Group,
-    queues: Collection[QueueId],
+    queues: Collection[QueueRef],
     progress: Iterable[offsets_pb.Progress],
     locks: Iterable[Lock],
-    log_ends: Mapping[QueueId, int],
+    log_ends: Mapping[QueueRef, int],
 ) -> tuple[QueueProgress, ...]:
     """One row for each of `queues`, ascending, from whatever the services told."""
     known = {queue_from_pb(found.queue.queue): found for found in progress}
-    owners = {QueueId(lock.topic, lock.broker, lock.queue_id): lock for lock in locks}
+    owners = {QueueRef(lock.topic, lock.broker, lock.queue_id): lock for lock in locks}
     hosts = {member.client_id: member.host for member in group.members}
-    dealt = {QueueId(a.topic, a.broker, a.queue_id): a.client_id for a in group.assignments}
+    dealt = {QueueRef(a.topic, a.broker, a.queue_id): a.client_id for a in group.assignments}
     rows = []
     for queue in sorted(queues):
         found, lock, end = known.get(queue), owners.get(queue), log_ends.get(queue)

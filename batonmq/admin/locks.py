@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.operation import Operation
 from batonmq.admin.reports import Lock, lock_from_pb, queue_from_pb, queue_to_pb
@@ -76,7 +76,7 @@ class Released:
 
     incarnation_ids: tuple[int, ...]
     released_count: int
-    kept: tuple[tuple[str, QueueId], ...]
+    kept: tuple[tuple[str, QueueRef], ...]
 
 
 class Locks:
@@ -89,7 +89,7 @@ class Locks:
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
-    async def describe(self, group: str, queue: QueueId) -> LockDetail:
+    async def describe(self, group: str, queue: QueueRef) -> LockDetail:
         """One lock; it is free with token 0 if nobody has ever owned the queue."""
         request = pb.DescribeRequest(queue=_group_queue(group, queue))
 
@@ -99,7 +99,7 @@ class Locks:
 
         return _detail_from_pb(await self._admin.ask(ask))
 
-    async def force_release(self, group: str, queue: QueueId, operation: Operation) -> Taken:
+    async def force_release(self, group: str, queue: QueueRef, operation: Operation) -> Taken:
         """Take a queue from its owner, whatever it is doing.
 
         Its acknowledgements are refused from now on. Another owner gets what was in its hands
@@ -142,7 +142,7 @@ class Locks:
         ]
         lives = sorted({lock.incarnation_id or 0 for lock in owned})
         released_count = 0
-        kept: list[tuple[str, QueueId]] = []
+        kept: list[tuple[str, QueueRef]] = []
         for incarnation_id in lives:
             request = pb.ReleaseAllRequest(
                 incarnation=queue_pb2.Incarnation(
@@ -163,7 +163,7 @@ class Locks:
         return await self._admin.ask(ask)
 
 
-def _group_queue(group: str, queue: QueueId) -> queue_pb2.GroupQueue:
+def _group_queue(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=group, queue=queue_to_pb(queue))
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.storage.v1 import query_service_pb2 as pb
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record, check_batch, decode_records, record_lengths
-from batonmq._core.route import QueueId
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import queue_to_pb
 from batonmq.errors import InvalidArgument, MessageNotFound
@@ -30,7 +30,7 @@ class StoredMessage:
     """
 
     message_id: str
-    queue: QueueId
+    queue: QueueRef
     offset: int
     born_unix_ms: int
     store_unix_ms: int
@@ -140,7 +140,7 @@ class Queries:
         more = len(messages) > limit or any(part.more for part in parts)
         return Found(tuple(messages[:limit]), more)
 
-    async def at_offset(self, queue: QueueId, offset: int) -> StoredMessage:
+    async def at_offset(self, queue: QueueRef, offset: int) -> StoredMessage:
         """The message at an offset of a queue.
 
         Raises:
@@ -153,7 +153,7 @@ class Queries:
             f"queue {queue} has no message at offset {offset} yet", facts={"offset": offset}
         )
 
-    async def page(self, queue: QueueId, offset: int, count_max: int = 1_000) -> Page:
+    async def page(self, queue: QueueRef, offset: int, count_max: int = 1_000) -> Page:
         """Messages of a queue from an offset on, about 1 MiB at most; none at its end.
 
         Raises:
@@ -174,7 +174,7 @@ class Queries:
         )
         return Page(tuple(messages), answer.next_offset)
 
-    async def offset_at(self, queue: QueueId, unix_ms: int) -> int:
+    async def offset_at(self, queue: QueueRef, unix_ms: int) -> int:
         """The first offset of a queue that was stored at or after a time; its end if none was."""
         request = pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
 
@@ -216,7 +216,7 @@ def _decoded_from(broker: str, batch: bytes, offset: int) -> Iterator[StoredMess
 def _message(broker: str, header: Header, record: Record, record_bytes: int) -> StoredMessage:
     return StoredMessage(
         message_id=f"{broker}-{header.position:x}-{record.offset - header.first_offset:x}",
-        queue=QueueId(header.topic, broker, header.queue_id),
+        queue=QueueRef(header.topic, broker, header.queue_id),
         offset=record.offset,
         born_unix_ms=header.born_unix_ms,
         store_unix_ms=header.store_unix_ms,

@@ -18,11 +18,11 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._consumer.keeping import check_kept
+from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import of_sorted
 from batonmq._core.records import STORED_PROPERTIES_BYTES_MAX, BatchBuilder, encode_record
 from batonmq._core.redriving import DeadLetter, copy_of, destination, once_id
 from batonmq._core.retries import dead_letter_topic, retry_topic
-from batonmq._core.route import QueueId
 from batonmq._core.sending import ONCE_EPOCH
 from batonmq.admin.admin import Admin
 from batonmq.admin.operation import Operation
@@ -82,7 +82,7 @@ class Redriven:
     letter: DeadLetter
     outcome: str
     message_id: str = ""
-    queue: QueueId | None = None
+    queue: QueueRef | None = None
     offset: int | None = None
     error: BatonError | None = None
 
@@ -90,7 +90,7 @@ class Redriven:
 @dataclass(frozen=True, slots=True)
 class _Copy:
     letter: DeadLetter
-    queue: QueueId
+    queue: QueueRef
     batch: bytes
 
 
@@ -99,8 +99,8 @@ class Redriving:
 
     def __init__(self, admin: Admin, group: str, order: Redrive) -> None:
         self._admin, self._group, self._order = admin, group, order
-        self._queues: dict[str, tuple[QueueId, ...]] = {}
-        self._reset_epochs: dict[QueueId, int] = defaultdict(int)
+        self._queues: dict[str, tuple[QueueRef, ...]] = {}
+        self._reset_epochs: dict[QueueRef, int] = defaultdict(int)
         self._kept = False
 
     async def run(self, letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[Redriven, None]:
@@ -188,7 +188,7 @@ class Redriving:
         )
         return _Copy(letter, queue, batch)
 
-    async def _queues_of(self, topic: str) -> tuple[QueueId, ...]:
+    async def _queues_of(self, topic: str) -> tuple[QueueRef, ...]:
         if topic not in self._queues:
             route = await self._admin.ask(lambda _: query_route(self._admin.directory, topic))
             self._queues[topic] = writable_queues_of(route)
@@ -214,7 +214,7 @@ class Redriving:
 
     async def _record(self, letters: Sequence[DeadLetter]) -> None:
         """Note durably what was sent again."""
-        offsets = defaultdict[QueueId, list[int]](list)
+        offsets = defaultdict[QueueRef, list[int]](list)
         for letter in letters:
             offsets[letter.queue].append(letter.offset)
         if not offsets:
@@ -238,8 +238,8 @@ class Redriving:
             await asyncio.sleep(_PAUSE_S)
 
     async def _commit(
-        self, books: str, offsets: Mapping[QueueId, Sequence[int]]
-    ) -> dict[QueueId, BatonError]:
+        self, books: str, offsets: Mapping[QueueRef, Sequence[int]]
+    ) -> dict[QueueRef, BatonError]:
         """Acknowledge; which queues were refused, and why."""
         items = [
             offsets_pb.CommitItem(

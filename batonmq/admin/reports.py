@@ -9,7 +9,7 @@ from typing import Any
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Topic:
         return sum(self.queue_counts.values())
 
     @property
-    def queues(self) -> tuple[QueueId, ...]:
+    def queues(self) -> tuple[QueueRef, ...]:
         """All queues, ascending."""
         return tuple(
-            QueueId(self.name, broker, queue_id)
+            QueueRef(self.name, broker, queue_id)
             for broker, count in sorted(self.queue_counts.items())
             for queue_id in range(count)
         )
@@ -59,7 +59,7 @@ class CreatedTopic:
 class QueueExtent:
     """The messages a queue holds: [first_offset, next_offset). None if its broker is away."""
 
-    queue: QueueId
+    queue: QueueRef
     first_offset: int | None
     next_offset: int | None
 
@@ -178,14 +178,14 @@ def lock_from_pb(entry: lockmgr_pb.LockEntry) -> Lock:
     )
 
 
-def queue_from_pb(queue: queue_pb2.Queue) -> QueueId:
+def queue_from_pb(queue: queue_pb2.QueueRef) -> QueueRef:
     """The queue as a value."""
-    return QueueId(queue.topic, queue.broker, queue.queue_id)
+    return QueueRef(queue.topic, queue.broker, queue.queue_id)
 
 
-def queue_to_pb(queue: QueueId) -> queue_pb2.Queue:
+def queue_to_pb(queue: QueueRef) -> queue_pb2.QueueRef:
     """Inverse of `queue_from_pb`."""
-    return queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
+    return queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
 
 
 def enum_name(name_of: Callable[[Any], str], number: int, prefix: str) -> str:

@@ -15,8 +15,8 @@ from baton.common.v1 import error_pb2, queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.aio import only_error
 from batonmq._common.rpc import error_from_pb
+from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
-from batonmq._core.route import QueueId
 from batonmq._core.targets import Place, Standing, Target, ToEarliest, ToOffset, ToTime, place
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
@@ -52,7 +52,7 @@ class Plan:
     """
 
     group: str
-    offsets: tuple[tuple[QueueId, int], ...]
+    offsets: tuple[tuple[QueueRef, int], ...]
     notes: tuple[str, ...]
 
 
@@ -142,7 +142,7 @@ class Resets:
         return _plan(group, places | await self._moved_by(op_id, group, places))
 
     async def plan_offsets(
-        self, group: str, offsets: Mapping[QueueId, int], op_id: str = ""
+        self, group: str, offsets: Mapping[QueueRef, int], op_id: str = ""
     ) -> Plan:
         """An offset of its own for each queue, as far as the queue goes.
 
@@ -256,8 +256,8 @@ class Resets:
         return found
 
     async def _moved_by(
-        self, op_id: str, group: str, queues: Collection[QueueId]
-    ) -> dict[QueueId, Place]:
+        self, op_id: str, group: str, queues: Collection[QueueRef]
+    ) -> dict[QueueRef, Place]:
         """Where an operation, if there was one of this id, has put which of the queues."""
         if not op_id:
             return {}
@@ -266,7 +266,7 @@ class Resets:
             for recorded in await self.history(group)
             if recorded.op_id == op_id
             for step in recorded.steps
-            if (queue := QueueId(step.topic, step.broker, step.queue_id)) in queues
+            if (queue := QueueRef(step.topic, step.broker, step.queue_id)) in queues
         }
 
     async def _reset(self, group: str, request: pb.ResetRequest) -> Sequence[pb.ResetOutcome]:
@@ -277,8 +277,8 @@ class Resets:
         return (await self._admin.ask(ask)).outcomes
 
     async def _standings(
-        self, queues: Sequence[QueueId], committed: dict[QueueId, int], target: Target
-    ) -> dict[QueueId, Standing]:
+        self, queues: Sequence[QueueRef], committed: dict[QueueRef, int], target: Target
+    ) -> dict[QueueRef, Standing]:
         extents, problems = await self._admin.extents(queues)
         if problems:
             raise Unreachable("; ".join(problems))
@@ -290,10 +290,10 @@ class Resets:
             for queue in queues
         }
 
-    async def _offsets_at(self, queues: Iterable[QueueId], unix_ms: int) -> dict[QueueId, int]:
+    async def _offsets_at(self, queues: Iterable[QueueRef], unix_ms: int) -> dict[QueueRef, int]:
         queries, turns = Queries(self._admin), asyncio.Semaphore(_SEARCHES_AT_ONCE)
 
-        async def find(queue: QueueId) -> int:
+        async def find(queue: QueueRef) -> int:
             async with turns:
                 return await queries.offset_at(queue, unix_ms)
 
@@ -306,8 +306,8 @@ class Resets:
 
 
 def queues_in(
-    scope: Scope, group: Group, progress: Iterable[QueueId], topics: Iterable[Topic]
-) -> tuple[QueueId, ...]:
+    scope: Scope, group: Group, progress: Iterable[QueueRef], topics: Iterable[Topic]
+) -> tuple[QueueRef, ...]:
     """The queues that a scope means, ascending; those of topics that are gone are left out.
 
     Args:
@@ -343,7 +343,7 @@ def queues_in(
     return chosen
 
 
-def _plan(group: str, places: dict[QueueId, Place]) -> Plan:
+def _plan(group: str, places: dict[QueueRef, Place]) -> Plan:
     offsets = tuple((q, found.offset) for q, found in places.items() if found.offset is not None)
     notes = tuple(f"{queue}: {found.note}" for queue, found in places.items() if found.note)
     if not offsets:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries
 from batonmq.errors import BatonError, MessageNotFound, OffsetOutOfRange
@@ -25,7 +25,7 @@ class QueueStats:
         per_s: Messages a second since the look before; None at the first look.
     """
 
-    queue: QueueId
+    queue: QueueRef
     first_offset: int | None
     next_offset: int | None
     last_store_unix_ms: int | None
@@ -49,7 +49,7 @@ class TopicStats:
     def __init__(self, admin: Admin, topic: str) -> None:
         self._admin, self._topic = admin, topic
         self._room = asyncio.Semaphore(_AT_ONCE)
-        self._before: Mapping[QueueId, int] = {}
+        self._before: Mapping[QueueRef, int] = {}
         self._before_s = 0.0
 
     async def look(self) -> tuple[tuple[QueueStats, ...], tuple[str, ...]]:
@@ -83,14 +83,14 @@ class TopicStats:
         self._before_s = now_s
         return found, tuple(problems)
 
-    def _rate(self, queue: QueueId, next_offset: int | None, now_s: float) -> float | None:
+    def _rate(self, queue: QueueRef, next_offset: int | None, now_s: float) -> float | None:
         before = self._before.get(queue)
         if before is None or next_offset is None or now_s <= self._before_s:
             return None
         return max(next_offset - before, 0) / (now_s - self._before_s)
 
     async def _last_store(
-        self, queue: QueueId, first: int | None, end: int | None, problems: list[str]
+        self, queue: QueueRef, first: int | None, end: int | None, problems: list[str]
     ) -> int | None:
         if first is None or end is None or first == end:
             return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._consumer.keeping import check_kept
+from batonmq._core.queues import QueueRef
 from batonmq._core.redriving import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
 from batonmq._core.retries import (
     ATTEMPTS,
@@ -25,7 +26,6 @@ from batonmq._core.retries import (
     origin_of,
     retry_topic,
 )
-from batonmq._core.route import QueueId
 from batonmq._core.subscription import parse_filter
 from batonmq._core.tracing import Hold, Standing, State, Stay, stay
 from batonmq.admin.admin import Admin
@@ -59,7 +59,7 @@ class Copy:
 
     kind: str
     message_id: str
-    queue: QueueId
+    queue: QueueRef
     offset: int
     store_unix_ms: int
     reason: str
@@ -245,8 +245,8 @@ class Tracer:
     # ---- offsets
 
     async def _standings(
-        self, groups: Iterable[Group], queues: Sequence[QueueId]
-    ) -> dict[tuple[str, QueueId], Standing]:
+        self, groups: Iterable[Group], queues: Sequence[QueueRef]
+    ) -> dict[tuple[str, QueueRef], Standing]:
         """Where groups are on queues, of those that have progress there."""
         found = {}
         for group in groups:
@@ -258,8 +258,8 @@ class Tracer:
         return found
 
     async def _standing_of(
-        self, group: Group, queues: Sequence[QueueId]
-    ) -> dict[QueueId, Standing]:
+        self, group: Group, queues: Sequence[QueueRef]
+    ) -> dict[QueueRef, Standing]:
         request = pb.QueryRequest(queues=[_key(group.name, queue) for queue in queues])
 
         async def ask(limit_s: float) -> pb.QueryResponse:
@@ -376,7 +376,7 @@ def _hold(hold: pb.Hold) -> Hold:
     )
 
 
-def _key(group: str, queue: QueueId) -> queue_pb2.GroupQueue:
+def _key(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=group, queue=queue_to_pb(queue))
 
 

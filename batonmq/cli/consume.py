@@ -15,8 +15,8 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.delays import parse_duration_ms
+from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
-from batonmq._core.route import QueueId
 from batonmq._core.starting import ConsumeFrom
 from batonmq._core.subscription import parse_filter
 from batonmq.admin.admin import Admin
@@ -169,20 +169,20 @@ class _Reading:
         sends_back = retry_topic(self.group) in {s.topic for s in group.subscriptions}
         return replace(settings, orderly=group.orderly, send_back=sends_back)
 
-    async def _ends(self, admin: Admin) -> dict[QueueId, int]:
+    async def _ends(self, admin: Admin) -> dict[QueueRef, int]:
         """The next offset of every queue of the topic."""
         detail = await admin.describe_topic(self.topic)
         for problem in detail.problems:
             raise Unreachable(problem)
         return {extent.queue: extent.next_offset or 0 for extent in detail.queues}
 
-    async def _stop_at(self, ends: dict[QueueId, int], admin: Admin, consumer: Consumer) -> None:
+    async def _stop_at(self, ends: dict[QueueRef, int], admin: Admin, consumer: Consumer) -> None:
         """Stop the consumer once its group has handled everything below `ends`."""
         while True:
             with contextlib.suppress(Unreachable):  # looked at again
                 progress = await admin.group_progress(self.group)
                 offsets = {
-                    QueueId(q.topic, q.broker, q.queue_id): q.committed_offset
+                    QueueRef(q.topic, q.broker, q.queue_id): q.committed_offset
                     for q in progress.queues
                 }
                 if all((offsets.get(queue) or 0) >= end for queue, end in ends.items()):

@@ -12,8 +12,8 @@ from typing import TypedDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batonmq._core.delays import parse_duration_ms
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument
 
@@ -32,7 +32,7 @@ class Parcel:
 
     message: Message
     ordering_key: str | None = None
-    queue: QueueId | None = None
+    queue: QueueRef | None = None
     when: When = field(default_factory=When)
 
 
@@ -105,7 +105,7 @@ def _filled(line: _Line, topic: str, template: Parcel) -> Parcel:
     queue = template.queue
     if line.queue is not None:
         broker, _, queue_id = line.queue.rpartition("/")
-        queue = QueueId(topic, broker, int(queue_id))
+        queue = QueueRef(topic, broker, int(queue_id))
     return Parcel(
         Message(
             _body(line),

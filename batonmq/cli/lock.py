@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.locks import LockDetail, Locks
 from batonmq.admin.operation import Operation
 from batonmq.cli.changes import ByOption, OpIdOption, ReasonOption, operation
@@ -78,10 +78,10 @@ def show(
 ) -> None:
     """Show everything known of one lock: its lease, a hand-over under way, the last refusals."""
     session = open_session(context, nameserver, form)
-    session.run(_show(session, group, QueueId(topic, broker, queue_id)))
+    session.run(_show(session, group, QueueRef(topic, broker, queue_id)))
 
 
-async def _show(session: Session, group: str, queue: QueueId) -> None:
+async def _show(session: Session, group: str, queue: QueueRef) -> None:
     async with session.admin() as admin:
         detail = await Locks(admin).describe(group, queue)
     lock = asdict(detail.lock)
@@ -128,7 +128,7 @@ def release(
     if force and not reason:
         raise typer.BadParameter("--reason is missing")
     session = open_session(context, nameserver, form)
-    queue = QueueId(topic, broker, queue_id)
+    queue = QueueRef(topic, broker, queue_id)
     if force:
         session.run(_force_release(session, group, queue, operation(by, reason, op_id)))
         return
@@ -136,7 +136,7 @@ def release(
     session.output.note("nothing was changed; take it away with --force --reason WHY")
 
 
-async def _force_release(session: Session, group: str, queue: QueueId, done: Operation) -> None:
+async def _force_release(session: Session, group: str, queue: QueueRef, done: Operation) -> None:
     async with session.admin() as admin:
         taken = await Locks(admin).force_release(group, queue, done)
     named = {

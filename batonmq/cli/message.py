@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.redriving import DeadLetter
-from batonmq._core.route import QueueId
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.cli.output import Item, printable, wall_time
@@ -69,7 +69,7 @@ def get(
         session.run(_find(session, topic, key, count))
     else:
         assert queue is not None
-        session.run(_read(session, QueueId(topic, broker, queue), offset, time))
+        session.run(_read(session, QueueRef(topic, broker, queue), offset, time))
 
 
 async def _get(session: Session, message_id: str) -> None:
@@ -88,7 +88,7 @@ async def _find(session: Session, topic: str, key: str, count: int) -> None:
         session.output.note("there may be more: see --count")
 
 
-async def _read(session: Session, asked: QueueId, offset: int | None, time: str) -> None:
+async def _read(session: Session, asked: QueueRef, offset: int | None, time: str) -> None:
     async with session.admin() as admin:
         queue = await find_queue(admin, asked)
         queries = Queries(admin)
@@ -97,7 +97,7 @@ async def _read(session: Session, asked: QueueId, offset: int | None, time: str)
         _show(session, await queries.at_offset(queue, offset))
 
 
-async def find_queue(admin: Admin, asked: QueueId) -> QueueId:
+async def find_queue(admin: Admin, asked: QueueRef) -> QueueRef:
     """`asked` with its broker, if that can't be but one."""
     detail = await admin.describe_topic(asked.topic)
     queues = [

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from batonmq._common.clock import Clock
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
@@ -339,13 +339,13 @@ def send_message(
     """Equals: baton produce TOPIC, with the body on standard input."""
     if (queue_id is None) == bool(broker):
         raise typer.BadParameter("-b and -i name a queue together")
-    queue = None if queue_id is None else QueueId(name, broker, queue_id)
+    queue = None if queue_id is None else QueueRef(name, broker, queue_id)
     session = open_session(context, nameserver, form)
     session.run(_send(session, name, body.encode(), tag, keys.split(), queue))
 
 
 async def _send(
-    session: Session, name: str, body: bytes, tag: str, keys: list[str], queue: QueueId | None
+    session: Session, name: str, body: bytes, tag: str, keys: list[str], queue: QueueRef | None
 ) -> None:
     settings = ProducerSettings(security=session.security)
     async with Producer(session.nameserver, settings) as producer:

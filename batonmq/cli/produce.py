@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from batonmq._core.delays import LEVEL_NAMES
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import BODY_BYTES_MAX, Message
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Pending, Receipt
 from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
@@ -104,7 +104,7 @@ def produce(
         template = Parcel(
             Message(b"", tag, tuple(key or ()), parse_properties(properties or [])),
             ordering_key,
-            QueueId(topic, *place) if place else None,
+            QueueRef(topic, *place) if place else None,
             when(delay, deliver_at, delay_level),
         )
         per_s = parse_rate(rate) if rate else None
@@ -121,7 +121,7 @@ class _Summary:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._offsets: dict[QueueId, list[int]] = {}
+        self._offsets: dict[QueueRef, list[int]] = {}
         self._durabilities: set[str] = set()
         self._schedules: list[ScheduleReceipt] = []
         self._failures: list[BatonError] = []

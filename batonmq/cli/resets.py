@@ -16,7 +16,7 @@ import typer
 
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Done, Plan, Resets, Scope
@@ -298,13 +298,13 @@ async def _plan(session: Session, group: str, wanted: Wanted, scope: Scope, op_i
         return await Resets(admin).plan(group, target, scope, op_id)
 
 
-def parse_offsets(lines: Iterable[str]) -> dict[QueueId, int]:
+def parse_offsets(lines: Iterable[str]) -> dict[QueueRef, int]:
     """Offsets by queue, from lines of TOPIC,BROKER,QUEUE,OFFSET.
 
     Raises:
         InvalidArgument: a line is something else; it is named.
     """
-    offsets: dict[QueueId, int] = {}
+    offsets: dict[QueueRef, int] = {}
     for number, fields in enumerate(csv.reader(lines), 1):
         if not fields:
             continue
@@ -313,7 +313,7 @@ def parse_offsets(lines: Iterable[str]) -> dict[QueueId, int]:
                 f"line {number}: {','.join(fields)!r} is no TOPIC,BROKER,QUEUE,OFFSET",
                 facts={"field": "from_file", "line": number},
             )
-        queue = QueueId(fields[0], fields[1], int(fields[2]))
+        queue = QueueRef(fields[0], fields[1], int(fields[2]))
         if queue in offsets:
             raise InvalidArgument(
                 f"line {number}: {queue} has an offset already",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.tracing import Step, What
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.trace import Copy, GroupTrace, Trace, Tracer
@@ -100,7 +100,7 @@ def trace(
     if offset is not None and queue is None:
         raise typer.BadParameter("--queue is missing")
     session = open_session(context, nameserver, form)
-    place = None if queue is None else QueueId(topic, broker, queue)
+    place = None if queue is None else QueueRef(topic, broker, queue)
     session.run(_trace(session, message_id, (topic, key), place, offset))
 
 
@@ -108,7 +108,7 @@ async def _trace(
     session: Session,
     message_id: str | None,
     keyed: tuple[str, str],
-    place: QueueId | None,
+    place: QueueRef | None,
     offset: int | None,
 ) -> None:
     async with session.admin() as admin:

@@ -21,7 +21,7 @@ from typing import Self
 
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import OwnershipEvent
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 
 
 class Journal:
@@ -57,7 +57,7 @@ class Journal:
         os.write(self._file, line.encode())
 
 
-def _name(queue: QueueId) -> str:
+def _name(queue: QueueRef) -> str:
     return f"{queue.broker}/{queue.queue_id}"
 
 

@@ -14,12 +14,11 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from batonmq._producer.settings import ProducerSettings
-
 from batonmq._common.clock import Clock
 from batonmq._connection.security import Security
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.demo.crew import Crew, Member, Part
 from batonmq_server.demo.flights import Flight

@@ -15,12 +15,11 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from batonmq._producer.receipts import Pending
-from batonmq._producer.settings import ProducerSettings
-
 from batonmq._connection.security import Security
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Pending
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError, TopicExists
 from batonmq_server.demo.crew import Crew, Part

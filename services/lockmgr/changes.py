@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, NotLeader
-from batonmq_server.lockmgr.core.locks import QueueKey
 
 CHANGE_WAIT_S = 5.0
 """How long a call waits for a change whose outcome is not known yet."""
@@ -30,9 +30,9 @@ class Changes:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.tasks = tasks
-        self._under_way: dict[QueueKey, asyncio.Task[Any]] = {}
+        self._under_way: dict[GroupQueue, asyncio.Task[Any]] = {}
 
-    def start(self, key: QueueKey, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start(self, key: GroupQueue, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Carry out `work`, the change of `key`; no other one may be under way."""
 
         async def run() -> T:
@@ -63,7 +63,7 @@ class Changes:
             raise outcome
         return outcome
 
-    async def over(self, key: QueueKey) -> None:
+    async def over(self, key: GroupQueue) -> None:
         """Until no change of `key` is under way."""
         while (change := self._under_way.get(key)) is not None:
             await asyncio.wait({change})

@@ -13,10 +13,11 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, HandoverPending, SubscriptionDraining
 from batonmq_server.lockmgr.changes import Changes, moved, outcome_of
 from batonmq_server.lockmgr.core.access import Deny, Grant
-from batonmq_server.lockmgr.core.locks import Entry, Incarnation, Pending, QueueKey, Step
+from batonmq_server.lockmgr.core.locks import Entry, Pending, Step
 from batonmq_server.lockmgr.core.table import HoldState, KeepAlive, Report
 from batonmq_server.lockmgr.freeing import Freeing
 from batonmq_server.lockmgr.handover import HandOvers, Refusal, Term, Wish
@@ -31,7 +32,7 @@ _LOOKS_MAX = 4
 """Looks at one queue before a request waits for the next slot."""
 _HOUSEKEEPING_S = 1.0
 
-Outcome = tuple[QueueKey, pb.Grant | BatonError]
+Outcome = tuple[GroupQueue, pb.Grant | BatonError]
 
 
 class Desk:
@@ -78,7 +79,7 @@ class Desk:
             NotLeader: the term is over; what has not been answered is open.
         """
         self.check_leads()
-        decided: asyncio.Queue[tuple[QueueKey, pb.Grant | Exception]] = asyncio.Queue(len(wishes))
+        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]] = asyncio.Queue(len(wishes))
         until_ms = self._now_ms() + hold_ms
         started = [self._tasks.create_task(self._answer(w, until_ms, decided)) for w in wishes]
         try:
@@ -93,7 +94,7 @@ class Desk:
                 task.cancel()
 
     def keep_alive(
-        self, incarnation: Incarnation, acquire_seq: int, holds: Sequence[tuple[QueueKey, int]]
+        self, incarnation: Incarnation, acquire_seq: int, holds: Sequence[tuple[GroupQueue, int]]
     ) -> list[Report]:
         """Renew what matches."""
         groups = {key.group for key, _ in holds}
@@ -126,7 +127,7 @@ class Desk:
                 yield notice
         self.check_leads()
 
-    def describe(self, key: QueueKey) -> tuple[Entry, bool]:
+    def describe(self, key: GroupQueue) -> tuple[Entry, bool]:
         """The entry, and whether its owner is no member of the group any more."""
         entry = self._table.get(key) or Entry(key)
         owner = entry.lock.owner
@@ -164,7 +165,7 @@ class Desk:
         """Wait, but not for long, until no change is under way."""
         await self._changes.settle()
 
-    def confirmed(self, key: QueueKey) -> None:
+    def confirmed(self, key: GroupQueue) -> None:
         """A lock of the leader before counts now."""
         self._waiting.settled(key)
 
@@ -186,7 +187,7 @@ class Desk:
         self,
         wish: Wish,
         until_ms: int,
-        decided: asyncio.Queue[tuple[QueueKey, pb.Grant | Exception]],
+        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]],
     ) -> None:
         outcome: pb.Grant | Exception = moved()
         try:
@@ -276,5 +277,5 @@ class Desk:
         return self._term.clock.monotonic_ms()
 
 
-def _pending(key: QueueKey) -> HandoverPending:
+def _pending(key: GroupQueue) -> HandoverPending:
     return HandoverPending(f"{key} is changing hands", retry_after_ms=100)

@@ -9,17 +9,11 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, HandoverPending, NoQuorum, UnknownQueue
 from batonmq_server.lockmgr.changes import CHANGE_WAIT_S, Changes, moved, outcome_of
 from batonmq_server.lockmgr.core.access import Condition, Free, Grant, decide_clear
-from batonmq_server.lockmgr.core.locks import (
-    Entry,
-    Incarnation,
-    Observation,
-    Pending,
-    QueueKey,
-    Step,
-)
+from batonmq_server.lockmgr.core.locks import Entry, Observation, Pending, Step
 from batonmq_server.lockmgr.core.tenures import End
 from batonmq_server.lockmgr.handover import Clear, Force, HandOvers, Refusal, Term
 from batonmq_server.lockmgr.looking import Looks
@@ -57,12 +51,14 @@ class Freeing:
         self._term, self._table, self._members = term, term.table, members
         self._looks, self._waiting, self._changes = looks, waiting, changes
         self._hand_overs = hand_overs
-        self._forced: dict[QueueKey, tuple[str, Forced]] = {}
+        self._forced: dict[GroupQueue, tuple[str, Forced]] = {}
         self._clearing: set[str] = set()
 
     # Released by the owner
 
-    async def release(self, incarnation: Incarnation, holds: Sequence[tuple[QueueKey, int]]) -> int:
+    async def release(
+        self, incarnation: Incarnation, holds: Sequence[tuple[GroupQueue, int]]
+    ) -> int:
         """Free what matches; how many entries were freed.
 
         Raises:
@@ -89,7 +85,7 @@ class Freeing:
 
     async def release_all(
         self, incarnation: Incarnation, group: str, *, drained: bool
-    ) -> tuple[int, list[QueueKey]]:
+    ) -> tuple[int, list[GroupQueue]]:
         """Free what the incarnation has closed at offsets, in one group or in all.
 
         Args:
@@ -117,7 +113,7 @@ class Freeing:
         owned = set(self._table.owned_by(incarnation))
         return freed_count, [key for key in keys if key in owned]
 
-    async def _release(self, key: QueueKey, owner: Incarnation, token: int) -> bool | None:
+    async def _release(self, key: GroupQueue, owner: Incarnation, token: int) -> bool | None:
         """Free one entry, once no other change of it is under way.
 
         Returns:
@@ -259,7 +255,7 @@ class Freeing:
             else:
                 self._clear(key, seen)
 
-    def _clear(self, key: QueueKey, seen: Observation) -> None:
+    def _clear(self, key: GroupQueue, seen: Observation) -> None:
         entry = self._table.get(key)
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return
@@ -288,5 +284,5 @@ class Freeing:
         return self._term.clock.monotonic_ms()
 
 
-def _pending(key: QueueKey) -> HandoverPending:
+def _pending(key: GroupQueue) -> HandoverPending:
     return HandoverPending(f"{key} is changing hands", retry_after_ms=100)

@@ -19,6 +19,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.clock import Clock
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import (
     BatonError,
     HandoverPending,
@@ -36,7 +37,7 @@ from batonmq.errors import (
     Unreachable,
 )
 from batonmq_server.lockmgr.core.access import Condition, Grant, held
-from batonmq_server.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, QueueKey, Step
+from batonmq_server.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, Step
 from batonmq_server.lockmgr.core.table import LockTable
 from batonmq_server.lockmgr.core.tenures import End, HandOver, Passed, Tenures
 from batonmq_server.lockmgr.metrics import Recorder
@@ -61,7 +62,7 @@ class Wish:
     is persisted.
     """
 
-    key: QueueKey
+    key: GroupQueue
     asker: Asker
     resume: Sequence[queue_pb2.OffsetRange] = ()
     reset_epoch: int = 0
@@ -98,7 +99,7 @@ class Wish:
 class Force:
     """An operator takes a queue from its owner; `op_id` is the same when that is repeated."""
 
-    key: QueueKey
+    key: GroupQueue
     op_id: str
     by: str
     reason: str
@@ -117,7 +118,7 @@ class Force:
 class Clear:
     """A queue that goes to nobody because the subscription of its group changes."""
 
-    key: QueueKey
+    key: GroupQueue
 
     def fence(self) -> pb.FenceItem:
         """What is the same in every fence for it."""
@@ -364,14 +365,14 @@ class HandOvers:
             facts={**unacked.facts, "owner": owner.client_id if owner else ""},
         )
 
-    def _not_fenced(self, key: QueueKey, refusal: Refusal) -> Refusal:
+    def _not_fenced(self, key: GroupQueue, refusal: Refusal) -> Refusal:
         if not isinstance(refusal.error, NotLeader):
             self._table.refused(key)
         if refusal.again:
             self._table.distrust(key)
         return refusal
 
-    def _not_persisted(self, key: QueueKey, conflict: Conflict) -> Refusal:
+    def _not_persisted(self, key: GroupQueue, conflict: Conflict) -> Refusal:
         if conflict.deposed:
             return Refusal(NotLeader("another lock manager leads", retry_after_ms=200))
         if conflict.gate:
@@ -417,7 +418,7 @@ class HandOvers:
         return self._term.clock.monotonic_ms()
 
     @staticmethod
-    def _pending_error(key: QueueKey) -> HandoverPending:
+    def _pending_error(key: GroupQueue) -> HandoverPending:
         return HandoverPending(f"{key} is changing hands", retry_after_ms=100)
 
 

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from batonmq._common.clock import Clock
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, OffsetsUnreachable
-from batonmq_server.lockmgr.core.locks import Observation, QueueKey
+from batonmq_server.lockmgr.core.locks import Observation
 from batonmq_server.lockmgr.core.table import LockTable
 from batonmq_server.lockmgr.offsets import Offsets
 
@@ -18,7 +19,7 @@ class Looks:
     def __init__(self, table: LockTable, offsets: Offsets, clock: Clock) -> None:
         self._table, self._offsets, self._clock = table, offsets, clock
 
-    async def look(self, key: QueueKey) -> Observation:
+    async def look(self, key: GroupQueue) -> Observation:
         """The queue as it is now.
 
         Raises:
@@ -33,10 +34,10 @@ class Looks:
         self._table.observe(key, seen, stamp, self._clock.monotonic_ms())
         return seen
 
-    async def all_of(self, keys: Sequence[QueueKey]) -> list[Observation | BatonError]:
+    async def all_of(self, keys: Sequence[GroupQueue]) -> list[Observation | BatonError]:
         """Each of the queues, or why it can't be seen."""
 
-        async def look(key: QueueKey) -> Observation | BatonError:
+        async def look(key: GroupQueue) -> Observation | BatonError:
             try:
                 return await self.look(key)
             except BatonError as error:

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import NotMember, NotSubscribed, SubscriptionDraining
-from batonmq_server.lockmgr.core.locks import Asker, Incarnation, QueueKey
+from batonmq_server.lockmgr.core.locks import Asker
 from batonmq_server.runtime.gates import Gate, Gates
 from batonmq_server.runtime.mirror import Mirror
 
@@ -66,7 +67,7 @@ class Membership:
         gate = self._open.get(name)
         return gate is not None and gate.draining
 
-    def admit(self, key: QueueKey, asker: Asker) -> Gate:
+    def admit(self, key: GroupQueue, asker: Asker) -> Gate:
         """The gate that a grant to the asker has to find unchanged.
 
         Raises:

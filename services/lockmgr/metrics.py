@@ -9,9 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.common.v1 import error_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError
-from batonmq_server.lockmgr.core.locks import Incarnation, LockState, QueueKey
+from batonmq_server.lockmgr.core.locks import LockState
 from batonmq_server.lockmgr.core.table import Report
 from batonmq_server.lockmgr.translate import key_to_pb
 
@@ -23,7 +24,7 @@ class Recorder:
 
     def __init__(self, registry: CollectorRegistry, hub: EventHub) -> None:
         self._hub = hub
-        self._denied: Counts[tuple[QueueKey, str, str]] = Counts()
+        self._denied: Counts[tuple[GroupQueue, str, str]] = Counts()
         hub.gatherers.append(self._events)
         self._grants = Counter(
             "baton_lockmgr_grants",
@@ -74,7 +75,7 @@ class Recorder:
             "baton_lockmgr_term", "Term of this leader; 0 for a standby.", registry=registry
         )
 
-    def granted(self, key: QueueKey, event: pb.LockGranted, *, newly_acquired: bool) -> None:
+    def granted(self, key: GroupQueue, event: pb.LockGranted, *, newly_acquired: bool) -> None:
         """A hand-over has succeeded."""
         kind = "stolen" if event.stolen else "new" if newly_acquired else "same"
         self._grants.labels(kind).inc()
@@ -86,25 +87,25 @@ class Recorder:
         """A grant was answered once more."""
         self._grants.labels("repeated").inc()
 
-    def denied(self, key: QueueKey, asker: Incarnation, error: BatonError) -> None:
+    def denied(self, key: GroupQueue, asker: Incarnation, error: BatonError) -> None:
         """An asker was told no."""
         self._denials.labels(error.reason).inc()
         if self._hub.watched:
             self._denied[key, asker.client_id, error.reason] += 1
 
-    def released(self, key: QueueKey, owner: Incarnation, token: int) -> None:
+    def released(self, key: GroupQueue, owner: Incarnation, token: int) -> None:
         """An owner gave a queue back."""
         self._releases.inc()
         if self._hub.watched:
             event = pb.LockReleased(client_id=owner.client_id, token=token)
             self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), lock_released=event))
 
-    def handed_over(self, key: QueueKey, event: pb.HandedOver) -> None:
+    def handed_over(self, key: GroupQueue, event: pb.HandedOver) -> None:
         """A queue has passed from one owner to the next."""
         if self._hub.watched:
             self._hub.publish(pb.MetricEvent(queue=key_to_pb(key), handed_over=event))
 
-    def forced(self, key: QueueKey, event: pb.LockForced) -> None:
+    def forced(self, key: GroupQueue, event: pb.LockForced) -> None:
         """An operator took a queue from its owner."""
         self._forced.inc()
         if self._hub.watched:

@@ -16,6 +16,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.batcher import Batcher
 from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import (
     BatonError,
     GroupMoved,
@@ -24,7 +25,7 @@ from batonmq.errors import (
     UnknownQueue,
     Unreachable,
 )
-from batonmq_server.lockmgr.core.locks import Observation, QueueKey
+from batonmq_server.lockmgr.core.locks import Observation
 from batonmq_server.lockmgr.translate import key_from_pb, key_to_pb
 from batonmq_server.runtime.by_set import BySet
 from batonmq_server.runtime.peers import Peers
@@ -71,7 +72,7 @@ class Offsets:
         """Every set there is."""
         return self._places.sets()
 
-    async def announce(self, offsets_set: str) -> dict[QueueKey, int]:
+    async def announce(self, offsets_set: str) -> dict[GroupQueue, int]:
         """Make the term known: no older one's fence is accepted again. Repeating is harmless.
 
         Returns:
@@ -83,7 +84,7 @@ class Offsets:
         """
         return await self._sets[offsets_set].announce()
 
-    async def observe(self, key: QueueKey) -> Observation:
+    async def observe(self, key: GroupQueue) -> Observation:
         """The queue as it is now; without progress, closed under the token to be expected.
 
         Raises:
@@ -114,7 +115,7 @@ class _Set:
     def __init__(self, peers: OffsetsPeers, name: str, term: int) -> None:
         self._peers, self._name, self._term = peers, name, term
         self.epoch = 0
-        self._queries: Batcher[QueueKey, Observation | BatonError] = Batcher(
+        self._queries: Batcher[GroupQueue, Observation | BatonError] = Batcher(
             self._send_queries, items_max=1_024
         )
         self._fences: Batcher[pb.FenceItem, Verdict] = Batcher(
@@ -127,10 +128,10 @@ class _Set:
             tasks.create_task(self._queries.run())
             tasks.create_task(self._fences.run())
 
-    async def announce(self) -> dict[QueueKey, int]:
+    async def announce(self) -> dict[GroupQueue, int]:
         """See `Offsets.announce`."""
         # Without an epoch, so that OldEpoch can only be about the term.
-        request, tokens, epoch = pb.AnnounceRequest(term=self._term), dict[QueueKey, int](), 0
+        request, tokens, epoch = pb.AnnounceRequest(term=self._term), dict[GroupQueue, int](), 0
         while True:
             try:
                 answer = await self._stub().Announce(request, timeout=RPC_TIMEOUT_S)
@@ -145,7 +146,7 @@ class _Set:
                 return tokens
             request.after_group = answer.queues[-1].queue.group
 
-    async def observe(self, key: QueueKey) -> Observation:
+    async def observe(self, key: GroupQueue) -> Observation:
         """See `Offsets.observe`."""
         try:
             outcome = await self._queries.call(key)
@@ -164,7 +165,7 @@ class _Set:
         """See `Offsets.fence`."""
         return await self._fences.call(item)
 
-    async def _send_queries(self, keys: Sequence[QueueKey]) -> Sequence[Observation | BatonError]:
+    async def _send_queries(self, keys: Sequence[GroupQueue]) -> Sequence[Observation | BatonError]:
         request = pb.QueryRequest(offsets_epoch=self.epoch, queues=[key_to_pb(key) for key in keys])
         try:
             answer = await self._stub().Query(request, timeout=RPC_TIMEOUT_S)

@@ -13,9 +13,10 @@ from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_group, check_topic
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import InvalidArgument
 from batonmq_server.lockmgr import translate
-from batonmq_server.lockmgr.core.locks import Asker, QueueKey
+from batonmq_server.lockmgr.core.locks import Asker
 from batonmq_server.lockmgr.handover import Force, Wish
 from batonmq_server.lockmgr.leader import Leader
 
@@ -156,7 +157,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         translate.check_at_most("hold_ms", request.hold_ms, self._hold_ms_max)
         translate.check_any("items", len(request.items))
         translate.check_at_most("items", len(request.items), translate.ITEMS_MAX)
-        wishes: dict[QueueKey, Wish] = {}
+        wishes: dict[GroupQueue, Wish] = {}
         for item in request.items:
             wish = _wish(asker, item)
             translate.check_new("items", wish.key, wishes)

@@ -11,8 +11,9 @@ from random import Random
 from baton.lockmgr.v1 import stored_lock_pb2
 from batonmq._common.backoff import Backoff
 from batonmq._common.batcher import Batcher
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import NoQuorum
-from batonmq_server.lockmgr.core.locks import Lock, QueueKey
+from batonmq_server.lockmgr.core.locks import Lock
 from batonmq_server.lockmgr.translate import key_from_pb, lock_from_pb, lock_to_pb
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
 
@@ -32,7 +33,7 @@ class Change:
     `gate`: what must hold of the group's gate; None for a change that any gate allows.
     """
 
-    key: QueueKey
+    key: GroupQueue
     lock: Lock
     revision: int
     gate: Compare | None = None
@@ -69,7 +70,7 @@ class LockStore:
         """Write what is asked for, for ever; to be run as one task."""
         await self._changes.run()
 
-    async def load(self) -> list[tuple[QueueKey, Lock, int]]:
+    async def load(self) -> list[tuple[GroupQueue, Lock, int]]:
         """Every entry with its lock and modification revision.
 
         Raises:
@@ -153,7 +154,7 @@ class LockStore:
         await asyncio.sleep(BACKOFF.delay_ms(tries, self._random) / 1000)
 
 
-def _key(key: QueueKey) -> str:
+def _key(key: GroupQueue) -> str:
     return EtcdSession.key("locks", key.group, key.topic, key.broker, str(key.queue_id))
 
 

@@ -12,8 +12,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, OldEpoch
-from batonmq_server.lockmgr.core.locks import Lock, QueueKey
+from batonmq_server.lockmgr.core.locks import Lock
 from batonmq_server.lockmgr.handover import Term
 from batonmq_server.lockmgr.store import BACKOFF
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 class TakingOver:
     """The locks that are not confirmed yet."""
 
-    def __init__(self, term: Term, found: Sequence[tuple[QueueKey, Lock, int]]) -> None:
+    def __init__(self, term: Term, found: Sequence[tuple[GroupQueue, Lock, int]]) -> None:
         self._term, self._waiting = term, {key for key, _, _ in found}
         for key, lock, revision in found:
             term.table.load(key, lock, revision, self._now_ms())
@@ -32,7 +33,7 @@ class TakingOver:
         """Announce the term to every set, once; what is answered by then is confirmed."""
         await self._round(self._term.offsets.sets(), lambda _: None)
 
-    async def run(self, settled: Callable[[QueueKey], None]) -> None:
+    async def run(self, settled: Callable[[GroupQueue], None]) -> None:
         """Go on until every lock is confirmed.
 
         Args:
@@ -44,8 +45,8 @@ class TakingOver:
             await self._round(frozenset(), settled)
             tries += 1
 
-    async def _round(self, also: frozenset[str], settled: Callable[[QueueKey], None]) -> None:
-        by_set: dict[str, list[QueueKey]] = defaultdict(list, {name: [] for name in sorted(also)})
+    async def _round(self, also: frozenset[str], settled: Callable[[GroupQueue], None]) -> None:
+        by_set: dict[str, list[GroupQueue]] = defaultdict(list, {name: [] for name in sorted(also)})
         for key in sorted(self._waiting):
             by_set[self._term.offsets.set_of(key.group)].append(key)
         async with asyncio.TaskGroup() as tasks:
@@ -53,7 +54,7 @@ class TakingOver:
                 tasks.create_task(self._ask(name, keys, settled))
 
     async def _ask(
-        self, name: str, keys: Sequence[QueueKey], settled: Callable[[QueueKey], None]
+        self, name: str, keys: Sequence[GroupQueue], settled: Callable[[GroupQueue], None]
     ) -> None:
         try:
             tokens = await self._term.offsets.announce(name)
@@ -68,7 +69,9 @@ class TakingOver:
         except BatonError as error:
             log.warning("taking over waits set=%s locks=%d error=%s", name, len(keys), error)
 
-    async def _token(self, name: str, key: QueueKey, tokens: Mapping[QueueKey, int]) -> int | None:
+    async def _token(
+        self, name: str, key: GroupQueue, tokens: Mapping[GroupQueue, int]
+    ) -> int | None:
         """The token in force; None if that set, which knows this term, does not keep the group.
 
         What a set does not tell of has no token, or is on its way from one set to another.

@@ -10,20 +10,12 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import stored_lock_pb2
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import InvalidArgument, LimitExceeded
-from batonmq_server.lockmgr.core.locks import (
-    Denial,
-    Entry,
-    Incarnation,
-    Lock,
-    LockState,
-    QueueKey,
-    Wanted,
-    WantedReason,
-)
+from batonmq_server.lockmgr.core.locks import Denial, Entry, Lock, LockState, Wanted, WantedReason
 from batonmq_server.lockmgr.core.table import HoldState, Report
 
-Notice = tuple[QueueKey, int, Wanted | None]
+Notice = tuple[GroupQueue, int, Wanted | None]
 """A queue with its token, and why it is wanted from its owner; None if it is free instead."""
 ITEMS_MAX = 1_024
 HOLDS_MAX = 10_000
@@ -40,7 +32,7 @@ _WANTED_REASONS = {r: pb.WantedReason.Value(f"WANTED_REASON_{r.value}") for r in
 _LOCK_STATES = {state: pb.LockState.Value(f"LOCK_STATE_{state.name}") for state in LockState}
 
 
-def key_from_pb(queue: queue_pb2.GroupQueue) -> QueueKey:
+def key_from_pb(queue: queue_pb2.GroupQueue) -> GroupQueue:
     """The queue, if its names are allowed.
 
     Raises:
@@ -48,7 +40,7 @@ def key_from_pb(queue: queue_pb2.GroupQueue) -> QueueKey:
         LimitExceeded: the queue id is too large.
     """
     check_at_most("queue_id", queue.queue.queue_id, QUEUE_ID_MAX)
-    return QueueKey(
+    return GroupQueue(
         check_group(queue.group),
         check_topic(queue.queue.topic),
         check_broker(queue.queue.broker),
@@ -56,9 +48,9 @@ def key_from_pb(queue: queue_pb2.GroupQueue) -> QueueKey:
     )
 
 
-def key_to_pb(key: QueueKey) -> queue_pb2.GroupQueue:
+def key_to_pb(key: GroupQueue) -> queue_pb2.GroupQueue:
     """Inverse of `key_from_pb`."""
-    queue = queue_pb2.Queue(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
+    queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return queue_pb2.GroupQueue(group=key.group, queue=queue)
 
 
@@ -81,19 +73,19 @@ def incarnation_to_pb(incarnation: Incarnation) -> queue_pb2.Incarnation:
     )
 
 
-def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[QueueKey, int]]:
+def holds_from_pb(holds: Iterable[pb.Hold]) -> list[tuple[GroupQueue, int]]:
     """Queues with tokens, each queue once.
 
     Raises:
         InvalidArgument: a token is missing, or a queue is named twice.
         InvalidName, LimitExceeded: see `key_from_pb`.
     """
-    found: dict[QueueKey, int] = {}
+    found: dict[GroupQueue, int] = {}
     allowed: set[tuple[str, str, str]] = set()
     for hold in holds:
         check_positive("token", hold.token)
         queue = hold.queue.queue
-        key = QueueKey(hold.queue.group, queue.topic, queue.broker, queue.queue_id)
+        key = GroupQueue(hold.queue.group, queue.topic, queue.broker, queue.queue_id)
         if key[:3] not in allowed or key.queue_id > QUEUE_ID_MAX:
             allowed.add(key_from_pb(hold.queue)[:3])
         check_new("holds", key, found)
@@ -119,7 +111,7 @@ def check_ranges(ranges: Sequence[queue_pb2.OffsetRange]) -> None:
         lowest = part.next_offset
 
 
-def check_new(field: str, key: QueueKey, seen: Container[QueueKey]) -> None:
+def check_new(field: str, key: GroupQueue, seen: Container[GroupQueue]) -> None:
     """Refuse a queue that the same request has named before."""
     if key in seen:
         raise InvalidArgument(f"{field} names {key} twice", facts={"field": field})
@@ -184,7 +176,7 @@ def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> Lock:
     )
 
 
-def lock_to_pb(key: QueueKey, lock: Lock) -> stored_lock_pb2.StoredLock:
+def lock_to_pb(key: GroupQueue, lock: Lock) -> stored_lock_pb2.StoredLock:
     """Inverse of `lock_from_pb`."""
     return stored_lock_pb2.StoredLock(
         queue=key_to_pb(key),

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
-from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
 from batonmq_server.lockmgr.handover import Term
 from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.translate import Notice
@@ -30,19 +30,19 @@ class Waiting:
         self,
         term: Term,
         members: Membership,
-        look: Callable[[QueueKey], Awaitable[object]],
+        look: Callable[[GroupQueue], Awaitable[object]],
         watchers_max: int,
     ) -> None:
         self._term, self._table, self._clock = term, term.table, term.clock
         self._members, self._look = members, look
         self.watchers = Watchers(watchers_max)
-        self._parked: dict[QueueKey, dict[asyncio.Event, None]] = {}
-        self._looked_at: set[QueueKey] = set()
+        self._parked: dict[GroupQueue, dict[asyncio.Event, None]] = {}
+        self._looked_at: set[GroupQueue] = set()
         self._anybody_parked = asyncio.Event()
 
     # What happens
 
-    def settled(self, key: QueueKey) -> None:
+    def settled(self, key: GroupQueue) -> None:
         """A change of `key` has ended: whoever waits for it looks again."""
         self._wake(key)
         entry = self._table.get(key)
@@ -75,7 +75,7 @@ class Waiting:
 
     # Held requests
 
-    async def park(self, key: QueueKey, asker: Incarnation, until_ms: int) -> bool:
+    async def park(self, key: GroupQueue, asker: Incarnation, until_ms: int) -> bool:
         """Hold a request until something has changed; False once its time is over."""
         now_ms = self._clock.monotonic_ms()
         if now_ms >= until_ms:
@@ -136,7 +136,7 @@ class Waiting:
                         yield notice
                 await watcher.changed.wait()
 
-    def _notice(self, key: QueueKey, incarnation: Incarnation) -> Notice | None:
+    def _notice(self, key: GroupQueue, incarnation: Incarnation) -> Notice | None:
         entry = self._table.get(key)
         if entry is None:
             return None
@@ -150,16 +150,16 @@ class Waiting:
         free = owner is None and entry.pending is None and not draining
         return (key, entry.lock.token, None) if free and incarnation in entry.waiters else None
 
-    def _wait(self, key: QueueKey, asker: Incarnation, parked: int = 0) -> None:
+    def _wait(self, key: GroupQueue, asker: Incarnation, parked: int = 0) -> None:
         if self._table.wait(key, asker, self._clock.monotonic_ms(), parked=parked):
             self._tell_owner(key)
 
-    def _tell_owner(self, key: QueueKey) -> None:
+    def _tell_owner(self, key: GroupQueue) -> None:
         entry = self._table.get(key)
         if entry is not None and entry.lock.owner is not None:
             self.watchers.tell(entry.lock.owner, key)
 
-    async def _look_and_wake(self, key: QueueKey) -> None:
+    async def _look_and_wake(self, key: GroupQueue) -> None:
         try:
             await self._look(key)
         except BatonError as error:
@@ -169,6 +169,6 @@ class Waiting:
             self._looked_at.discard(key)
         self._wake(key)
 
-    def _wake(self, key: QueueKey) -> None:
+    def _wake(self, key: GroupQueue) -> None:
         for woken in self._parked.get(key, ()):
             woken.set()

@@ -11,24 +11,24 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Overloaded
-from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
 
 
 class Watcher:
     """The queues that one listener has to be told of, and whether its stream is to end."""
 
-    def __init__(self, keys: Iterable[QueueKey]) -> None:
+    def __init__(self, keys: Iterable[GroupQueue]) -> None:
         self._keys = dict.fromkeys(keys)
         self.changed = asyncio.Event()
         self.over = False
 
-    def add(self, key: QueueKey) -> None:
+    def add(self, key: GroupQueue) -> None:
         """Note that something has happened to `key`."""
         self._keys[key] = None
         self.changed.set()
 
-    def take(self) -> list[QueueKey]:
+    def take(self) -> list[GroupQueue]:
         """What has been noted since the last time, in order."""
         keys = list(self._keys)
         self._keys.clear()
@@ -56,7 +56,7 @@ class Watchers:
         return len(self._watchers)
 
     @contextmanager
-    def listening(self, incarnation: Incarnation, keys: Iterable[QueueKey]) -> Iterator[Watcher]:
+    def listening(self, incarnation: Incarnation, keys: Iterable[GroupQueue]) -> Iterator[Watcher]:
         """A listener, told of `keys` first. A client has one: an earlier one of it ends.
 
         Raises:
@@ -78,7 +78,7 @@ class Watchers:
             if self._watchers.get(incarnation) is watcher:
                 del self._watchers[incarnation]
 
-    def tell(self, incarnation: Incarnation, key: QueueKey) -> None:
+    def tell(self, incarnation: Incarnation, key: GroupQueue) -> None:
         """Something has happened to `key` that concerns the client, if it listens."""
         watcher = self._watchers.get(incarnation)
         if watcher is not None:

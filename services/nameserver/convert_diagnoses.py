@@ -15,7 +15,7 @@ def diagnosis_to_pb(e: Evidence, finding: Finding) -> pb.Diagnosis:
     return pb.Diagnosis(
         queue=queue_pb2.GroupQueue(
             group=e.group.name,
-            queue=queue_pb2.Queue(topic=e.topic, broker=e.broker, queue_id=e.queue_id),
+            queue=queue_pb2.QueueRef(topic=e.topic, broker=e.broker, queue_id=e.queue_id),
         ),
         reason=pb.StuckReason.Value(f"STUCK_REASON_{finding.reason}"),
         message=finding.message,

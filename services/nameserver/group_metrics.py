@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq_server.nameserver.core.evidence import Evidence
 from batonmq_server.nameserver.inspector import Diagnosis
 from batonmq_server.nameserver.questions import Key
@@ -143,7 +143,7 @@ class GroupMetrics:
 
     def _follow(self, places: dict[Key, _Place], topic: Labels, e: Evidence) -> None:
         """Compare a queue's progress with what it was, and note it in `places`."""
-        key = e.group.name, QueueId(e.topic, e.broker, e.queue_id)
+        key = e.group.name, QueueRef(e.topic, e.broker, e.queue_id)
         before = self._places.get(key)
         if e.progress is None:
             if before is not None and e.progress_error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.errors import DataLoss
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.convert_diagnoses import refused_from_pb
@@ -54,7 +54,7 @@ class Target:
     """Queues of one group."""
 
     group: Group
-    queues: tuple[QueueId, ...]
+    queues: tuple[QueueRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class _Survey:
     """What a few questions tell of all queues."""
 
     locks: Answer[dict[Key, Lock]]
-    progress: Mapping[str, Answer[dict[QueueId, Progress]]]
-    logs: Mapping[QueueId, Answer[Log]]
+    progress: Mapping[str, Answer[dict[QueueRef, Progress]]]
+    logs: Mapping[QueueRef, Answer[Log]]
 
 
 class Inspector:
@@ -117,18 +117,18 @@ class Inspector:
         self._questions, self._clock = questions, clock
         self._seen: dict[Key, _Seen] = {}
 
-    def queues_of(self, group: Group) -> tuple[QueueId, ...]:
+    def queues_of(self, group: Group) -> tuple[QueueRef, ...]:
         """All queues of the topics that the group subscribes to, ascending."""
         return tuple(
             queue for s in group.terms.subscriptions for queue in self.queues_of_topic(s.topic)
         )
 
-    def queues_of_topic(self, name: str) -> Iterator[QueueId]:
+    def queues_of_topic(self, name: str) -> Iterator[QueueRef]:
         """The queues of a topic, ascending; none if it does not exist."""
         topic = self._catalog.topics.get(name)
         for part in topic.spread if topic else ():
             for queue_id in range(part.queue_count):
-                yield QueueId(name, part.broker, queue_id)
+                yield QueueRef(name, part.broker, queue_id)
 
     async def inspect(self, targets: Sequence[Target], *, patient: bool) -> list[Diagnosis]:
         """Why each queue does not move, in the order of the targets.
@@ -166,8 +166,8 @@ class Inspector:
             await asyncio.sleep(0)  # heartbeats do not wait for all groups
         return found
 
-    async def _logs(self, queues: Iterable[QueueId]) -> dict[QueueId, Answer[Log]]:
-        by_broker: dict[str, list[QueueId]] = defaultdict(list)
+    async def _logs(self, queues: Iterable[QueueRef]) -> dict[QueueRef, Answer[Log]]:
+        by_broker: dict[str, list[QueueRef]] = defaultdict(list)
         for queue in sorted(queues):
             by_broker[queue.broker].append(queue)
         async with asyncio.TaskGroup() as tasks:
@@ -249,7 +249,7 @@ class Inspector:
             e = replace(e, filtered=scan)
         return e
 
-    async def _with_head(self, e: Evidence, queue: QueueId) -> Evidence:
+    async def _with_head(self, e: Evidence, queue: QueueRef) -> Evidence:
         """With the oldest message that is not handled.
 
         It is at least as old as our knowledge of it, whatever the wall clock of its broker says.
@@ -330,4 +330,4 @@ def _lock_matters(e: Evidence) -> bool:
 
 
 def _key(e: Evidence) -> Key:
-    return e.group.name, QueueId(e.topic, e.broker, e.queue_id)
+    return e.group.name, QueueRef(e.topic, e.broker, e.queue_id)

@@ -144,5 +144,5 @@ def _queue(diagnosis: Diagnosis) -> queue_pb2.GroupQueue:
     group, queue = diagnosis.key
     return queue_pb2.GroupQueue(
         group=group,
-        queue=queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
+        queue=queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
     )

@@ -22,8 +22,8 @@ from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import read_header
-from batonmq._core.route import QueueId
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.nameserver.core.evidence import Lock, Log, Progress, Scan
 
@@ -36,7 +36,7 @@ SCANS_MAX = 4
 """Reads of one queue to find a message that passes a filter; each covers thousands of messages."""
 
 Value = TypeVar("Value")
-Key = tuple[str, QueueId]
+Key = tuple[str, QueueRef]
 """A queue as a group sees it."""
 
 
@@ -134,7 +134,7 @@ class Questions:
             return Answer(failure=answer.failure)
         return Answer({_key(entry.queue): _lock(entry) for entry in answer.value.entries})
 
-    async def lock(self, group: str, queue: QueueId) -> Answer[Lock]:
+    async def lock(self, group: str, queue: QueueRef) -> Answer[Lock]:
         """One lock entry with everything known about it."""
         request = lockmgr_pb.DescribeRequest(queue=_group_queue(group, queue))
         answer = await self._ask(lambda: self._lockmgr().Describe(request, timeout=self._timeout_s))
@@ -142,7 +142,7 @@ class Questions:
             return Answer(failure=answer.failure)
         return Answer(_described(answer.value))
 
-    async def progress(self, group: str) -> Answer[dict[QueueId, Progress]]:
+    async def progress(self, group: str) -> Answer[dict[QueueRef, Progress]]:
         """The progress of a group, by queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
         answer = await self._ask(
@@ -152,14 +152,14 @@ class Questions:
             return Answer(failure=answer.failure)
         return Answer({_key(found.queue)[1]: _progress(found) for found in answer.value.queues})
 
-    async def logs(self, broker: str, queues: Sequence[QueueId]) -> dict[QueueId, Answer[Log]]:
+    async def logs(self, broker: str, queues: Sequence[QueueRef]) -> dict[QueueRef, Answer[Log]]:
         """What queues of a broker hold, each with an answer of its own."""
-        found: dict[QueueId, Answer[Log]] = {}
+        found: dict[QueueRef, Answer[Log]] = {}
         for first in range(0, len(queues), QUEUES_MAX):
             found |= await self._logs(broker, queues[first : first + QUEUES_MAX])
         return found
 
-    async def message_at(self, queue: QueueId, offset: int) -> Answer[Stamp]:
+    async def message_at(self, queue: QueueRef, offset: int) -> Answer[Stamp]:
         """The message at an offset; neither value nor failure if there is none any more."""
         answer = await self._read(queue, offset, "")
         if answer.value is None or not answer.value.batches:
@@ -171,7 +171,7 @@ class Questions:
         message_id = f"{queue.broker}-{header.position:x}-{index:x}"
         return Answer(Stamp(offset, message_id, header.store_unix_ms))
 
-    async def unwanted(self, queue: QueueId, offset: int, expression: str) -> Scan | None:
+    async def unwanted(self, queue: QueueRef, offset: int, expression: str) -> Scan | None:
         """How many messages there are from `offset` to the end, if none passes the filter.
 
         None if one does, or there are too many to tell.
@@ -186,7 +186,7 @@ class Questions:
                 return Scan(at - offset)
         return None
 
-    async def _logs(self, broker: str, queues: Sequence[QueueId]) -> dict[QueueId, Answer[Log]]:
+    async def _logs(self, broker: str, queues: Sequence[QueueRef]) -> dict[QueueRef, Answer[Log]]:
         request = storage_pb.QueryOffsetsRequest(queues=map(_queue, queues))
         answer = await self._ask(
             lambda: self._brokers.storage(broker).QueryOffsets(request, timeout=self._timeout_s)
@@ -196,7 +196,7 @@ class Questions:
         return dict(zip(queues, map(_log, answer.value.outcomes), strict=True))
 
     async def _read(
-        self, queue: QueueId, offset: int, expression: str
+        self, queue: QueueRef, offset: int, expression: str
     ) -> Answer[query_pb.ReadResponse]:
         """The first batch from `offset` on that has a message that passes."""
         request = query_pb.ReadRequest(
@@ -217,14 +217,14 @@ class Questions:
 
 
 def _key(queue: queue_pb2.GroupQueue) -> Key:
-    return queue.group, QueueId(queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
+    return queue.group, QueueRef(queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
 
 
-def _queue(queue: QueueId) -> queue_pb2.Queue:
-    return queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
+def _queue(queue: QueueRef) -> queue_pb2.QueueRef:
+    return queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id)
 
 
-def _group_queue(group: str, queue: QueueId) -> queue_pb2.GroupQueue:
+def _group_queue(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=group, queue=_queue(queue))
 
 

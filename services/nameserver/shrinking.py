@@ -122,7 +122,7 @@ class Shrinking:
         queue_ids = range(part.writable_count, part.queue_count)
         request = storage_pb.QueryOffsetsRequest(
             queues=[
-                queue_pb2.Queue(topic=topic.name, broker=part.broker, queue_id=queue_id)
+                queue_pb2.QueueRef(topic=topic.name, broker=part.broker, queue_id=queue_id)
                 for queue_id in queue_ids
             ]
         )

@@ -205,7 +205,7 @@ def _rebalanced(before: Group | None, group: Group) -> Iterator[pb.MetricEvent]:
         moves = [
             pb.Rebalanced.QueueMove(
                 queue=queue_pb2.GroupQueue(
-                    queue=queue_pb2.Queue(
+                    queue=queue_pb2.QueueRef(
                         topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id
                     )
                 ),

@@ -5,17 +5,9 @@ from __future__ import annotations
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
-from batonmq_server.offsets.core.calls import (
-    Committed,
-    Grant,
-    Holder,
-    Instant,
-    Limits,
-    QueueKey,
-    Source,
-    Tombstone,
-)
+from batonmq_server.offsets.core.calls import Committed, Grant, Instant, Limits, Source, Tombstone
 from batonmq_server.offsets.core.holds import Hold
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
@@ -32,9 +24,9 @@ def ranges_pb(ranges: RangeSet) -> list[queue_pb2.OffsetRange]:
     ]
 
 
-def queue_pb(key: QueueKey) -> queue_pb2.GroupQueue:
+def queue_pb(key: GroupQueue) -> queue_pb2.GroupQueue:
     """The key as a message."""
-    queue = queue_pb2.Queue(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
+    queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return queue_pb2.GroupQueue(group=key.group, queue=queue)
 
 
@@ -49,7 +41,7 @@ def fenced_pb(grant: Grant) -> pb.Fenced:
     )
 
 
-def token_pb(key: QueueKey, progress: Progress | Tombstone) -> pb.QueueToken:
+def token_pb(key: GroupQueue, progress: Progress | Tombstone) -> pb.QueueToken:
     """Who holds a queue, as a message."""
     if isinstance(progress, Tombstone):
         return pb.QueueToken(queue=queue_pb(key), token=progress.token, closed=True)
@@ -61,7 +53,7 @@ def token_pb(key: QueueKey, progress: Progress | Tombstone) -> pb.QueueToken:
     )
 
 
-def progress_pb(key: QueueKey, progress: Progress, limits: Limits, now: Instant) -> pb.Progress:
+def progress_pb(key: GroupQueue, progress: Progress, limits: Limits, now: Instant) -> pb.Progress:
     """Progress as a message."""
     lowest = progress.lowest_unacked()
     return pb.Progress(
@@ -149,7 +141,7 @@ def _source_pb(source: Source) -> pb.ProgressSource.ValueType:
     return pb.ProgressSource.ValueType(source)
 
 
-def _holder_pb(holder: Holder | None) -> queue_pb2.Incarnation | None:
+def _holder_pb(holder: Incarnation | None) -> queue_pb2.Incarnation | None:
     if holder is None:
         return None
     return queue_pb2.Incarnation(client_id=holder.client_id, incarnation_id=holder.incarnation_id)

@@ -22,6 +22,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import answered
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.offsets.codec import (
     META,
@@ -31,7 +32,7 @@ from batonmq_server.offsets.codec import (
     seal,
     unseal,
 )
-from batonmq_server.offsets.core.calls import Instant, QueueKey, Tombstone
+from batonmq_server.offsets.core.calls import Instant, Tombstone
 from batonmq_server.offsets.core.changes import Entry
 from batonmq_server.offsets.core.homes import Home, HomeState
 from batonmq_server.offsets.core.progress import Progress
@@ -215,8 +216,8 @@ class Arriving:
 
 def _decoded(
     entries: list[tuple[bytes, bytes]],
-) -> tuple[dict[QueueKey, Progress | Tombstone], list[Operation]]:
-    queues: dict[QueueKey, Progress | Tombstone] = {}
+) -> tuple[dict[GroupQueue, Progress | Tombstone], list[Operation]]:
+    queues: dict[GroupQueue, Progress | Tombstone] = {}
     operations = []
     for key, sealed in entries:
         value = unseal(key, sealed)

@@ -15,16 +15,9 @@ from google.protobuf.message import DecodeError
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import stored_progress_pb2
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import DataLoss
-from batonmq_server.offsets.core.calls import (
-    Grant,
-    Holder,
-    Moved,
-    Place,
-    QueueKey,
-    Source,
-    Tombstone,
-)
+from batonmq_server.offsets.core.calls import Grant, Moved, Place, Source, Tombstone
 from batonmq_server.offsets.core.holds import Ended, Handover, HoldEnd, Reach
 from batonmq_server.offsets.core.homes import Home, HomeState
 from batonmq_server.offsets.core.progress import Progress
@@ -58,12 +51,12 @@ def _checksum(key: bytes, value: bytes) -> bytes:
     return checksum.to_bytes(_CHECKSUM_SIZE, "little")
 
 
-def encode_key(key: QueueKey) -> bytes:
+def encode_key(key: GroupQueue) -> bytes:
     """The key on the disk."""
     return "\0".join((key.group, key.topic, key.broker, str(key.queue_id))).encode()
 
 
-def decode_key(stored: bytes) -> QueueKey:
+def decode_key(stored: bytes) -> GroupQueue:
     """Inverse of `encode_key`.
 
     Raises:
@@ -71,7 +64,7 @@ def decode_key(stored: bytes) -> QueueKey:
     """
     try:
         group, topic, broker, queue_id = stored.decode().split("\0")
-        return QueueKey(group, topic, broker, int(queue_id))
+        return GroupQueue(group, topic, broker, int(queue_id))
     except ValueError as error:
         raise DataLoss(f"stored key {stored[:80]!r} can't be read") from error
 
@@ -112,7 +105,7 @@ def encode_progress(progress: Progress | Tombstone) -> bytes:
     ).SerializeToString()
 
 
-def decode_progress(key: QueueKey, stored: bytes) -> Progress | Tombstone:
+def decode_progress(key: GroupQueue, stored: bytes) -> Progress | Tombstone:
     """Inverse of `encode_progress`, with D at its upper bound.
 
     Raises:
@@ -277,7 +270,7 @@ def decode_home(stored: bytes) -> Home:
 
 def _encode_step(step: Step) -> stored_progress_pb2.StoredResetStep:
     key, moved = step.key, step.moved
-    queue = queue_pb2.Queue(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
+    queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return stored_progress_pb2.StoredResetStep(
         queue=queue_pb2.GroupQueue(group=key.group, queue=queue),
         from_offset=moved.before.committed_offset,
@@ -294,13 +287,13 @@ def _decode_step(read: stored_progress_pb2.StoredResetStep) -> Step:
     queue = read.queue.queue
     before = Place(read.from_offset, RangeSet.decode(read.from_acked))
     return Step(
-        QueueKey(read.queue.group, queue.topic, queue.broker, queue.queue_id),
+        GroupQueue(read.queue.group, queue.topic, queue.broker, queue.queue_id),
         read.to_offset,
         Moved(before, read.replayed_count, read.skipped_count, read.reset_epoch, read.token),
     )
 
 
-def _encode_holder(holder: Holder | None) -> queue_pb2.Incarnation | None:
+def _encode_holder(holder: Incarnation | None) -> queue_pb2.Incarnation | None:
     if holder is None:
         return None
     return queue_pb2.Incarnation(client_id=holder.client_id, incarnation_id=holder.incarnation_id)
@@ -308,7 +301,7 @@ def _encode_holder(holder: Holder | None) -> queue_pb2.Incarnation | None:
 
 def _decode_holder(
     read: stored_progress_pb2.StoredProgress | stored_progress_pb2.StoredHandover,
-) -> Holder | None:
+) -> Incarnation | None:
     if not read.HasField("holder"):
         return None
-    return Holder(read.holder.client_id, read.holder.incarnation_id)
+    return Incarnation(read.holder.client_id, read.holder.incarnation_id)

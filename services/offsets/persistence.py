@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import (
     META,
@@ -24,7 +25,7 @@ from batonmq_server.offsets.codec import (
     seal,
     unseal,
 )
-from batonmq_server.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
+from batonmq_server.offsets.core.calls import Instant, Limits, Tombstone
 from batonmq_server.offsets.core.changes import (
     HISTORY,
     POSITION,
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 class HandedOver:
     """A change of a queue's token: a fact, so it is its own state and equal to itself alone."""
 
-    key: QueueKey
+    key: GroupQueue
     handover: Handover
 
 
@@ -64,7 +65,7 @@ class Written:
     entries: Sequence[Entry]
 
 
-DurableKey = QueueKey | HandedOver | RecordKey | HomeKey | Written | str | None
+DurableKey = GroupQueue | HandedOver | RecordKey | HomeKey | Written | str | None
 """What can change: a queue, who holds it, a recorded operation, where a group is, what arrives of
 it, by its name for which id a topic was deleted, or, as None, the term of the lock manager."""
 
@@ -270,7 +271,7 @@ def entries_of(table: ProgressTable, records: Records) -> Callable[[DurableKey],
                 return key.entries
             case HandedOver():
                 found = _hold_key(key.key, key.handover.slot), encode_handover(key.handover)
-            case QueueKey():
+            case GroupQueue():
                 state = table.state(key)
                 if isinstance(state, Tombstone):
                     return tombstone_entries(key, state)
@@ -285,7 +286,7 @@ def home_entry(group: str, home: Home) -> tuple[bytes, bytes]:
     return HOME + group.encode(), encode_home(home)
 
 
-def tombstone_entries(key: QueueKey, tombstone: Tombstone) -> list[Entry]:
+def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:
     """How a queue stands on the disk whose progress has ended."""
     at = encode_key(key)
     forgotten = [(_hold_key(key, slot), None) for slot in range(HOLDS_MAX)]
@@ -299,7 +300,7 @@ async def entries_of_group(disk: Stored, group: str) -> list[Found]:
     return [found for part in parts for found in part]
 
 
-async def find_handovers(disk: Stored, key: QueueKey) -> list[Handover]:
+async def find_handovers(disk: Stored, key: GroupQueue) -> list[Handover]:
     """The recorded changes of a queue's token, in no order.
 
     Raises:
@@ -309,7 +310,7 @@ async def find_handovers(disk: Stored, key: QueueKey) -> list[Handover]:
     return [decode_handover(unseal(*each)) for each in stored]
 
 
-def _hold_key(key: QueueKey, slot: int) -> bytes:
+def _hold_key(key: GroupQueue, slot: int) -> bytes:
     return HOLDS + encode_key(key) + b"\0%d" % slot
 
 

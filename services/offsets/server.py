@@ -20,6 +20,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_group, check_offsets_set, check_topic
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Fenced, GroupMoved, GroupsApart
 from batonmq_server.offsets.answers import (
     committed_pb,
@@ -39,7 +40,6 @@ from batonmq_server.offsets.core.calls import (
     Delivery,
     Grant,
     Instant,
-    QueueKey,
     Source,
 )
 from batonmq_server.offsets.core.calls import Fence as Wish
@@ -75,7 +75,7 @@ class Parts:
     clock: Clock
     modes: Modes
     telemetry: Telemetry
-    handovers: Callable[[QueueKey], Awaitable[list[Handover]]]
+    handovers: Callable[[GroupQueue], Awaitable[list[Handover]]]
     here: Here
     leaving: Leaving
     moving: asyncio.Lock
@@ -349,7 +349,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
     def _deliver(
         self,
-        key: QueueKey,
+        key: GroupQueue,
         token: int,
         delivery: Delivery,
         acks: Acks | None,
@@ -375,26 +375,26 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         )
         return pb.DeliveryOutcome(delivered=answer), committed
 
-    def _fence(self, key: QueueKey, term: int, wish: Wish, now: Instant) -> Grant:
+    def _fence(self, key: GroupQueue, term: int, wish: Wish, now: Instant) -> Grant:
         self._here.check(key.group)
         return self._table.fence(key, term, wish, now)
 
-    def _open_span(self, key: QueueKey) -> tuple[int, int]:
+    def _open_span(self, key: GroupQueue) -> tuple[int, int]:
         """Offsets from the committed one on that left under a token which is not closed."""
         if key not in self._table:
             return 0, 0
         progress = self._table.query(key)
         return progress.committed_offset, progress.delivered_offset
 
-    def _touch(self, key: QueueKey, token: int, now: Instant) -> None:
+    def _touch(self, key: GroupQueue, token: int, now: Instant) -> None:
         self._here.check(key.group)
         self._table.touch(key, token, now)
 
-    def _query(self, key: QueueKey) -> Progress:
+    def _query(self, key: GroupQueue) -> Progress:
         self._here.check(key.group)
         return self._table.query(key)
 
-    def _record(self, key: QueueKey, token: int, delivery: Delivery, now: Instant) -> Delivered:
+    def _record(self, key: GroupQueue, token: int, delivery: Delivery, now: Instant) -> Delivered:
         self._here.check(key.group)
         self._modes.check(key.group, token)
         delivered = self._table.record_delivered(key, token, delivery, now)
@@ -403,7 +403,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         return delivered
 
     def _commit(
-        self, key: QueueKey, token: int, acks: Acks, now: Instant, source: Source
+        self, key: GroupQueue, token: int, acks: Acks, now: Instant, source: Source
     ) -> Committed:
         self._modes.check(key.group, token)
         self._here.check(key.group)
@@ -416,7 +416,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         return committed
 
     def _close(
-        self, key: QueueKey, token: int, acks: Acks, unfinished: RangeSet, now: Instant
+        self, key: GroupQueue, token: int, acks: Acks, unfinished: RangeSet, now: Instant
     ) -> Committed:
         self._here.check(key.group)
         self._modes.check(key.group, token)
@@ -427,7 +427,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
 
     # ---- around them
 
-    def _handed_over(self, key: QueueKey) -> None:
+    def _handed_over(self, key: GroupQueue) -> None:
         """Note that the token of a queue has changed, and who had which: all in one write."""
         self._commits.changed(key)
         handover = self._table.query(key).handover
@@ -437,7 +437,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
 
-    async def _find(self, keys: Iterable[QueueKey]) -> None:
+    async def _find(self, keys: Iterable[GroupQueue]) -> None:
         """Before anything is applied: learn where groups are of which nothing is known here.
 
         Not for calls under a token: it was given to nobody if there is no progress here.
@@ -474,7 +474,7 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
         self._table.check_epoch(seen_epoch)
         self._commits.check_room()
 
-    def _refused(self, op: str, key: QueueKey, token: int, error: BatonError) -> error_pb2.Error:
+    def _refused(self, op: str, key: GroupQueue, token: int, error: BatonError) -> error_pb2.Error:
         if isinstance(error, Fenced):
             self._telemetry.fenced(op, key, token, error)
         return error_to_pb(error)

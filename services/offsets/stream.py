@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._telemetry.events import EventHub
 from batonmq._telemetry.latencies import Latencies, Timed
 from batonmq.errors import Fenced
 from batonmq_server.offsets.answers import queue_pb
-from batonmq_server.offsets.core.calls import Holder, QueueKey
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
 
@@ -30,7 +30,7 @@ _CALLS = {
     "pull": "RecordDelivered",
     "record": "RecordDelivered",
 }
-_Refusal = tuple[QueueKey, int, int, str]
+_Refusal = tuple[GroupQueue, int, int, str]
 
 
 class _Committed(NamedTuple):
@@ -38,7 +38,7 @@ class _Committed(NamedTuple):
 
     committed_offset: int
     closed: bool
-    holder: Holder | None
+    holder: Incarnation | None
     acked: RangeSet
     delivered_offset: int
 
@@ -48,9 +48,9 @@ class OffsetsStream:
 
     def __init__(self, hub: EventHub) -> None:
         self.hub = hub
-        self._committed: dict[tuple[QueueKey, int], _Committed] = {}
+        self._committed: dict[tuple[GroupQueue, int], _Committed] = {}
         self._fenced: Counter[_Refusal] = Counter()
-        self._holders: OrderedDict[QueueKey, dict[int, str]] = OrderedDict()
+        self._holders: OrderedDict[GroupQueue, dict[int, str]] = OrderedDict()
         self._latencies = Latencies()
         hub.gatherers.append(self._events)
 
@@ -63,14 +63,14 @@ class OffsetsStream:
         if self.hub.watched and any(topic != METRICS_TOPIC for topic in topics):
             self._latencies.add(_COMMIT, int((self.now_s() - begin_s) * 1e6))
 
-    def granted(self, key: QueueKey, token: int, client_id: str) -> None:
+    def granted(self, key: GroupQueue, token: int, client_id: str) -> None:
         """A queue was passed on."""
         holders = self._holders.pop(key, {})
         self._holders[key] = dict([*holders.items(), (token, client_id)][-2:])
         if len(self._holders) > HOLDERS_MAX:
             self._holders.popitem(last=False)
 
-    def committed(self, key: QueueKey, token: int, progress: Progress, *, closed: bool) -> None:
+    def committed(self, key: GroupQueue, token: int, progress: Progress, *, closed: bool) -> None:
         """Progress has changed under a token, and is now as given."""
         if key.topic != METRICS_TOPIC:
             holder = progress.holder if progress.token == token else None
@@ -78,7 +78,7 @@ class OffsetsStream:
                 progress.committed_offset, closed, holder, progress.acked, progress.delivered_offset
             )
 
-    def fenced(self, op: str, key: QueueKey, token: int, error: Fenced) -> None:
+    def fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:
         """A call was refused, because its token is not in force."""
         current = int(error.facts.get("current", 0))
         self._fenced[key, token, current, _CALLS[op]] += 1

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Fenced
 from batonmq_server.offsets.answers import queue_pb
-from batonmq_server.offsets.core.calls import Committed, Condition, Fence, Grant, QueueKey
+from batonmq_server.offsets.core.calls import Committed, Condition, Fence, Grant
 from batonmq_server.offsets.core.resets import Order, Outcome
 from batonmq_server.offsets.core.table import ProgressTable
 from batonmq_server.offsets.metrics import CUT_OFF, OffsetsMetrics
@@ -25,14 +26,14 @@ class Telemetry:
     ) -> None:
         self._metrics, self.stream, self._table = metrics, stream, table
 
-    def fenced(self, op: str, key: QueueKey, token: int, error: Fenced) -> None:
+    def fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:
         """An item was refused, because its token is not in force."""
         self._metrics.fenced(op, error)
         if self.stream.hub.watched:
             self.stream.fenced(op, key, token, error)
 
     def fence(
-        self, key: QueueKey, wish: Fence, result: Grant | BatonError, span: tuple[int, int]
+        self, key: GroupQueue, wish: Fence, result: Grant | BatonError, span: tuple[int, int]
     ) -> None:
         """A queue was passed on, or was not.
 
@@ -66,7 +67,7 @@ class Telemetry:
     def commits(
         self,
         op: str,
-        items: Sequence[tuple[QueueKey, int]],
+        items: Sequence[tuple[GroupQueue, int]],
         results: Sequence[Committed | BatonError],
     ) -> None:
         """Acks of queues, under tokens, were taken or refused."""

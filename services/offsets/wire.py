@@ -10,17 +10,9 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
-from batonmq_server.offsets.core.calls import (
-    Acks,
-    Condition,
-    Delivery,
-    Fence,
-    Holder,
-    Place,
-    QueueKey,
-    Source,
-)
+from batonmq_server.offsets.core.calls import Acks, Condition, Delivery, Fence, Place, Source
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 from batonmq_server.offsets.core.resets import Order, Target
 
@@ -60,7 +52,7 @@ class Reader:
         ranges_max: Most ranges in one field.
     """
 
-    def __init__(self, known: Container[QueueKey], ranges_max: int) -> None:
+    def __init__(self, known: Container[GroupQueue], ranges_max: int) -> None:
         self._known, self._ranges_max = known, ranges_max
 
     def items(self, items: Sequence[Item], read: Callable[[Item], Value]) -> list[Value]:
@@ -104,10 +96,10 @@ class Reader:
                 malformed[place] = error
         return values, malformed
 
-    def queue(self, queue: queue_pb2.GroupQueue) -> QueueKey:
+    def queue(self, queue: queue_pb2.GroupQueue) -> GroupQueue:
         """Key of the queue."""
         inner = queue.queue
-        key = QueueKey(queue.group, inner.topic, inner.broker, inner.queue_id)
+        key = GroupQueue(queue.group, inner.topic, inner.broker, inner.queue_id)
         if key not in self._known:
             if not queue.HasField("queue"):
                 raise InvalidArgument("the queue is missing", facts={"field": "queue"})
@@ -117,7 +109,7 @@ class Reader:
             number(key.queue_id, "queue_id", largest=QUEUE_ID_MAX)
         return key
 
-    def delivery(self, item: pb.DeliveryItem) -> tuple[QueueKey, int, Delivery, Acks | None]:
+    def delivery(self, item: pb.DeliveryItem) -> tuple[GroupQueue, int, Delivery, Acks | None]:
         """Queue, token, delivery, and acks that ride along."""
         first, next_ = item.first_offset, item.next_offset
         if not 0 <= first < next_ <= NUMBER_MAX:
@@ -127,20 +119,20 @@ class Reader:
         delivery = Delivery(first, next_, generation)
         return self.queue(item.queue), _token(item.token), delivery, acks
 
-    def touch(self, item: pb.TouchItem) -> tuple[QueueKey, int]:
+    def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int]:
         """Queue and token."""
         return self.queue(item.queue), _token(item.token)
 
-    def commit(self, item: pb.CommitItem) -> tuple[QueueKey, int, Acks]:
+    def commit(self, item: pb.CommitItem) -> tuple[GroupQueue, int, Acks]:
         """Queue, token, 0 for none, and acks."""
         return self.queue(item.queue), number(item.token, "token"), self._acks(item)
 
-    def close(self, item: pb.CloseItem) -> tuple[QueueKey, int, Acks, RangeSet]:
+    def close(self, item: pb.CloseItem) -> tuple[GroupQueue, int, Acks, RangeSet]:
         """Queue, token, acks and what was cut off."""
         unfinished = self.ranges(item.unfinished, "unfinished")
         return self.queue(item.queue), _token(item.token), self._acks(item), unfinished
 
-    def fence(self, item: pb.FenceItem) -> tuple[QueueKey, Fence]:
+    def fence(self, item: pb.FenceItem) -> tuple[GroupQueue, Fence]:
         """Queue and wish."""
         condition = _CONDITIONS.get(item.condition)
         if condition is None:
@@ -237,13 +229,13 @@ def outcomes_of(
     return outcomes
 
 
-def check_single(keys: Iterable[QueueKey]) -> None:
+def check_single(keys: Iterable[GroupQueue]) -> None:
     """Refuse a call with two items for one queue.
 
     Raises:
         InvalidArgument: it has.
     """
-    seen: set[QueueKey] = set()
+    seen: set[GroupQueue] = set()
     for key in keys:
         if key in seen:
             raise InvalidArgument(f"queue {key} has two items", facts={"field": "items"})
@@ -272,11 +264,11 @@ def number(value: int, field: str, lowest: int = 0, largest: int = NUMBER_MAX) -
     return value
 
 
-def _holder(holder: queue_pb2.Incarnation) -> Holder:
+def _holder(holder: queue_pb2.Incarnation) -> Incarnation:
     check_client_id(holder.client_id)
     if holder.incarnation_id == 0:
         raise InvalidArgument("incarnation_id is 0", facts={"field": "holder.incarnation_id"})
-    return Holder(holder.client_id, holder.incarnation_id)
+    return Incarnation(holder.client_id, holder.incarnation_id)
 
 
 def _token(token: int) -> int:

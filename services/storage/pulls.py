@@ -34,7 +34,7 @@ class Holder:
         """The queue as messages name it."""
         return queue_pb2.GroupQueue(
             group=self.group,
-            queue=queue_pb2.Queue(topic=self.topic, broker=self.broker, queue_id=self.queue_id),
+            queue=queue_pb2.QueueRef(topic=self.topic, broker=self.broker, queue_id=self.queue_id),
         )
 
 

@@ -125,7 +125,7 @@ def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> Wanted:
     )
 
 
-def queried_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.Queue]:
+def queried_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.QueueRef]:
     """The queues of a request, each still to be checked.
 
     Raises:
@@ -139,7 +139,7 @@ def queried_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.Queue]:
     return queues
 
 
-def check_queue_name(queue: queue_pb2.Queue, broker: str) -> queue_pb2.Queue:
+def check_queue_name(queue: queue_pb2.QueueRef, broker: str) -> queue_pb2.QueueRef:
     """`queue`, if it may be a queue of this node.
 
     Raises:

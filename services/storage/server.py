@@ -216,7 +216,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
                 raise
             raise NotLeader(f"this follower lags: {error.message}", retry_after_ms=100) from error
 
-    async def _offsets(self, queue: queue_pb2.Queue) -> pb.QueryOffsetsOutcome:
+    async def _offsets(self, queue: queue_pb2.QueueRef) -> pb.QueryOffsetsOutcome:
         try:
             requests.check_queue_name(queue, self._parts.broker)
             topic = await self._parts.topics.find(queue.topic)

@@ -99,7 +99,7 @@ class StorageStream:
     def _events(self) -> Iterator[pb.MetricEvent]:
         appended, self._appended = self._appended, {}
         for (topic, queue_id), (count, size, next_offset) in appended.items():
-            queue = queue_pb2.Queue(topic=topic, broker=self._broker, queue_id=queue_id)
+            queue = queue_pb2.QueueRef(topic=topic, broker=self._broker, queue_id=queue_id)
             yield pb.MetricEvent(
                 queue=queue_pb2.GroupQueue(queue=queue),
                 appended=pb.Appended(message_count=count, byte_count=size, next_offset=next_offset),

@@ -10,7 +10,6 @@ from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc.aio
-from batonmq._producer.settings import ProducerSettings
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
@@ -19,8 +18,9 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
 from batonmq._consumer.session import ConsumerSettings
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import CreatedTopic
 from batonmq.errors import BatonError, InvalidArgument, Retry
@@ -344,7 +344,7 @@ class MemoryBroker:
         finally:
             cut -= pairs
 
-    async def _ends(self, queues: tuple[QueueId, ...]) -> dict[QueueId, int]:
+    async def _ends(self, queues: tuple[QueueRef, ...]) -> dict[QueueRef, int]:
         """Next offset by queue."""
         problems: tuple[str, ...] = ("not asked yet",)
         while problems:

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from pyspark.sql import DataFrame
 
 from batonmq._core.metric_columns import producer_id
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._telemetry.metric_arrow import signed
 from batonmq._telemetry.metric_wire import shallow_batch
 from batonspark.decode import LOST_COUNT, METRICS, Slice, lost_metrics
@@ -56,7 +56,7 @@ def with_names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         )
 
 
-def _name(body: bytes | None, queue: QueueId, offset: int) -> tuple[str, int]:
+def _name(body: bytes | None, queue: QueueRef, offset: int) -> tuple[str, int]:
     """(producer_id, seq); the place of what holds no batch."""
     try:
         batch = shallow_batch().FromString(body or b"")
@@ -70,7 +70,7 @@ def _name(body: bytes | None, queue: QueueId, offset: int) -> tuple[str, int]:
 def events_of(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The events in messages, and the rows that stand for lost ones, as rows of DATED."""
     for batch in batches:
-        places: defaultdict[QueueId, list[int]] = defaultdict(list)
+        places: defaultdict[QueueRef, list[int]] = defaultdict(list)
         for place, queue in enumerate(_queues(batch)):
             places[queue].append(place)
         for queue, some in places.items():
@@ -88,7 +88,7 @@ def _portions(messages: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield messages.slice(begin, end - begin)
 
 
-def _of_queue(messages: pa.RecordBatch, queue: QueueId) -> Iterator[pa.RecordBatch]:
+def _of_queue(messages: pa.RecordBatch, queue: QueueRef) -> Iterator[pa.RecordBatch]:
     offsets = messages.column("offset").to_numpy()
     stored = messages.column("store_time").cast(pa.int64()).to_numpy() // 1_000
     properties = messages.column("properties").to_pylist()
@@ -107,7 +107,7 @@ def _of_queue(messages: pa.RecordBatch, queue: QueueId) -> Iterator[pa.RecordBat
     yield metric_rows(found, METRICS)
 
 
-def _queues(messages: pa.RecordBatch) -> list[QueueId]:
+def _queues(messages: pa.RecordBatch) -> list[QueueRef]:
     """The queue of each message."""
     columns = [messages.column(name).to_pylist() for name in ("topic", "broker", "queue_id")]
-    return [QueueId(*each) for each in zip(*columns, strict=True)]
+    return [QueueRef(*each) for each in zip(*columns, strict=True)]

@@ -21,7 +21,7 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.aio import only_error
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, queues_of
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import queue_to_pb
 from batonmq.errors import QueueNotFound, Unreachable
@@ -121,7 +121,7 @@ class Cluster:
         """The result of `work`, which uses `admin`."""
         return self._thread.call(work)
 
-    def extents(self, topic: str) -> dict[QueueId, Extent]:
+    def extents(self, topic: str) -> dict[QueueRef, Extent]:
         """What the queues of a topic hold, as far as they are still there.
 
         Raises:
@@ -129,7 +129,7 @@ class Cluster:
         """
         return self._thread.call(_extents(self.admin, topic))
 
-    def offsets_at(self, queues: Iterable[QueueId], unix_ms: int) -> dict[QueueId, int]:
+    def offsets_at(self, queues: Iterable[QueueRef], unix_ms: int) -> dict[QueueRef, int]:
         """The first offset of each queue that was stored at or after a time; its end without."""
         return self._thread.call(_offsets_at(self.admin, list(queues), unix_ms))
 
@@ -144,7 +144,7 @@ class QueueFetcher:
         followers: Whether followers are asked first.
     """
 
-    def __init__(self, admin: Admin, queue: QueueId, *, followers: bool) -> None:
+    def __init__(self, admin: Admin, queue: QueueRef, *, followers: bool) -> None:
         self._admin, self._queue, self._followers = admin, queue, followers
         self._node_id: str | None = None
 
@@ -194,9 +194,9 @@ class QueueFetcher:
         return self._node_id
 
 
-async def _extents(admin: Admin, topic: str) -> dict[QueueId, Extent]:
+async def _extents(admin: Admin, topic: str) -> dict[QueueRef, Extent]:
     queues = queues_of(await admin.ask(lambda _: query_route(admin.directory, topic)))
-    by_broker: defaultdict[str, list[QueueId]] = defaultdict(list)
+    by_broker: defaultdict[str, list[QueueRef]] = defaultdict(list)
     for queue in queues:
         by_broker[queue.broker].append(queue)
     async with asyncio.TaskGroup() as tasks:
@@ -205,14 +205,14 @@ async def _extents(admin: Admin, topic: str) -> dict[QueueId, Extent]:
 
 
 async def _extents_at(
-    admin: Admin, broker: str, queues: Sequence[QueueId]
-) -> Mapping[QueueId, Extent]:
+    admin: Admin, broker: str, queues: Sequence[QueueRef]
+) -> Mapping[QueueRef, Extent]:
     request = storage_pb.QueryOffsetsRequest(queues=map(queue_to_pb, queues))
 
-    async def ask(limit_s: float) -> dict[QueueId, Extent]:
+    async def ask(limit_s: float) -> dict[QueueRef, Extent]:
         stub = await admin.directory.storage(broker)
         answer = await stub.QueryOffsets(request, timeout=min(limit_s, _CALL_S))
-        found: dict[QueueId, Extent] = {}
+        found: dict[QueueRef, Extent] = {}
         for queue, outcome in zip(queues, answer.outcomes, strict=True):
             if outcome.HasField("offsets"):
                 held = outcome.offsets
@@ -226,8 +226,10 @@ async def _extents_at(
     return await admin.ask(ask)
 
 
-async def _offsets_at(admin: Admin, queues: Sequence[QueueId], unix_ms: int) -> dict[QueueId, int]:
-    async def one(queue: QueueId) -> int:
+async def _offsets_at(
+    admin: Admin, queues: Sequence[QueueRef], unix_ms: int
+) -> dict[QueueRef, int]:
+    async def one(queue: QueueRef) -> int:
         request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
 
         async def ask(limit_s: float) -> query_pb.SearchOffsetResponse:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batonmq._core.metric_columns import BATCH_COLUMNS, DROPPED_INDEX
+from batonmq._core.queues import QueueRef
 from batonmq._core.record_columns import RecordColumns, record_columns
 from batonmq._core.records import Header, check_batch, decode_properties
-from batonmq._core.route import QueueId
 from batonmq._telemetry.metric_arrow import EVENTS, TYPES, one_batch
 from batonmq.errors import OldTopic
 from batonspark.metric_rows import Bodies, metric_rows
@@ -59,7 +59,7 @@ class Slice:
         topic_id: Of the queue's topic; 0 for any.
     """
 
-    queue: QueueId
+    queue: QueueRef
     first_offset: int
     next_offset: int
     topic_id: int = 0

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from google.protobuf.message import DecodeError
 
 from batonmq._core.metric_columns import DROPPED, DROPPED_INDEX, UNREADABLE, producer_id
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._telemetry.metric_arrow import EVENTS, TYPES, decode_events, signed, timestamps
 from batonmq._telemetry.metric_wire import encoded_rows, shallow_batch
 
@@ -29,7 +29,7 @@ Batches = Sequence[Any]
 class Bodies:
     """Messages of one queue: shape (count,) each, by message."""
 
-    queue: QueueId
+    queue: QueueRef
     bodies: Sequence[bytes]
     offsets: Int64Array
     store_unix_ms: Int64Array
@@ -94,7 +94,7 @@ def metric_rows(found: Bodies, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def _head(batch: Any, queue: QueueId, offset: int) -> _Head:
+def _head(batch: Any, queue: QueueRef, offset: int) -> _Head:
     if batch is None:
         return _Head("unknown", str(queue), offset, 0)
     identity = producer_id(batch.source, batch.incarnation_id)

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 
 Offsets = dict[str, int]
 TOPIC_ID = "topic_id"
 
 
-def key_of(queue: QueueId) -> str:
+def key_of(queue: QueueRef) -> str:
     """How a queue is named among offsets."""
     return f"{queue.broker}/{queue.queue_id}"
 
 
-def queue_of(topic: str, key: str) -> QueueId:
+def queue_of(topic: str, key: str) -> QueueRef:
     """Inverse of `key_of`.
 
     Raises:
         ValueError: it is no such name.
     """
     broker, _, queue_id = key.rpartition("/")
-    return QueueId(topic, broker, int(queue_id))
+    return QueueRef(topic, broker, int(queue_id))
 
 
 def ordered(offsets: Mapping[str, int]) -> Offsets:

@@ -18,7 +18,7 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonspark.cluster import Cluster, Extent
 from batonspark.decode import Slice
 from batonspark.offsets import Offsets, key_of, queue_of
@@ -45,7 +45,7 @@ class Wanted:
     from_unix_ms: int | None = None
     to_unix_ms: int | None = None
 
-    def takes(self, queue: QueueId) -> bool:
+    def takes(self, queue: QueueRef) -> bool:
         """Whether rows of the queue are wanted."""
         return (self.brokers is None or queue.broker in self.brokers) and (
             self.queue_ids is None or queue.queue_id in self.queue_ids

@@ -28,8 +28,9 @@ from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, writable_queues_of
 from batonmq._core.compression import Compression, Packing
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message, encode_record
-from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._core.route import KeyedQueues
 from batonmq._core.sending import ONCE_EPOCH
 from batonmq.admin.admin import Admin
 from batonmq.errors import DuplicateSequence, NotWritable
@@ -102,7 +103,7 @@ class _Opened:
 class _Batch:
     """An encoded batch of messages."""
 
-    queue: QueueId
+    queue: QueueRef
     count: int
     encoded: bytes
 
@@ -165,11 +166,11 @@ def _of_batch(batch: pa.RecordBatch) -> Iterator[Message]:
 
 
 def _batches(
-    options: WriteOptions, name: str, queues: tuple[QueueId, ...], messages: Iterable[Message]
+    options: WriteOptions, name: str, queues: tuple[QueueRef, ...], messages: Iterable[Message]
 ) -> Iterator[_Batch]:
     """Batches of messages; those with the same first key come into the same queue, in order."""
     packing = Packing(Compression[options.compression.upper()])
-    keyed, opened = KeyedQueues(queues), dict[QueueId | None, _Opened]()
+    keyed, opened = KeyedQueues(queues), dict[QueueRef | None, _Opened]()
     count = 0
     for message in messages:
         record = encode_record(message)
@@ -188,7 +189,7 @@ def _batches(
         yield _encoded(batch, queue, queues)
 
 
-def _encoded(batch: _Opened, queue: QueueId | None, queues: tuple[QueueId, ...]) -> _Batch:
+def _encoded(batch: _Opened, queue: QueueRef | None, queues: tuple[QueueRef, ...]) -> _Batch:
     once = int.from_bytes(batch.digest.digest()) >> 1 or 1
     chosen = queues[once % len(queues)] if queue is None else queue
     encoded = batch.builder.encode(

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.resets import Done, Step
 from batonmq.cli.changes import operation
@@ -94,7 +94,7 @@ def test_plan_tells_what_comes_again_and_what_is_skipped() -> None:
 
 def test_exported_offsets_are_read_and_a_bad_line_is_named() -> None:
     lines = ["t,b,0,5\n", "\n", "t,b,1,0\n"]
-    assert parse_offsets(lines) == {QueueId("t", "b", 0): 5, QueueId("t", "b", 1): 0}
+    assert parse_offsets(lines) == {QueueRef("t", "b", 0): 5, QueueRef("t", "b", 1): 0}
     for bad in ("t,b,0", "t,b,x,1", "t,b,0,-1", "t,b,0,6"):
         with pytest.raises(InvalidArgument, match="line 4"):
             parse_offsets([*lines, bad])

@@ -9,13 +9,13 @@ import json
 
 import pytest
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq.cli.inputs import Parcel, from_json, from_text, parse_properties
 from batonmq.errors import InvalidArgument
 
 TEMPLATE = Parcel(
-    Message(b"", "T", ("k",), {"a": "1", "b": "2"}), "o", QueueId("t", "b", 0), {"delay_level": 3}
+    Message(b"", "T", ("k",), {"a": "1", "b": "2"}), "o", QueueRef("t", "b", 0), {"delay_level": 3}
 )
 
 
@@ -32,7 +32,7 @@ def test_a_text_line_is_a_body_and_the_rest_is_as_asked() -> None:
 def test_an_object_leaves_to_the_options_what_it_does_not_say() -> None:
     parcel = _read(body="ü")
     assert parcel.message == Message("ü".encode(), "T", ("k",), {"a": "1", "b": "2"})
-    assert (parcel.ordering_key, parcel.queue) == ("o", QueueId("t", "b", 0))
+    assert (parcel.ordering_key, parcel.queue) == ("o", QueueRef("t", "b", 0))
     assert parcel.when == {"delay_level": 3}
 
 
@@ -42,7 +42,7 @@ def test_an_object_wins_over_the_options() -> None:
         queue="c/2", delay="2s",
     )  # fmt: skip
     assert parcel.message == Message(b"\xff", "", ("x", "y"), {"a": "1", "b": "3"})
-    assert (parcel.ordering_key, parcel.queue) == ("p", QueueId("t", "c", 2))
+    assert (parcel.ordering_key, parcel.queue) == ("p", QueueRef("t", "c", 2))
     assert parcel.when == {"delay_ms": 2_000}
 
 

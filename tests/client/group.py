@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 
@@ -33,7 +33,7 @@ class Handled:
     """One start of a message."""
 
     client_id: str
-    queue: QueueId
+    queue: QueueRef
     offset: int
     body: str
     redelivered: bool
@@ -90,7 +90,7 @@ class Scene:
         async with Producer(self.nameserver) as producer:
             for number, body in enumerate(bodies):
                 message = Message(body.encode(), tag=body.partition(":")[0] if ":" in body else "")
-                chosen = None if queue_id is None else QueueId(self.topic, "broker-0", queue_id)
+                chosen = None if queue_id is None else QueueRef(self.topic, "broker-0", queue_id)
                 await producer.submit(self.topic, message, ordering_key=f"{number}", queue=chosen)
 
     async def lag(self) -> int | None:

@@ -527,7 +527,7 @@ async def twins(queue_count: int, *, owned: bool = True) -> AsyncIterator[Twins]
 
 
 def _key(queue_id: Key) -> queue_pb2.GroupQueue:
-    queue = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+    queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
     return queue_pb2.GroupQueue(group=GROUP, queue=queue)
 
 

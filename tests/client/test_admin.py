@@ -18,7 +18,7 @@ import pytest_asyncio
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.session import ConsumerSettings
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import GroupProgress, Subscription
@@ -222,7 +222,7 @@ async def test_progress_of_a_real_cluster(tmp_path: Path) -> None:
     async with local_cluster(tmp_path) as running, Admin(running.nameserver) as admin:
         topic = (await admin.create_topic("flights", 2)).topic
         first, second = topic.queues
-        retries = QueueId("%RETRY%g", first.broker, 0)
+        retries = QueueRef("%RETRY%g", first.broker, 0)
         async with Producer(running.nameserver) as producer:
             for number in range(5):
                 await producer.send("flights", str(number).encode(), queue=first)
@@ -236,7 +236,7 @@ async def test_progress_of_a_real_cluster(tmp_path: Path) -> None:
 
             async def told() -> bool:
                 progress = await admin.group_progress("g")
-                at = {QueueId(r.topic, r.broker, r.queue_id): r for r in progress.queues}
+                at = {QueueRef(r.topic, r.broker, r.queue_id): r for r in progress.queues}
                 return (
                     progress.problems == ()
                     and at.keys() == {first, second, retries}

@@ -12,11 +12,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from batonmq._producer.placing import ProducerClosed
 
 from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
 from batonmq._consumer.membership import Verdict
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._producer.placing import ProducerClosed
 from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, TopicNotFound, Unreachable
 from tests.client.group import QUICK, Scene, scene

@@ -10,10 +10,10 @@ import asyncio
 import traceback
 
 import pytest
-from batonmq._producer.settings import ProducerSettings
 
 from batonmq._blocking import BlockingProducer, BlockingPuller
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from tests.client.twins import Gate, twins
 from tests.support.waiting import until
 

@@ -19,13 +19,13 @@ import pytest
 from batonmq._consumer.local_offsets import LocalOffsets, LocalProgress
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.errors import DataLoss, InvalidArgument
 from tests.client.group import QUICK, Scene, noting, scene
 from tests.support.waiting import until
 
-Q0, Q1, Q2 = (QueueId("t", "b", queue_id) for queue_id in range(3))
+Q0, Q1, Q2 = (QueueRef("t", "b", queue_id) for queue_id in range(3))
 
 
 def broadcasting(file: Path, base: ConsumerSettings = QUICK) -> ConsumerSettings:

@@ -18,8 +18,8 @@ from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.results import RetryLater
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
 from batonmq._telemetry.client_metrics import ClientMetrics
 from tests.client.group import QUICK, scene
@@ -32,7 +32,7 @@ async def test_paused_queue_stays_ours_and_stands_still_while_others_go_on(
     nameserver: str,
 ) -> None:
     async with scene(nameserver, queue_count=2) as at:
-        held, free = (QueueId(at.topic, "broker-0", number) for number in range(2))
+        held, free = (QueueRef(at.topic, "broker-0", number) for number in range(2))
         async with at.consumer("a") as consumer, asyncio.TaskGroup() as tasks:
 
             async def handle(message: ReceivedMessage) -> None:
@@ -55,7 +55,7 @@ async def test_paused_queue_stays_ours_and_stands_still_while_others_go_on(
 async def test_messages_that_wait_already_wait_on_and_go_on_in_order(nameserver: str) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send([str(number) for number in range(20)])
-        queue = QueueId(at.topic, "broker-0", 0)
+        queue = QueueRef(at.topic, "broker-0", 0)
         async with at.consumer("a") as consumer:
             bodies: list[bytes] = []
             async for message in consumer:
@@ -80,7 +80,7 @@ async def test_failed_message_of_a_paused_queue_is_not_handled_again_before_it_g
 ) -> None:
     async with scene(nameserver, queue_count=1) as at:
         await at.send(["bad"])
-        queue, attempts = QueueId(at.topic, "broker-0", 0), list[int]()
+        queue, attempts = QueueRef(at.topic, "broker-0", 0), list[int]()
         async with at.consumer("a") as consumer, asyncio.TaskGroup() as tasks:
 
             async def handle(message: ReceivedMessage) -> object:
@@ -174,10 +174,10 @@ async def test_what_happens_is_counted_and_what_is_held_is_shown_while_it_is_hel
                 "buffered_bytes": len("waits too"),
             }
             await until(lambda: held == {name: sample(registry, name, client) for name in held})
-            consumer.pause(QueueId(at.topic, "broker-0", 0))
+            consumer.pause(QueueRef(at.topic, "broker-0", 0))
             paused = client | {"reason": "paused"}
             await until(lambda: sample(registry, "held_queues", paused) == 1)
-            consumer.resume(QueueId(at.topic, "broker-0", 0))
+            consumer.resume(QueueRef(at.topic, "broker-0", 0))
             gate.set()
             await until(lambda: sample(registry, "handled_messages_total", topic) == 3)
             consumer.stop()

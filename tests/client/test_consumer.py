@@ -21,8 +21,8 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._connection.directory import Directory
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, tag_hash
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
 from batonmq.errors import (
     BadExpression,
@@ -237,7 +237,7 @@ async def test_queue_is_granted_drained_and_released_in_this_order(nameserver: s
     async with scene(nameserver, queue_count=1) as at:
         async with noting(at, "a") as a:
             await until(lambda: a.assignment)
-            assert a.assignment == (QueueId(at.topic, "broker-0", 0),)
+            assert a.assignment == (QueueRef(at.topic, "broker-0", 0),)
         assert not a.assignment
         async with noting(at, "b") as b:
             await until(lambda: b.assignment)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 
 async def reset(at: Scene, to: int) -> None:
     """Move the group on queue 0 of its topic."""
-    queue = queue_pb2.Queue(topic=at.topic, broker="broker-0", queue_id=0)
+    queue = queue_pb2.QueueRef(topic=at.topic, broker="broker-0", queue_id=0)
     item = offsets_pb.ResetItem(
         queue=queue_pb2.GroupQueue(group=at.group, queue=queue), to_offset=to
     )

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._consumer.group import GroupView, assigned
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.subscription import TagFilter
 
 TOPICS = ("flights", "orders")
 BROKERS = ("broker-a", "broker-b")
-QUEUES = [QueueId(t, b, q) for t in TOPICS for b in BROKERS for q in range(3)]
+QUEUES = [QueueRef(t, b, q) for t in TOPICS for b in BROKERS for q in range(3)]
 
 
 def incarnation(client_id: str, number: int = 1) -> queue_pb2.Incarnation:
     return queue_pb2.Incarnation(client_id=client_id, incarnation_id=number)
 
 
-def record(members: list[str], owners: dict[QueueId, str]) -> pb.Group:
+def record(members: list[str], owners: dict[QueueRef, str]) -> pb.Group:
     """A group that deals as `owners` says; who is no member deals nothing."""
     places = {client_id: place for place, client_id in enumerate(members, 1)}
 
@@ -48,7 +48,7 @@ def record(members: list[str], owners: dict[QueueId, str]) -> pb.Group:
 
 
 @given(st.dictionaries(st.sampled_from(QUEUES), st.sampled_from(["a", "b", "c"])))
-def test_every_member_finds_exactly_what_is_dealt_to_it(owners: dict[QueueId, str]) -> None:
+def test_every_member_finds_exactly_what_is_dealt_to_it(owners: dict[QueueRef, str]) -> None:
     group = record(["a", "b", "c"], owners)
     for me in ("a", "b", "c"):
         mine = {queue for queue, owner in owners.items() if owner == me}

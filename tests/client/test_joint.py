@@ -31,7 +31,7 @@ from batonmq._connection.directory import Directory
 from batonmq._consumer.group import GroupView
 from batonmq._consumer.joint import JointCalls
 from batonmq._consumer.session import ConsumerSettings, Session
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Held, NotAssigned, Unreachable
 from tests.support.serving import serving_at
 from tests.support.waiting import until
@@ -197,8 +197,8 @@ async def scene() -> AsyncIterator[tuple[JointCalls, Lockmgr, Others]]:
         await directory.close()
 
 
-def queue(queue_id: int, broker: str = BROKER) -> QueueId:
-    return QueueId(TOPIC, broker, queue_id)
+def queue(queue_id: int, broker: str = BROKER) -> QueueRef:
+    return QueueRef(TOPIC, broker, queue_id)
 
 
 async def acquired(calls: JointCalls, queue_id: int) -> int | BatonError:
@@ -369,7 +369,7 @@ async def test_a_broker_that_is_away_concerns_only_its_own_queues() -> None:
 
 def _key(queue_id: int) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(
-        group=GROUP, queue=queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+        group=GROUP, queue=queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.admin.locks import Locks
 from batonmq.admin.operation import Operation
@@ -24,7 +24,7 @@ OPERATION = Operation("tester", "a test")
 
 async def test_lock_of_an_owner_tells_its_lease_and_token(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
-        queue = QueueId(at.topic, "broker-0", 0)
+        queue = QueueRef(at.topic, "broker-0", 0)
         never = await Locks(admin).describe(at.group, queue)
         assert (never.lock.state, never.lock.token, never.lock.client_id) == ("free", 0, None)
         async with noting(at, "c1"):
@@ -46,7 +46,7 @@ async def test_lock_of_an_owner_tells_its_lease_and_token(nameserver: str) -> No
 
 async def test_live_owner_gets_a_queue_back_that_was_taken_by_force(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
-        queue, let_go = QueueId(at.topic, "broker-0", 0), asyncio.Event()
+        queue, let_go = QueueRef(at.topic, "broker-0", 0), asyncio.Event()
         await at.send(["x"])
         async with at.consumer("c1") as consumer, asyncio.TaskGroup() as tasks:
 
@@ -80,7 +80,7 @@ async def test_live_owner_gets_a_queue_back_that_was_taken_by_force(nameserver: 
 async def test_force_on_a_queue_that_nobody_ever_owned_is_refused(nameserver: str) -> None:
     async with scene(nameserver, 1) as at, Admin(nameserver) as admin:
         with pytest.raises(UnknownQueue):
-            await Locks(admin).force_release(at.group, QueueId(at.topic, "broker-0", 0), OPERATION)
+            await Locks(admin).force_release(at.group, QueueRef(at.topic, "broker-0", 0), OPERATION)
 
 
 async def test_release_all_takes_nothing_from_a_client_at_work(nameserver: str) -> None:
@@ -94,7 +94,7 @@ async def test_release_all_takes_nothing_from_a_client_at_work(nameserver: str) 
         released = await Locks(admin).release_all("c1-release", at.group)
         assert released.released_count == 0
         assert released.kept == tuple(
-            (at.group, QueueId(at.topic, "broker-0", queue_id)) for queue_id in range(2)
+            (at.group, QueueRef(at.topic, "broker-0", queue_id)) for queue_id in range(2)
         )
         await at.send(["x"])
         await until(lambda: at.bodies["x"] == 1)

@@ -31,7 +31,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.runner import QueueRunner
 from batonmq._consumer.session import ConsumerSettings, OwnershipEvent, Session
 from batonmq._core.inflight import QueueProgress, Start
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Held, NotAssigned, NotMember, SubscriptionDraining
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
 from tests.support.waiting import until
@@ -633,7 +633,7 @@ async def test_what_was_said_of_a_queue_lately_is_not_said_again_too_soon() -> N
         on_ownership=lambda _: None,
         view=GroupView(owned=False),
     )
-    runner = QueueRunner(session, JointCalls(session), QueueId(TOPIC, "broker-a", 0))
+    runner = QueueRunner(session, JointCalls(session), QueueRef(TOPIC, "broker-a", 0))
     runner.progress = progress = QueueProgress(Start(0, 0, 7))
     first = runner.to_commit(0)
     assert first is not None

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from batonmq._producer.placing import ProducerClosed
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import Durability, ProducerSettings
 
 from batonmq._common.clock import Clock
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Message
-from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._core.route import KeyedQueues
+from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Pending, Receipt
+from batonmq._producer.settings import Durability, ProducerSettings
 from batonmq.errors import (
     BadBatch,
     BatonError,
@@ -37,8 +38,8 @@ from tests.client.twins import BROKER, NOWHERE, Gate, bodies, failing, twins
 from tests.support.waiting import until
 
 
-def queue(queue_id: int, topic: str = "orders") -> QueueId:
-    return QueueId(topic, BROKER, queue_id)
+def queue(queue_id: int, topic: str = "orders") -> QueueRef:
+    return QueueRef(topic, BROKER, queue_id)
 
 
 async def submit(producer: Producer, *numbers: int, queue_id: int | None = None) -> list[Pending]:

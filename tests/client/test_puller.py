@@ -19,8 +19,8 @@ from batonmq._consumer.lanes import Extent, Fetched, Lane, OutOfRange, Source
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import AtTime, Place, Puller, PullerSettings
 from batonmq._core.flow import ByteBudget, FlowLimits
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message, encode_record, stamped_head
-from batonmq._core.route import QueueId
 from batonmq._core.subscription import Filter, TagFilter
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
@@ -38,7 +38,7 @@ from tests.client.group import Scene, noting, scene
 from tests.client.test_group_settings import reset
 from tests.support.waiting import until
 
-Found = dict[QueueId, list[ReceivedMessage]]
+Found = dict[QueueRef, list[ReceivedMessage]]
 FIRST = PullerSettings(consume_from="first")
 
 
@@ -145,12 +145,12 @@ async def test_commit_of_what_is_not_there_is_refused_and_changes_nothing(namese
     async with unowned(nameserver, 1) as at, puller(at) as pulling:
         await at.send(numbers(3))
         (queue,) = await pulling.queues(at.topic)
-        for unknown in (QueueId(at.topic, queue.broker, 9), QueueId(at.topic, "nobody", 0)):
+        for unknown in (QueueRef(at.topic, queue.broker, 9), QueueRef(at.topic, "nobody", 0)):
             with pytest.raises(QueueNotFound) as refused:
                 await pulling.commit({queue: 1, unknown: 0})
             assert "queues()" in refused.value.remedy
         with pytest.raises(TopicNotFound):
-            await pulling.commit({QueueId("never-made", queue.broker, 0): 0})
+            await pulling.commit({QueueRef("never-made", queue.broker, 0): 0})
         for assigned in ([], [queue]):
             await pulling.assign(assigned)
             with pytest.raises(OffsetAheadOfLog) as ahead:
@@ -254,7 +254,7 @@ async def test_deleted_topic_and_unknown_queue_are_errors_of_poll(
 ) -> None:
     async with unowned(nameserver, 1) as at, kind(at) as pulling:
         (queue,) = await pulling.queues(at.topic)
-        none = QueueId(at.topic, queue.broker, 9)
+        none = QueueRef(at.topic, queue.broker, 9)
         await pulling.assign([none])
         with pytest.raises(QueueNotFound):
             await pulling.poll(10_000)
@@ -295,18 +295,18 @@ async def test_offset_beyond_the_end_is_met_as_the_settings_say(
             assert bodies(await gather(pulling, 4)) == [*numbers(3), "new"]
 
 
-async def _queues(at: Scene) -> tuple[QueueId, ...]:
+async def _queues(at: Scene) -> tuple[QueueRef, ...]:
     async with reader(at) as reading:
         return await reading.queues(at.topic)
 
 
-async def _is_at(pulling: Puller, queue: QueueId, offset: int) -> bool:
+async def _is_at(pulling: Puller, queue: QueueRef, offset: int) -> bool:
     return await pulling.position(queue) == offset
 
 
 # ---- a lane alone: what retention has removed
 
-QUEUE = QueueId("t", "b", 0)
+QUEUE = QueueRef("t", "b", 0)
 
 
 class Kept:
@@ -317,13 +317,13 @@ class Kept:
         self.fetched: list[int] = []
         self.source = Source(self._begin, self._extent, self._fetch, 1)
 
-    async def _begin(self, _: QueueId) -> int:
+    async def _begin(self, _: QueueRef) -> int:
         return 0
 
-    async def _extent(self, _: QueueId) -> Extent:
+    async def _extent(self, _: QueueRef) -> Extent:
         return Extent(self.first, self.end)
 
-    async def _fetch(self, _: QueueId, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
+    async def _fetch(self, _: QueueRef, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
         self.fetched.append(offset)
         if offset > self.end:
             raise OffsetAheadOfLog(f"{offset} is beyond {self.end}")

@@ -12,7 +12,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import error_to_pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq.admin.group_reports import (
     Assignment,
     Group,
@@ -49,7 +49,7 @@ GROUP = Group(
 
 
 def pb_queue(queue_id: int) -> queue_pb2.GroupQueue:
-    queue = queue_pb2.Queue(topic="t", broker="a", queue_id=queue_id)
+    queue = queue_pb2.QueueRef(topic="t", broker="a", queue_id=queue_id)
     return queue_pb2.GroupQueue(group="g", queue=queue)
 
 
@@ -70,7 +70,7 @@ def row(queue_id: int, **values: object) -> QueueProgress:
 
 
 def test_progress_joins_what_each_service_knows() -> None:
-    queues = [QueueId("t", "a", queue_id) for queue_id in (3, 2, 1, 0)]
+    queues = [QueueRef("t", "a", queue_id) for queue_id in (3, 2, 1, 0)]
     progress = [
         offsets_pb.Progress(queue=pb_queue(0), token=7, committed_offset=10, unacked_count=2),
         offsets_pb.Progress(queue=pb_queue(1), token=3, committed_offset=5),
@@ -84,7 +84,7 @@ def test_progress_joins_what_each_service_knows() -> None:
         lockmgr_pb.LockEntry(queue=pb_queue(1), state=free, token=3),
         lockmgr_pb.LockEntry(queue=pb_queue(2), state=held, owner=gone, token=4),
     ]
-    ends = {QueueId("t", "a", 0): 15, QueueId("t", "a", 1): 5, QueueId("t", "a", 3): 9}
+    ends = {QueueRef("t", "a", 0): 15, QueueRef("t", "a", 1): 5, QueueRef("t", "a", 3): 9}
     rows = join_progress(GROUP, queues, progress, map(lock_from_pb, locks), ends)
     assert rows == (
         row(

@@ -16,7 +16,7 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.targets import ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group, group_from_pb
@@ -53,11 +53,11 @@ TOPICS = [topic("s"), topic("t"), topic("u", 1)]
 
 
 def test_all_that_a_group_subscribes_to_or_has_progress_on_is_meant() -> None:
-    progress = [QueueId("u", "a", 0), QueueId("gone", "a", 0)]
+    progress = [QueueRef("u", "a", 0), QueueRef("gone", "a", 0)]
     assert queues_in(Scope(), group("t"), progress, TOPICS) == (
-        QueueId("t", "a", 0),
-        QueueId("t", "a", 1),
-        QueueId("u", "a", 0),
+        QueueRef("t", "a", 0),
+        QueueRef("t", "a", 1),
+        QueueRef("u", "a", 0),
     )
 
 
@@ -70,7 +70,7 @@ def test_retry_topic_is_meant_only_if_it_is_named() -> None:
 def test_named_topic_or_queue_is_meant_alone() -> None:
     assert queues_in(Scope("s"), group("t"), [], TOPICS) == topic("s").queues
     chosen = queues_in(Scope("t", ("a", 1)), group("t"), [], TOPICS)
-    assert chosen == (QueueId("t", "a", 1),)
+    assert chosen == (QueueRef("t", "a", 1),)
 
 
 def test_what_does_not_exist_can_not_be_meant() -> None:
@@ -120,10 +120,10 @@ async def handled(nameserver: str, count: int = 6) -> AsyncIterator[tuple[Scene,
         yield at, Resets(admin)
 
 
-async def committed(at: Scene) -> dict[QueueId, int | None]:
+async def committed(at: Scene) -> dict[QueueRef, int | None]:
     async with Admin(at.nameserver) as admin:
         rows = (await admin.group_progress(at.group)).queues
-    return {QueueId(r.topic, r.broker, r.queue_id): r.committed_offset for r in rows}
+    return {QueueRef(r.topic, r.broker, r.queue_id): r.committed_offset for r in rows}
 
 
 @pytest.mark.e2e
@@ -214,7 +214,7 @@ async def test_repeated_operation_changes_nothing_more(nameserver: str) -> None:
 @pytest.mark.e2e
 async def test_targets_are_looked_up_in_the_log(nameserver: str) -> None:
     async with handled(nameserver) as (at, resets), Admin(nameserver) as admin:
-        queue = QueueId(at.topic, "broker-0", 0)
+        queue = QueueRef(at.topic, "broker-0", 0)
         await at.send(["a", "b"], queue_id=0)
         end = (await committed(at))[queue]
         assert end is not None

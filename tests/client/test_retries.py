@@ -13,6 +13,7 @@ import pytest
 
 from batonmq._consumer.results import SUCCESS, RetryLater, Suspend, failure_of
 from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.queues import QueueRef
 from batonmq._core.retries import (
     LADDER_MS,
     RETRIES_MAX,
@@ -28,10 +29,9 @@ from batonmq._core.retries import (
     properties_of,
     target,
 )
-from batonmq._core.route import QueueId
 from batonmq.errors import InvalidArgument
 
-QUEUE = QueueId("orders", "broker-a", 3)
+QUEUE = QueueRef("orders", "broker-a", 3)
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
 
@@ -128,14 +128,14 @@ def test_id_names_one_message_of_one_topic_between_two_resets() -> None:
         once_id(QUEUE, 7, 43, 0),
         once_id(QUEUE, 8, 42, 0),
         once_id(QUEUE, 7, 42, 1),
-        once_id(QueueId("orders", "broker-a", 4), 7, 42, 0),
-        once_id(QueueId("orders", "broker-b", 3), 7, 42, 0),
+        once_id(QueueRef("orders", "broker-a", 4), 7, 42, 0),
+        once_id(QueueRef("orders", "broker-b", 3), 7, 42, 0),
     }
     assert len(others | {once}) == 6
     assert all(0 < one < 1 << 63 for one in others | {once})
 
 
 def test_message_goes_back_to_its_own_broker_if_that_has_a_queue() -> None:
-    queues = [QueueId("r", broker, 0) for broker in ("broker-a", "broker-b")]
+    queues = [QueueRef("r", broker, 0) for broker in ("broker-a", "broker-b")]
     assert target(queues, "broker-b", 1) == queues[1]
     assert {target(queues, "broker-c", once) for once in range(9)} == set(queues)

@@ -27,6 +27,7 @@ from batonmq._connection.directory import Directory
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.retrying import Return, Returns, restore
 from batonmq._consumer.session import ConsumerSettings, Session
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
     Header,
@@ -38,13 +39,12 @@ from batonmq._core.records import (
     read_header,
 )
 from batonmq._core.retries import Failure
-from batonmq._core.route import QueueId
 from batonmq.errors import BatonError, DiskFull, NotServing, QueueNotFound
 from tests.client.twins import BROKER, NameserverTwin
 from tests.support.serving import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]
-PLACE = QueueId("t", BROKER, 3)
+PLACE = QueueRef("t", BROKER, 3)
 
 
 class ScheduleTwin(pb_grpc.ScheduleServiceServicer):
@@ -106,7 +106,7 @@ async def sending() -> AsyncIterator[tuple[ScheduleTwin, Returns]]:
 
 
 def message(
-    offset: int = 0, body: bytes = b"body", *, queue: QueueId = PLACE, record: Record | None = None
+    offset: int = 0, body: bytes = b"body", *, queue: QueueRef = PLACE, record: Record | None = None
 ) -> ReceivedMessage:
     """A message that was delivered for the first time."""
     builder = BatchBuilder()
@@ -171,7 +171,7 @@ async def test_message_that_comes_back_looks_as_at_first_and_counts_on() -> None
     async with sending() as (storage, returns):
         await returns.send(back(first))
         header, record = stored(storage.items[0])
-    again = message(queue=QueueId(header.topic, BROKER, header.queue_id), record=record)
+    again = message(queue=QueueRef(header.topic, BROKER, header.queue_id), record=record)
     again.attempts = 1
     restore(again, "g")
     assert again.topic == "t"
@@ -184,7 +184,7 @@ async def test_retry_of_a_retry_names_the_first_place_under_an_id_of_its_own() -
     async with sending() as (storage, returns):
         await returns.send(back(message(7)))
         header, record = stored(storage.items[0])
-        again = message(queue=QueueId(header.topic, BROKER, header.queue_id), record=record)
+        again = message(queue=QueueRef(header.topic, BROKER, header.queue_id), record=record)
         restore(again, "g")
         await returns.send(back(again, None))
         last_header, last = stored(storage.items[1])
@@ -195,8 +195,8 @@ async def test_retry_of_a_retry_names_the_first_place_under_an_id_of_its_own() -
 
 
 def test_messages_of_other_topics_and_of_others_are_left_alone() -> None:
-    of_other_group = message(queue=QueueId("%RETRY%h", BROKER, 0))
-    by_hand = message(queue=QueueId("%RETRY%g", BROKER, 0))
+    of_other_group = message(queue=QueueRef("%RETRY%h", BROKER, 0))
+    by_hand = message(queue=QueueRef("%RETRY%g", BROKER, 0))
     for one in (of_other_group, by_hand):
         restore(one, "g")
         assert (one.attempts, one.properties, one.topic) == (1, {"a": "1"}, one.queue.topic)

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batonmq._producer.placing import ProducerClosed
-from batonmq._producer.settings import ProducerSettings
 
 from baton.storage.v1 import schedule_service_pb2 as schedule_pb
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
@@ -26,9 +24,11 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.delays import AHEAD_MS_MAX
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
+from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.errors import (
     InvalidArgument,
@@ -129,7 +129,7 @@ async def test_an_id_of_a_broker_that_is_not_there_is_unreachable(nameserver: st
 async def test_a_queue_and_an_ordering_key_are_kept(nameserver: str) -> None:
     topic = await new_topic(nameserver)
     async with Producer(nameserver) as producer:
-        third = QueueId(topic, BROKER, 2)
+        third = QueueRef(topic, BROKER, 2)
         receipt = await producer.send(topic, b"a", queue=third, delay_ms=10)
         plain = await producer.send(topic, b"b", ordering_key="k")
         later = await producer.send(topic, b"c", ordering_key="k", delay_ms=10)

@@ -14,15 +14,16 @@ from functools import partial
 from typing import Literal
 
 import pytest
-from batonmq._producer.losses import LOG_INTERVAL_MS, Losses
-from batonmq._producer.placing import ProducerClosed
-from batonmq._producer.settings import ProducerSettings
 
 from batonmq._blocking import BlockingProducer
 from batonmq._core.compression import Compression
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._core.route import KeyedQueues
+from batonmq._producer.losses import LOG_INTERVAL_MS, Losses
+from batonmq._producer.placing import ProducerClosed
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.errors import (
     BadBatch,
     InvalidArgument,
@@ -185,8 +186,8 @@ def test_compression_that_is_not_known_is_refused() -> None:
 # ---- order of a key while the queues change
 
 
-def queues(count: int) -> tuple[QueueId, ...]:
-    return tuple(QueueId("orders", BROKER, number) for number in range(count))
+def queues(count: int) -> tuple[QueueRef, ...]:
+    return tuple(QueueRef("orders", BROKER, number) for number in range(count))
 
 
 def keys_that(*, move: bool, count: int = 5) -> list[str]:
@@ -196,7 +197,7 @@ def keys_that(*, move: bool, count: int = 5) -> list[str]:
     return [key for key in keys if (before.of(key) != after.of(key)) is move][:count]
 
 
-async def sees(producer: Producer, queue: QueueId) -> None:
+async def sees(producer: Producer, queue: QueueRef) -> None:
     """Until the producer knows the queue."""
 
     async def known() -> bool:

@@ -18,8 +18,8 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
 from batonmq._consumer.results import RetryLater
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq.errors import BadExpression, SubscriptionConflict
@@ -32,7 +32,7 @@ NOBODY = "127.0.0.1:1"
 
 async def send(at: Scene, *prices: int | None) -> None:
     """Messages with these prices to one queue, in as few batches as they fit into."""
-    queue = QueueId(at.topic, "broker-0", 0)
+    queue = QueueRef(at.topic, "broker-0", 0)
     async with Producer(at.nameserver) as producer:
         for number, price in enumerate(prices):
             properties = {} if price is None else {"price": str(price), "region": "eu"}

@@ -19,7 +19,7 @@ import pytest
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq_server.testing import MemoryBroker, run_virtual
@@ -70,7 +70,7 @@ def test_queues_that_were_added_while_the_group_was_away_are_read_from_their_fir
                 await handle_all(broker)
                 await admin.update_topic("orders", queue_count=4)
                 for n in range(8):
-                    queue = QueueId("orders", "broker-0", n % 4)
+                    queue = QueueRef("orders", "broker-0", n % 4)
                     await producer.send("orders", b"%d" % n, queue=queue)
             return await handle_all(broker)
 

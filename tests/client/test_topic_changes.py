@@ -14,14 +14,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import ProducerSettings
 
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import QueueProgress
 from batonmq.errors import NotWritable, QueueNotFound, TopicNotFound
@@ -121,7 +121,7 @@ async def test_what_waits_for_a_queue_that_is_given_up_goes_elsewhere(tmp_path: 
         await admin.create_topic(TOPIC, 4)
         settings = ProducerSettings(linger_ms=5_000)
         async with Producer(cluster.nameserver, settings) as producer:
-            pinned = QueueId(TOPIC, "broker-0", 3)
+            pinned = QueueRef(TOPIC, "broker-0", 3)
             message = Message(b"x", tag="t", keys=("a", "b"), properties={"p": "v"})
             await producer.send(TOPIC, b"open")
             pending = [await producer.submit(TOPIC, message) for _ in range(8)]
@@ -137,7 +137,7 @@ async def test_what_waits_for_a_queue_that_is_given_up_goes_elsewhere(tmp_path: 
             with pytest.raises(NotWritable):
                 await producer.send(TOPIC, b"y", queue=pinned)
             with pytest.raises(QueueNotFound):
-                await producer.send(TOPIC, b"y", queue=QueueId(TOPIC, "broker-0", 4))
+                await producer.send(TOPIC, b"y", queue=QueueRef(TOPIC, "broker-0", 4))
         async with Consumer(cluster.nameserver, "g", {TOPIC: "*"}, FROM_FIRST) as consumer:
             found = [await anext(consumer) for _ in range(17)]
         moved = [m for m in found if m.body == b"x"]

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from batonmq._producer.broker import NotSent
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import ProducerSettings
 
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import Surroundings
 from batonmq._core.brokers import FAILED_MS
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
+from batonmq._producer.broker import NotSent
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Pending, Receipt
+from batonmq._producer.settings import ProducerSettings
 from batonmq.errors import (
     BatonError,
     DiskFull,
@@ -151,7 +151,7 @@ async def test_what_was_never_sent_does_not_wait_behind_what_may_be_stored() -> 
 
 
 async def test_messages_with_a_key_or_a_queue_stay_and_keep_their_order() -> None:
-    queue = QueueId("orders", BROKER, 0)
+    queue = QueueRef("orders", BROKER, 0)
     async with two_brokers(orders=1) as at, Producer(at.address, ONE_EACH) as producer:
         at.storage.refusal = at.other.refusal = lambda _: DiskFull("not yet")
         pending = [
@@ -173,12 +173,12 @@ async def test_messages_with_a_key_or_a_queue_stay_and_keep_their_order() -> Non
 async def test_free_messages_that_share_a_batch_with_a_keyed_one_stay_with_it() -> None:
     gate = Gate()
     async with two_brokers(orders=1) as at, Producer(at.address) as producer:
-        held = await producer.submit("orders", Message(b"0"), queue=QueueId("orders", BROKER, 0))
+        held = await producer.submit("orders", Message(b"0"), queue=QueueRef("orders", BROKER, 0))
         at.storage.before = gate
         await until(lambda: gate.arrived)
         full(at.storage)
         mixed = [
-            await producer.submit("orders", Message(b"asks"), queue=QueueId("orders", BROKER, 0)),
+            await producer.submit("orders", Message(b"asks"), queue=QueueRef("orders", BROKER, 0)),
             await producer.submit("orders", Message(b"free")),
         ]
         gate.open()

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from batonmq._producer.broker import NotSent
-from batonmq._producer.placing import ProducerClosed
 
 from baton.common.v1 import error_pb2
+from batonmq._producer.broker import NotSent
+from batonmq._producer.placing import ProducerClosed
 from batonmq.errors import BatonError, Retry
 from tests.common.test_errors import modules
 

@@ -12,9 +12,9 @@ from collections import Counter
 import pytest
 
 from batonmq._core.brokers import FAILED_MS, Brokers
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 
-QUEUES = tuple(QueueId("orders", broker, queue) for broker in "abc" for queue in range(2))
+QUEUES = tuple(QueueRef("orders", broker, queue) for broker in "abc" for queue in range(2))
 
 
 def chosen(brokers: Brokers, now_ms: int, count: int = 12) -> Counter[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import KEYS_BYTES_MAX, Message
 from batonmq._core.redriving import (
     Criteria,
@@ -18,11 +19,10 @@ from batonmq._core.redriving import (
     once_id,
 )
 from batonmq._core.retries import Failure, Origin, indexed, origin_of, properties_of, unindexed
-from batonmq._core.route import QueueId
 from batonmq.errors import BadExpression
 
-ORIGIN = Origin(QueueId("orders", "broker-1", 3), 42, "broker-1-1f-0")
-DLQ = QueueId("%DLQ%shop", "broker-1", 0)
+ORIGIN = Origin(QueueRef("orders", "broker-1", 3), 42, "broker-1-1f-0")
+DLQ = QueueRef("%DLQ%shop", "broker-1", 0)
 
 
 def letter(attempts: int = 17, **properties: str) -> DeadLetter:
@@ -79,10 +79,10 @@ def test_a_replay_sends_each_letter_under_one_id_and_another_under_others() -> N
 
 
 def test_copy_goes_where_it_came_from_or_beside_the_dead_letter() -> None:
-    retry = [QueueId("%RETRY%shop", f"broker-{n}", 0) for n in range(3)]
+    retry = [QueueRef("%RETRY%shop", f"broker-{n}", 0) for n in range(3)]
     assert destination(letter(), retry, 5) == retry[1]
     assert destination(letter(), retry[:1], 5) == retry[0]
-    topic = [QueueId("orders", "broker-1", n) for n in range(4)]
+    topic = [QueueRef("orders", "broker-1", n) for n in range(4)]
     assert destination(letter(), topic, 5) == ORIGIN.queue
     assert destination(letter(), topic[:3], 5) in topic[:3]
 

@@ -13,17 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq._core.route import KeyedQueues, QueueId
+from batonmq._core.queues import QueueRef
+from batonmq._core.route import KeyedQueues
 
 QUEUES = tuple(
-    QueueId("orders", broker, queue_id)
+    QueueRef("orders", broker, queue_id)
     for broker in ("broker-a", "broker-b")
     for queue_id in range(4)
 )
 KEYS = [f"order-{number}" for number in range(8_000)]
 
 
-def score(key: str, queue: QueueId) -> int:
+def score(key: str, queue: QueueRef) -> int:
     """As the documentation has it."""
     value = zlib.crc32(key.encode()) << 32 | zlib.crc32(f"{queue.broker}/{queue.queue_id}".encode())
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
@@ -44,7 +45,7 @@ def score(key: str, queue: QueueId) -> int:
 def test_ordering_keys_go_where_they_went_in_every_version(
     key: str, broker: str, queue_id: int
 ) -> None:
-    assert KeyedQueues(QUEUES).of(key) == QueueId("orders", broker, queue_id)
+    assert KeyedQueues(QUEUES).of(key) == QueueRef("orders", broker, queue_id)
 
 
 @given(st.text(), st.integers(1, 8))
@@ -61,8 +62,8 @@ def test_ordering_keys_spread_over_all_queues() -> None:
     assert all(800 < count < 1_200 for count in counts.values())
 
 
-@pytest.mark.parametrize("added", [QueueId("orders", "broker-a", 4), QueueId("orders", "new", 0)])
-def test_with_a_queue_more_keys_move_to_it_only(added: QueueId) -> None:
+@pytest.mark.parametrize("added", [QueueRef("orders", "broker-a", 4), QueueRef("orders", "new", 0)])
+def test_with_a_queue_more_keys_move_to_it_only(added: QueueRef) -> None:
     before, after = KeyedQueues(QUEUES), KeyedQueues(tuple(sorted((*QUEUES, added))))
     moved = [key for key in KEYS if before.of(key) != after.of(key)]
     assert {after.of(key) for key in moved} == {added}
@@ -84,9 +85,9 @@ def test_many_keys_are_not_all_remembered() -> None:
 
 def test_queues_sort_by_topic_then_broker_then_number() -> None:
     mixed = [
-        QueueId("b", "a", 0),
-        QueueId("a", "b", 0),
-        QueueId("a", "a", 10),
-        QueueId("a", "a", 9),
+        QueueRef("b", "a", 0),
+        QueueRef("a", "b", 0),
+        QueueRef("a", "a", 10),
+        QueueRef("a", "a", 9),
     ]
     assert [str(queue) for queue in sorted(mixed)] == ["a/a/9", "a/a/10", "a/b/0", "b/a/0"]

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
     Header,
@@ -22,12 +23,11 @@ from batonmq._core.records import (
     encode_record,
     read_header,
 )
-from batonmq._core.route import QueueId
 from batonmq._core.sending import Batch, QueueSender
 from batonmq.errors import BatonError
 from batonmq_server.storage.core.producers import ProducerTable, Receipt
 
-QUEUE = QueueId("orders", "broker-a", 3)
+QUEUE = QueueRef("orders", "broker-a", 3)
 PRODUCER_ID = 77
 BYTES_MAX, COUNT_MAX = 10_000, 4
 

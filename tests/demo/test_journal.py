@@ -12,8 +12,8 @@ import pytest
 
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import OwnershipEvent
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message, decode_records, encode_record, read_header
-from batonmq._core.route import QueueId
 from batonmq_server.demo.journal import Event, Handled, Journal, Verdict, handovers_ms, judge, read
 
 SENT = {f"k{place}": place for place in range(6)}
@@ -89,7 +89,7 @@ def test_what_is_written_is_read_back_and_a_torn_line_is_left_out(tmp_path: Path
     batch = builder.encode(topic="flights", queue_id=3)
     header = read_header(batch)
     (record,) = decode_records(batch, header, [0])
-    queue = QueueId("flights", "broker-0", 3)
+    queue = QueueRef("flights", "broker-0", 3)
     path = tmp_path / "member.journal"
     with Journal(path) as journal:
         journal.handled(ReceivedMessage(queue, 7, header, record, redelivered=True))

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batonmq._producer.settings import ProducerSettings
 from prometheus_client import CollectorRegistry, start_http_server
 
 from batonmq._connection.security import Security
@@ -30,6 +29,7 @@ from batonmq._consumer.results import RetryLater
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.admin.admin import Admin
 from batonmq_server.demo.flights import Flight

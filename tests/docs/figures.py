@@ -28,6 +28,7 @@ from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
 from batonmq._core.compression import Compression, Packing
+from batonmq._core.queues import GroupQueue
 from batonmq._core.records import (
     BatchBuilder,
     Header,
@@ -43,7 +44,6 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonmq_server.offsets.codec import encode_key, encode_progress
-from batonmq_server.offsets.core.calls import QueueKey
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.disk import Disk, Entry
 from tests.support.waiting import until
@@ -137,7 +137,9 @@ async def disk() -> None:
             delivered_offset=number,
             delivered_reserved=number + 2_000,
         )
-        return encode_key(QueueKey("group", "topic", "broker-a", number)), encode_progress(progress)
+        return encode_key(GroupQueue("group", "topic", "broker-a", number)), encode_progress(
+            progress
+        )
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, Disk(Path(folder)) as progress:
         for count in (1, 100, 1_000):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 
-from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import ProducerSettings
-
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.session import ConsumerSettings
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.settings import ProducerSettings
 
 TOPIC = "numbers"
 QUEUES = 8
@@ -27,7 +26,7 @@ class Run:
     def __init__(self, nameserver: str, security: Security | None = None) -> None:
         self.nameserver, self.security = nameserver, security
         self.receipts: dict[int, Receipt] = {}
-        self.handled: list[tuple[str, QueueId, int, int, bool]] = []
+        self.handled: list[tuple[str, QueueRef, int, int, bool]] = []
         self.stop_sending = asyncio.Event()
 
     def check(self) -> None:
@@ -35,7 +34,7 @@ class Run:
         times = Counter(number for _, _, _, number, _ in self.handled)
         assert set(times) == set(self.receipts), "something acknowledged was lost"
         assert [n for n, count in times.items() if count > 1] == [], "something came twice"
-        by_queue: dict[QueueId, list[int]] = defaultdict(list)
+        by_queue: dict[QueueRef, list[int]] = defaultdict(list)
         for _, queue, offset, number, _ in self.handled:
             assert self.receipts[number].queue == queue
             assert self.receipts[number].offset == offset

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from batonmq._producer.receipts import Receipt
-
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Receipt
 from batonmq_server.local.child import Child, Program
 from tests.support.cluster import nursery
 

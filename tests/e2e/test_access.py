@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batonmq._producer.settings import ProducerSettings
 
 from batonmq._common.clock import Clock
 from batonmq._connection.security import Security
@@ -28,6 +27,7 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.access import AccessControl, Grant, Role
 from batonmq.admin.admin import Admin
 from batonmq.errors import PermissionDenied, Unauthenticated

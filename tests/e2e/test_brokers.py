@@ -13,14 +13,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from batonmq._producer.receipts import Pending, Receipt
-from batonmq._producer.settings import ProducerSettings
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.puller import Puller
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Pending, Receipt
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
@@ -131,7 +131,7 @@ async def test_kill_9_of_one_of_two_brokers(tmp_path: Path) -> None:
 
 
 async def test_cluster_of_two_brokers_comes_back_with_both(tmp_path: Path) -> None:
-    queues: set[QueueId] = set()
+    queues: set[QueueRef] = set()
     async with local_cluster(tmp_path, brokers=2) as cluster:
         assert cluster.addresses.keys() == {
             "etcd", "offsets", "storage", "storage-1", "lockmgr", "nameserver",

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from batonmq._producer.settings import ProducerSettings
 
 from batonmq._common.clock import Clock
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster

@@ -13,12 +13,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from batonmq._producer.receipts import Receipt
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import connect
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
+from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin
 from tests.e2e.crew import crew_of, send, started_again
 from tests.support.cluster import local_cluster
@@ -79,7 +79,7 @@ async def test_a_rolling_change_of_tags_loses_no_message_and_shows_none_that_is_
 def _check_that_odd_ones_are_handled_from_some_offset_on(
     sent: dict[int, Receipt], done: set[int]
 ) -> None:
-    by_queue: dict[QueueId, list[tuple[int, bool]]] = defaultdict(list)
+    by_queue: dict[QueueRef, list[tuple[int, bool]]] = defaultdict(list)
     for number, receipt in sent.items():
         if number % 2:
             by_queue[receipt.queue].append((receipt.offset, number in done))

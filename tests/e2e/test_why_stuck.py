@@ -17,7 +17,6 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from batonmq._producer.receipts import Receipt
 
 from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
@@ -28,6 +27,7 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Diagnosis
 from batonmq.errors import SubscriptionConflict
@@ -119,7 +119,7 @@ class Scene:
     async def acquire(self, client_id: str) -> None:
         """Own the queue, and do nothing with it."""
         group = await self.admin.describe_group(GROUP)
-        queue = queue_pb2.Queue(topic=TOPIC, broker="broker-0", queue_id=0)
+        queue = queue_pb2.QueueRef(topic=TOPIC, broker="broker-0", queue_id=0)
         request = lockmgr_pb.AcquireRequest(
             incarnation=queue_pb2.Incarnation(client_id=client_id, incarnation_id=1),
             acquire_seq=1,

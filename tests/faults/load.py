@@ -6,13 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 from itertools import count
 
+from batonmq._core.records import Message
 from batonmq._producer.broker import NotSent
 from batonmq._producer.placing import ProducerClosed
+from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Pending
 from batonmq._producer.settings import ProducerSettings
-
-from batonmq._core.records import Message
-from batonmq._producer.producer import Producer
 from batonmq.errors import (
     BatonError,
     DiskFull,

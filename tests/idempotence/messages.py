@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Header, Record
-from batonmq._core.route import QueueId
 
 
 def message(
@@ -28,4 +28,4 @@ def message(
         topic=topic,
     )
     record = Record(offset, "", keys, {}, b"10 EUR")
-    return ReceivedMessage(QueueId(topic, "broker-0", 3), 5, header, record, redelivered=False)
+    return ReceivedMessage(QueueRef(topic, "broker-0", 3), 5, header, record, redelivered=False)

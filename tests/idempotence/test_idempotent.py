@@ -16,8 +16,8 @@ import pytest
 
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.results import RetryLater, Suspend
+from batonmq._core.queues import QueueRef
 from batonmq._core.retries import Origin
-from batonmq._core.route import QueueId
 from batonmq.errors import InvalidArgument
 from batonmq.idempotence import MemoryStore, Store, by_key, by_origin, idempotent
 from batonmq_server.testing.virtual_time import VirtualTimeLoop
@@ -290,7 +290,7 @@ async def test_a_plain_function_that_is_cancelled_keeps_its_claim() -> None:
 
 def test_the_origin_of_a_message_that_was_sent_back_is_where_it_was_at_first() -> None:
     again = message(9, topic="%RETRY%billing")
-    again.origin = Origin(QueueId("payments", "broker-0", 3), 0, message().message_id)
+    again.origin = Origin(QueueRef("payments", "broker-0", 3), 0, message().message_id)
     assert by_origin(again) == by_origin(message())
 
 

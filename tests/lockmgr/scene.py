@@ -441,7 +441,7 @@ def stub_of(at: Node | Stub) -> Stub:
 
 def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
     """A queue of the scene's group and topic."""
-    inner = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+    inner = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
     return queue_pb2.GroupQueue(group=GROUP, queue=inner)
 
 

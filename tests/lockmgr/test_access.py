@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import (
     BatonError,
     Draining,
@@ -29,17 +30,9 @@ from batonmq_server.lockmgr.core.access import (
     decide_access,
     decide_clear,
 )
-from batonmq_server.lockmgr.core.locks import (
-    Asker,
-    Entry,
-    Incarnation,
-    Lock,
-    Observation,
-    Policy,
-    QueueKey,
-)
+from batonmq_server.lockmgr.core.locks import Asker, Entry, Lock, Observation, Policy
 
-KEY = QueueKey("g", "t", "broker-a", 0)
+KEY = GroupQueue("g", "t", "broker-a", 0)
 A, A_RESTARTED, B = Incarnation("a", 1), Incarnation("a", 2), Incarnation("b", 1)
 POLICY = Policy()
 LEASE_START_MS = 1_000

@@ -16,8 +16,8 @@ import pytest
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import Unreachable
-from batonmq_server.lockmgr.core.locks import QueueKey
 from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
 from batonmq_server.runtime.places import Places
 from tests.support.serving import serving
@@ -43,7 +43,7 @@ class Parts(pb_grpc.OffsetsServiceServicer):
             pb.QueueToken(
                 queue=queue_pb2.GroupQueue(
                     group=group,
-                    queue=queue_pb2.Queue(topic="t", broker="b", queue_id=queue_id),
+                    queue=queue_pb2.QueueRef(topic="t", broker="b", queue_id=queue_id),
                 ),
                 token=queue_id + 1,
             )
@@ -84,7 +84,7 @@ async def test_all_parts_are_asked_for() -> None:
     async with term(twin) as offsets:
         tokens = await offsets.announce("offsets")
     assert tokens == {
-        QueueKey(group, "t", "b", queue_id): queue_id + 1
+        GroupQueue(group, "t", "b", queue_id): queue_id + 1
         for group in ("first", "second")
         for queue_id in range(2)
     }

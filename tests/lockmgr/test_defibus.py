@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, Fenced, Held, OldRequest, Unacked
 from batonmq_server.lockmgr.core.access import Condition, Decision, Deny, Grant, Replay
 from batonmq_server.lockmgr.core.defibus import UNCHANGED_MIN, decide_access_defibus
@@ -23,18 +24,16 @@ from batonmq_server.lockmgr.core.locks import (
     Asker,
     Count,
     Entry,
-    Incarnation,
     Lock,
     Observation,
     Policy,
     Profile,
-    QueueKey,
     Step,
 )
 from batonmq_server.lockmgr.core.table import KeepAlive, LockTable
 from tests.lockmgr.scene import Member, scene
 
-KEY = QueueKey("g", "t", "broker-a", 0)
+KEY = GroupQueue("g", "t", "broker-a", 0)
 A, B, C = Incarnation("a", 1), Incarnation("b", 1), Incarnation("c", 1)
 POLICY = Policy(profile=Profile.DEFIBUS)
 START_MS = 1_000

@@ -24,7 +24,7 @@ LOCK = f"locks/{FAR}/{TOPIC}/broker-a/0"
 
 
 def far_queue() -> queue_pb2.GroupQueue:
-    inner = queue_pb2.Queue(topic=TOPIC, broker="broker-a", queue_id=0)
+    inner = queue_pb2.QueueRef(topic=TOPIC, broker="broker-a", queue_id=0)
     return queue_pb2.GroupQueue(group=FAR, queue=inner)
 
 

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import pytest
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import HandoverPending, Held, Unacked
 from batonmq_server.lockmgr.core.access import Condition, Decision, Deny, Grant
 from batonmq_server.lockmgr.core.locks import (
     Asker,
-    Incarnation,
     Lock,
     LockState,
     Observation,
     Policy,
-    QueueKey,
     Step,
     Wanted,
     WantedReason,
 )
 from batonmq_server.lockmgr.core.table import HoldState, KeepAlive, LockTable
 
-KEY, OTHER = QueueKey("g", "t", "broker-a", 0), QueueKey("g", "t", "broker-a", 1)
+KEY, OTHER = GroupQueue("g", "t", "broker-a", 0), GroupQueue("g", "t", "broker-a", 1)
 A, B = Incarnation("a", 1), Incarnation("b", 1)
 POLICY = Policy()
 SLOT_MS, LEASE_MS = POLICY.slot_ms, POLICY.lease_ms
@@ -42,7 +41,7 @@ def owned_by_a(*, now_ms: int = 0, offsets_token: int = 7) -> LockTable:
     return table
 
 
-def look(table: LockTable, seen: Observation, now_ms: int, key: QueueKey = KEY) -> None:
+def look(table: LockTable, seen: Observation, now_ms: int, key: GroupQueue = KEY) -> None:
     table.observe(key, seen, table.look(key), now_ms)
 
 
@@ -401,7 +400,7 @@ def test_leases_count_from_the_start_of_the_leader() -> None:
 
 def test_entries_come_in_order_and_by_filter() -> None:
     table = LockTable(POLICY)
-    keys = [QueueKey(g, t, "b", q) for g in ("g", "h") for t in ("t", "u") for q in (2, 10)]
+    keys = [GroupQueue(g, t, "b", q) for g in ("g", "h") for t in ("t", "u") for q in (2, 10)]
     for key in reversed(keys):
         table.load(key, lock_of(A), 1, 0)
         table.confirm(key, 7, 0)

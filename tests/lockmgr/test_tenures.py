@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq_server.lockmgr.core.access import Condition
-from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
 from batonmq_server.lockmgr.core.tenures import End, HandOver, Manner, Passed, Tenures
 
-KEY = QueueKey("g", "t", "a", 0)
+KEY = GroupQueue("g", "t", "a", 0)
 DRAINED = Condition.CLOSED_OR_DRAINED
 A, B = Incarnation("a", 1), Incarnation("b", 1)
 

@@ -12,8 +12,9 @@ from random import Random
 
 import pytest
 
+from batonmq._core.queues import GroupQueue
 from batonmq_server.lockmgr.core.access import Decision
-from batonmq_server.lockmgr.core.locks import Asker, Lock, QueueKey
+from batonmq_server.lockmgr.core.locks import Asker, Lock
 from batonmq_server.lockmgr.core.table import LockTable
 from tests.lockmgr.walk import Violated, World
 
@@ -55,7 +56,7 @@ REACHED = [
 class IgnoresSeq(LockTable):
     """Takes a late request of the owner for a new one (story 8)."""
 
-    def decide(self, key: QueueKey, asker: Asker, now_ms: int) -> Decision | None:
+    def decide(self, key: GroupQueue, asker: Asker, now_ms: int) -> Decision | None:
         newest = Asker(asker.incarnation, 1 << 40, asker.generation)
         return super().decide(key, newest, now_ms)
 
@@ -63,7 +64,7 @@ class IgnoresSeq(LockTable):
 class ForgetsOwners(LockTable):
     """Starts as a new leader with every queue free (story 18)."""
 
-    def load(self, key: QueueKey, lock: Lock, revision: int, now_ms: int) -> None:
+    def load(self, key: GroupQueue, lock: Lock, revision: int, now_ms: int) -> None:
         super().load(key, lock.freed(), revision, now_ms)
 
 

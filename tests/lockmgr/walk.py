@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
 from batonmq_server.lockmgr.core import locks, table
 from batonmq_server.lockmgr.core.access import Condition, Deny, Free, Grant, decide_clear
@@ -21,8 +22,8 @@ from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
 from batonmq_server.offsets.core.table import ProgressTable
 
-KEY = locks.QueueKey("g", "t", "b", 0)
-OFFSETS_KEY = calls.QueueKey("g", "t", "b", 0)
+KEY = GroupQueue("g", "t", "b", 0)
+OFFSETS_KEY = GroupQueue("g", "t", "b", 0)
 POLICY = locks.Policy()
 MESSAGES = 300
 MARGIN_MS = 3_000
@@ -67,8 +68,8 @@ class Client:
     close_acks: Offsets | None = None
 
     @property
-    def incarnation(self) -> locks.Incarnation:
-        return locks.Incarnation(self.name, self.incarnation_id)
+    def incarnation(self) -> Incarnation:
+        return Incarnation(self.name, self.incarnation_id)
 
     def lose_token(self) -> None:
         """Fenced: keep what is in hand only while there is a chance to go on with it."""
@@ -595,7 +596,7 @@ class World:
         self.seen["repeated"] += 1
         self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
 
-    def release(self, owner: locks.Incarnation, token: int, term: int) -> None:
+    def release(self, owner: Incarnation, token: int, term: int) -> None:
         if not self.table.owns(KEY, owner, token):
             return
         entry = self.table.get(KEY)
@@ -605,7 +606,7 @@ class World:
             return
         self.free(owner, token)
 
-    def free(self, owner: locks.Incarnation, token: int) -> None:
+    def free(self, owner: Incarnation, token: int) -> None:
         assert self.table.owns(KEY, owner, token)
         self.table.begin(KEY, locks.Step.RELEASE)
         leader = self.term
@@ -625,7 +626,7 @@ class World:
             attempt=attempt,
             expected_token=expected,
             condition=calls.Condition(condition.value),
-            holder=calls.Holder(*ask.asker.incarnation) if ask else None,
+            holder=Incarnation(*ask.asker.incarnation) if ask else None,
             resume=ranges_of(ask.resume if ask else ()),
             idle_ms=POLICY.lease_ms if condition is Condition.IDLE else 0,
             token_min=self.stored.token,

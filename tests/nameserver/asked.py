@@ -28,6 +28,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._connection.channels import connect
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
     Message,
@@ -36,7 +37,6 @@ from batonmq._core.records import (
     stamped_head,
     tag_hashes,
 )
-from batonmq._core.route import QueueId
 from batonmq._core.subscription import TagFilter
 from batonmq.errors import BatonError, QueueNotFound
 from batonmq_server.nameserver.catalog import Catalog
@@ -287,8 +287,8 @@ async def scene() -> AsyncIterator[Scene]:
         yield Scene(inspector, catalog, nodes, clock, lockmgr, offsets, twins, refused)
 
 
-def queue_to_pb(group: str, queue: QueueId) -> queue_pb2.GroupQueue:
+def queue_to_pb(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(
         group=group,
-        queue=queue_pb2.Queue(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
+        queue=queue_pb2.QueueRef(topic=queue.topic, broker=queue.broker, queue_id=queue.queue_id),
     )

@@ -17,8 +17,9 @@ import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import GroupInUse
-from batonmq_server.offsets.core.calls import Instant, Place, QueueKey, Source
+from batonmq_server.offsets.core.calls import Instant, Place, Source
 from batonmq_server.offsets.serving import Offsets
 from batonmq_server.runtime.etcd import EtcdSession
 from tests.nameserver.replica import (
@@ -211,7 +212,7 @@ async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
 async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
     nameserver: Replica, offsets: Offsets, direct: Direct
 ) -> None:
-    key = QueueKey("g", "flights", "broker-a", 0)
+    key = GroupQueue("g", "flights", "broker-a", 0)
     offsets.table.move(key, Place(5), Source.RESET, Instant(0, 0), dry_run=False)
 
     async def forget_late(group: str) -> int:

@@ -19,7 +19,7 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import DataLoss, Held, NotLeader, SubscriptionConflict
 from batonmq_server.nameserver.core.diagnosis import Reason
@@ -524,4 +524,4 @@ async def test_only_the_first_of_the_registered_replicas_looks(asked: Scene) -> 
 
 async def test_queues_are_named_by_group_topic_broker_and_index(asked: Scene) -> None:
     group = asked.group("g", "c1")
-    assert asked.inspector.queues_of(group)[2:] == (QueueId("t", "b", 0), QueueId("t", "b", 1))
+    assert asked.inspector.queues_of(group)[2:] == (QueueRef("t", "b", 0), QueueRef("t", "b", 1))

@@ -15,9 +15,10 @@ import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Retry, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.offsets.core.calls import Condition, Fence, Holder, Instant, QueueKey
+from batonmq_server.offsets.core.calls import Condition, Fence, Instant
 from batonmq_server.offsets.serving import Offsets
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.mirror import Mirror
@@ -106,7 +107,7 @@ async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
     nameserver: Replica, offsets: Offsets
 ) -> None:
     await nameserver.create("orders", 3)
-    keys = [QueueKey("g", topic, "broker-a", 0) for topic in ("orders", "flights")]
+    keys = [GroupQueue("g", topic, "broker-a", 0) for topic in ("orders", "flights")]
     for key in keys:
         hold(offsets, key)
     assert not (await nameserver.create("orders", 3)).created
@@ -118,13 +119,13 @@ async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
     assert offsets.table.deleted_for("orders") == created.topic_id
 
 
-def hold(offsets: Offsets, key: QueueKey) -> None:
+def hold(offsets: Offsets, key: GroupQueue) -> None:
     """Give the queue to a consumer; it is not durable, and no matter here."""
     wish = Fence(
         attempt=str(key)[-64:],
         expected_token=0,
         condition=Condition.CLOSED_OR_DRAINED,
-        holder=Holder("c1", 1),
+        holder=Incarnation("c1", 1),
     )
     offsets.table.fence(key, offsets.table.term, wish, Instant(0, 0))
 

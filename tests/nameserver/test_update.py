@@ -228,7 +228,7 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
                 offsets_pb.Progress(
                     queue=queue_pb2.GroupQueue(
                         group=group,
-                        queue=queue_pb2.Queue(
+                        queue=queue_pb2.QueueRef(
                             topic="flights", broker="broker-a", queue_id=queue_id
                         ),
                     ),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from batonmq._core.queues import Incarnation
 from batonmq_server.offsets.core.calls import (
     Acks,
     Condition,
     Delivery,
     Fence,
-    Holder,
     Limits,
     Place,
     Source,
@@ -56,7 +56,7 @@ class Naive:
 
     known: bool = False
     token: int = 0
-    holder: Holder | None = None
+    holder: Incarnation | None = None
     closed: bool = True
     acked: set[int] = field(default_factory=set)
     delivered: int = 0

@@ -294,7 +294,7 @@ async def leases_end(ended: Session, service: str, replica_set: str, name: str) 
 
 def queue(queue_id: int = 0) -> queue_pb2.GroupQueue:
     """A queue of the set's one group."""
-    inner = queue_pb2.Queue(topic="news", broker="broker-a", queue_id=queue_id)
+    inner = queue_pb2.QueueRef(topic="news", broker="broker-a", queue_id=queue_id)
     return queue_pb2.GroupQueue(group="readers", queue=inner)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
 from batonmq_server.offsets.codec import (
     decode_operation,
@@ -17,11 +18,9 @@ from batonmq_server.offsets.core.calls import (
     Delivery,
     Fence,
     Grant,
-    Holder,
     Instant,
     Limits,
     Place,
-    QueueKey,
     Source,
 )
 from batonmq_server.offsets.core.progress import Progress
@@ -29,8 +28,8 @@ from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 from batonmq_server.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
 from batonmq_server.offsets.core.table import ProgressTable
 
-KEY = QueueKey("readers", "news", "broker-a", 3)
-A, B, C = (Holder(f"client-{name}", number) for number, name in enumerate("abc", 1))
+KEY = GroupQueue("readers", "news", "broker-a", 3)
+A, B, C = (Incarnation(f"client-{name}", number) for number, name in enumerate("abc", 1))
 CLOSED_OR_DRAINED, SAME_HOLDER = Condition.CLOSED_OR_DRAINED, Condition.SAME_HOLDER
 IDLE, FORCED = Condition.IDLE, Condition.FORCED
 UNIX_MS = 1_700_000_000_000
@@ -64,7 +63,7 @@ class Scene:
 
     def fence(
         self,
-        holder: Holder | None,
+        holder: Incarnation | None,
         expected_token: int,
         condition: Condition = CLOSED_OR_DRAINED,
         *,
@@ -135,13 +134,13 @@ class Scene:
         self._store(result.changed)
         return result
 
-    def delete(self, topic_id: int) -> list[QueueKey] | None:
+    def delete(self, topic_id: int) -> list[GroupQueue] | None:
         ended = self.table.delete_topic(KEY.topic, topic_id, self.now)
         self.stored_topic_id = self.table.deleted_for(KEY.topic)
         self._store(bool(ended))
         return ended
 
-    def delete_group(self) -> list[QueueKey]:
+    def delete_group(self) -> list[GroupQueue]:
         ended = self.table.delete_group(KEY.group, "", self.now)
         self._store(bool(ended))
         return ended

@@ -32,7 +32,7 @@ TIMEOUT_S = 20
 
 
 def queue(group: str = "readers", queue_id: int = 3) -> queue_pb2.GroupQueue:
-    inner = queue_pb2.Queue(topic="news", broker="broker-a", queue_id=queue_id)
+    inner = queue_pb2.QueueRef(topic="news", broker="broker-a", queue_id=queue_id)
     return queue_pb2.GroupQueue(group=group, queue=inner)
 
 

@@ -17,9 +17,9 @@ import pytest
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch, ProgressReset
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError
 from batonmq_server.offsets.codec import encode_key
-from batonmq_server.offsets.core.calls import QueueKey
 from batonmq_server.offsets.persistence import HOLDS, RESET
 from batonmq_server.runtime.etcd import EtcdSession, Stored
 from tests.offsets.service import TERM, Service, call, queue, reasons, refusal, run, wish
@@ -88,7 +88,7 @@ async def test_reset_and_its_record_are_durable_in_one_write_when_it_is_answered
     await call(service, "Reset", reset(4, 1, 2, 3))
     after = dict(service.stored())
     changed = {key for key, value in after.items() if before.get(key) != value}
-    keys = {encode_key(QueueKey("readers", "news", "broker-a", q)) for q in (1, 2, 3)}
+    keys = {encode_key(GroupQueue("readers", "news", "broker-a", q)) for q in (1, 2, 3)}
     holds = {HOLDS + key + b"\x002" for key in keys}
     assert changed == {RESET + b"readers\x001", *keys, *holds}
     values = service.registry.get_sample_value

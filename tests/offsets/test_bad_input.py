@@ -68,7 +68,7 @@ async def refused_item(service: Service, method: str, bad: Any) -> BatonError:
 
 
 def named(group: str = "g", topic: str = "t", broker: str = "b", queue_id: int = 0) -> Any:
-    inner = queue_pb2.Queue(topic=topic, broker=broker, queue_id=queue_id)
+    inner = queue_pb2.QueueRef(topic=topic, broker=broker, queue_id=queue_id)
     return queue_pb2.GroupQueue(group=group, queue=inner)
 
 

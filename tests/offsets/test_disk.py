@@ -12,6 +12,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import (
     META,
@@ -22,7 +23,7 @@ from batonmq_server.offsets.codec import (
     seal,
     unseal,
 )
-from batonmq_server.offsets.core.calls import Instant, Limits, QueueKey, Tombstone
+from batonmq_server.offsets.core.calls import Instant, Limits, Tombstone
 from batonmq_server.offsets.core.resets import RecordKey
 from batonmq_server.offsets.core.table import ProgressTable
 from batonmq_server.offsets.disk import DataDirInUse, Disk
@@ -128,7 +129,7 @@ async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
 
 def test_keys_round_trip_and_those_of_a_group_stand_together() -> None:
     keys = [
-        QueueKey(group, topic, "b", queue_id)
+        GroupQueue(group, topic, "b", queue_id)
         for group in ("g", "g-1", "g1")
         for topic in ("t", "t%")
         for queue_id in (0, 65_535)

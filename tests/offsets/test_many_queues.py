@@ -11,8 +11,9 @@ from random import Random
 import pytest
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets import persistence, server
-from batonmq_server.offsets.core.calls import Acks, Instant, Limits, QueueKey
+from batonmq_server.offsets.core.calls import Acks, Instant, Limits
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.persistence import begin_life, recover_meanwhile
 from batonmq_server.testing.disks import OffsetsDisk
@@ -92,7 +93,7 @@ async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
     disk = OffsetsDisk(Random(1), lambda _: 0.0)
     _, table, records = begin_life(disk, Limits(), NOW)
     entries_of = persistence.entries_of(table, records)
-    keys = [QueueKey("readers", "news", "broker-a", number) for number in range(200)]
+    keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(200)]
     for key in keys:
         table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
     disk.write_now([entry for key in keys for entry in entries_of(key)])

@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, UnknownQueue
 from batonmq_server.offsets.codec import (
     decode_operation,
@@ -36,7 +37,6 @@ from batonmq_server.offsets.core.calls import (
     Grant,
     Instant,
     Place,
-    QueueKey,
     Source,
 )
 from batonmq_server.offsets.core.ranges import RangeSet
@@ -72,7 +72,7 @@ def committed(done: Committed) -> tuple[object, bool]:
     return tuple(done), done.changed
 
 
-def ended(keys: list[QueueKey] | None) -> tuple[object, bool]:
+def ended(keys: list[GroupQueue] | None) -> tuple[object, bool]:
     return (None, False) if keys is None else (len(keys), True)
 
 

@@ -21,10 +21,10 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2 as pb2
 from batonmq._common.rpc import from_rpc_error
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.offsets import following
 from batonmq_server.offsets.codec import encode_key
-from batonmq_server.offsets.core.calls import QueueKey
 from batonmq_server.offsets.disk import Entry
 from tests.offsets.replicas import (
     LAG_MS_MAX,
@@ -329,6 +329,6 @@ async def test_a_follower_that_holds_something_else_finds_out_and_begins_anew(
     await commit(leader, 10)
     await scene.alike("a", "b", "c")
     follower = scene.nodes[others(scene, leader)[0]]
-    key = encode_key(QueueKey("readers", "news", "broker-a", 0))
+    key = encode_key(GroupQueue("readers", "news", "broker-a", 0))
     follower.disk.write_now([(key, b"rotten"), (b"weed", b"nobody wrote that")])
     await scene.alike("a", "b", "c")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import (
     BatonError,
     Fenced,
@@ -15,7 +16,7 @@ from batonmq.errors import (
     Superseded,
     UnknownQueue,
 )
-from batonmq_server.offsets.core.calls import Acks, Instant, Place, QueueKey, Source
+from batonmq_server.offsets.core.calls import Acks, Instant, Place, Source
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.core.resets import RECORDS_MAX, Operation, Order, Records, Step, Target
 from tests.offsets.scene import FORCED, IDLE, KEY, A, B, Scene, offsets
@@ -328,7 +329,7 @@ def cloned(
     return [step(result) for result in outcome.results]
 
 
-def theirs(key: QueueKey = KEY) -> QueueKey:
+def theirs(key: GroupQueue = KEY) -> GroupQueue:
     return key._replace(group=OTHER)
 
 

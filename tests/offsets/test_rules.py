@@ -10,6 +10,7 @@ from copy import copy
 
 import pytest
 
+from batonmq._core.queues import Incarnation
 from batonmq.errors import (
     AckCap,
     BatonError,
@@ -25,7 +26,7 @@ from batonmq.errors import (
     UnknownQueue,
 )
 from batonmq_server.offsets.codec import encode_progress
-from batonmq_server.offsets.core.calls import Fence, Holder, Limits
+from batonmq_server.offsets.core.calls import Fence, Limits
 from batonmq_server.offsets.core.ranges import EMPTY
 from tests.offsets.scene import (
     CLOSED_OR_DRAINED,
@@ -203,7 +204,7 @@ def test_s4_closed_or_drained_tells_what_is_unacked() -> None:
 def test_s4_same_holder_passes_for_the_holder_only() -> None:
     scene = held()
     refused(scene, NotHolder, "fence", B, 1, SAME_HOLDER)
-    refused(scene, NotHolder, "fence", Holder(A.client_id, 99), 1, SAME_HOLDER)
+    refused(scene, NotHolder, "fence", Incarnation(A.client_id, 99), 1, SAME_HOLDER)
     assert scene.fence(A, 1, SAME_HOLDER).token == 2
 
 

@@ -14,8 +14,8 @@ import pytest
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets.codec import encode_key, unseal
-from batonmq_server.offsets.core.calls import QueueKey
 from batonmq_server.offsets.persistence import TOPIC
 from tests.offsets.service import (
     GOOD,
@@ -306,7 +306,7 @@ async def test_a_deletion_is_durable_with_all_its_queues_when_it_is_answered(
     await call(service, "DeleteTopic", deletion())
     after = dict(service.stored())
     changed = {key for key, value in after.items() if before.get(key) != value}
-    queues = {encode_key(QueueKey("readers", "news", "broker-a", q)) for q in range(20)}
+    queues = {encode_key(GroupQueue("readers", "news", "broker-a", q)) for q in range(20)}
     assert changed == {TOPIC + b"news", *queues}
     assert unseal(TOPIC + b"news", after[TOPIC + b"news"]) == b"7"
 

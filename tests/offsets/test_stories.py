@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from batonmq._core.queues import Incarnation
 from batonmq.errors import Fenced, NotIdle, TokenMismatch, Unacked
-from batonmq_server.offsets.core.calls import Holder
 from batonmq_server.offsets.core.ranges import EMPTY
 from tests.offsets.scene import FORCED, IDLE, SAME_HOLDER, A, B, Scene, offsets
 
@@ -38,7 +38,7 @@ def test_story_5_renewal_is_a_fence_and_flags_what_the_dead_process_had() -> Non
     scene = Scene()
     scene.fence(A, 0)
     scene.record(1, 0, 1)
-    reborn = Holder(A.client_id, A.incarnation_id + 100)
+    reborn = Incarnation(A.client_id, A.incarnation_id + 100)
     with pytest.raises(Unacked):
         scene.fence(reborn, 1)
     scene.now_ms += 30_000

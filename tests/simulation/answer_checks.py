@@ -7,8 +7,8 @@ from typing import Any
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
+from batonmq._core.queues import Incarnation
 from batonmq.errors import BatonError, Internal, Paused
-from batonmq_server.offsets.core.calls import Holder
 from batonmq_server.offsets.core.ranges import RangeSet
 from tests.simulation.books import Books, done, holder_of, key_of
 
@@ -106,7 +106,7 @@ class AnswerChecks:
                 "section 5", f"{key}: {node} renews {hold.token}; in force is {in_force}"
             )
 
-    def _disowned(self, node: str, owner: Holder, hold: lockmgr_pb.Hold) -> None:
+    def _disowned(self, node: str, owner: Incarnation, hold: lockmgr_pb.Hold) -> None:
         """Nothing is forgotten by a lock manager, whoever leads (section 12)."""
         key = key_of(hold.queue)
         queue = self._books.queues[key]

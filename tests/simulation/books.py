@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.common.v1 import queue_pb2
+from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq._core.retries import once_id, retry_topic
-from batonmq._core.route import QueueId
 from batonmq._core.subscription import TagFilter
-from batonmq_server.offsets.core.calls import Holder, QueueKey
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
 from batonmq_server.offsets.core.table import ProgressTable
@@ -50,8 +49,8 @@ class Queue:
 
     Attributes:
         durable: Progress as the disk has it.
-        issued: Holder by token, of every fence that became durable.
-        fenced: Holder by token, None for nobody, of every fence that passed, durable or not yet.
+        issued: Incarnation by token, of every fence that became durable.
+        fenced: Incarnation by token, None for nobody, of every fence that passed, durable or not yet.
         persisted: Owner by token, as etcd had it.
         stored: Message id and tag by offset, as the log has them.
         stored_ms: When, by offset.
@@ -67,9 +66,9 @@ class Queue:
     """
 
     durable: Progress | None = None
-    issued: dict[int, Holder] = field(default_factory=dict)
-    fenced: dict[int, Holder | None] = field(default_factory=dict)
-    persisted: dict[int, Holder] = field(default_factory=dict)
+    issued: dict[int, Incarnation] = field(default_factory=dict)
+    fenced: dict[int, Incarnation | None] = field(default_factory=dict)
+    persisted: dict[int, Incarnation] = field(default_factory=dict)
     stored: dict[int, tuple[str, str]] = field(default_factory=dict)
     stored_ms: dict[int, int] = field(default_factory=dict)
     starts: dict[int, list[Start]] = field(default_factory=lambda: defaultdict(list))
@@ -83,7 +82,7 @@ class Queue:
     moved_ms: int = 0
     committed_ms: int = 0
     etcd_token: int = 0
-    owner: Holder | None = None
+    owner: Incarnation | None = None
     acquire_seq: int = 0
 
     @property
@@ -159,7 +158,7 @@ class Books:
     def __init__(self, group: str, lease_ms: int, trace: Trace, now_ms: Callable[[], int]) -> None:
         self.name, self.lease_ms, self.trace, self.now_ms = group, lease_ms, trace, now_ms
         self.counts: Counter[str] = Counter()
-        self.queues: dict[QueueKey, Queue] = defaultdict(Queue)
+        self.queues: dict[GroupQueue, Queue] = defaultdict(Queue)
         self.group = Group()
         self.retries = retry_topic(group)
         self.topic_ids: dict[str, int] = {}
@@ -178,7 +177,7 @@ class Books:
         self.broken.set()
 
     def excuse(
-        self, key: QueueKey, why: str, client: str = "", offsets: RangeSet | None = None
+        self, key: GroupQueue, why: str, client: str = "", offsets: RangeSet | None = None
     ) -> None:
         """What was started until now, by `client` or anybody, may be started again (V6)."""
         if why:
@@ -189,7 +188,7 @@ class Books:
             for start in starts:
                 start.excused |= client in ("", start.client)
 
-    def in_force(self, key: QueueKey, durable: Progress) -> int:
+    def in_force(self, key: GroupQueue, durable: Progress) -> int:
         """The token that counts now."""
         for table in self.tables.values():
             if key in table and table.homes.keeps(key.group):
@@ -200,19 +199,19 @@ class Books:
         """Whether a table is one of those that count: the newest of its replica set."""
         return any(each is table for each in self.tables.values())
 
-    def wanted(self, key: QueueKey, offset: int, tag: str, reset_epoch: int) -> bool:
+    def wanted(self, key: GroupQueue, offset: int, tag: str, reset_epoch: int) -> bool:
         """Whether a message had to be handled: the filter let it pass, and it was not sent back."""
         if key.topic != self.retries and not self.group.wants(tag, self.queues[key].judged[offset]):
             return False
-        place = QueueId(key.topic, key.broker, key.queue_id)
+        place = QueueRef(key.topic, key.broker, key.queue_id)
         return once_id(place, self.topic_ids[key.topic], offset, reset_epoch) not in self.copies
 
-    def key(self, queue: QueueId) -> QueueKey:
+    def key(self, queue: QueueRef) -> GroupQueue:
         """The queue as offsets names it."""
-        return QueueKey(self.name, queue.topic, queue.broker, queue.queue_id)
+        return GroupQueue(self.name, queue.topic, queue.broker, queue.queue_id)
 
 
-def copy_of(table: ProgressTable, key: QueueKey) -> Progress | None:
+def copy_of(table: ProgressTable, key: GroupQueue) -> Progress | None:
     """The progress as it is now; what is kept of it never changes in place."""
     return replace(table.query(key)) if key in table else None
 
@@ -229,11 +228,11 @@ def token_of(progress: Progress | None) -> int:
     return progress.token if progress is not None else 0
 
 
-def key_of(queue: queue_pb2.GroupQueue) -> QueueKey:
+def key_of(queue: queue_pb2.GroupQueue) -> GroupQueue:
     """The queue as offsets names it."""
-    return QueueKey(queue.group, queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
+    return GroupQueue(queue.group, queue.queue.topic, queue.queue.broker, queue.queue.queue_id)
 
 
-def holder_of(incarnation: queue_pb2.Incarnation) -> Holder:
+def holder_of(incarnation: queue_pb2.Incarnation) -> Incarnation:
     """The incarnation as offsets names it."""
-    return Holder(incarnation.client_id, incarnation.incarnation_id)
+    return Incarnation(incarnation.client_id, incarnation.incarnation_id)

@@ -8,18 +8,11 @@ import pytest
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from batonmq._core.queues import GroupQueue
 from batonmq_server.lockmgr.core import access
 from batonmq_server.lockmgr.core import table as lock_table
 from batonmq_server.lockmgr.core.access import Condition, Decision, Grant, Replay, decide_access
-from batonmq_server.lockmgr.core.locks import (
-    Asker,
-    Entry,
-    Lock,
-    Observation,
-    Pending,
-    Policy,
-    QueueKey,
-)
+from batonmq_server.lockmgr.core.locks import Asker, Entry, Lock, Observation, Pending, Policy
 from batonmq_server.lockmgr.core.table import KeepAlive, LockTable, Report
 from batonmq_server.lockmgr.handover import HandOvers, Refusal, Term, Wish, _Passed
 from batonmq_server.lockmgr.leader import Leader
@@ -97,11 +90,13 @@ def stored_token_on_renewal(patch: pytest.MonkeyPatch) -> None:
 def count_per_contender(patch: pytest.MonkeyPatch) -> None:
     """Every look counts as a slot without change, and every contender may look at any time."""
 
-    def needs_look(self: LockTable, key: QueueKey, *_: object) -> bool:
+    def needs_look(self: LockTable, key: GroupQueue, *_: object) -> bool:
         entry = self.get(key)
         return entry is None or entry.pending is None
 
-    def observe(self: LockTable, key: QueueKey, seen: Observation, stamp: int, now_ms: int) -> None:
+    def observe(
+        self: LockTable, key: GroupQueue, seen: Observation, stamp: int, now_ms: int
+    ) -> None:
         entry = self._touch(key)
         if entry.stamp != stamp or entry.pending is not None:
             return
@@ -131,7 +126,7 @@ def renew_while_taken(patch: pytest.MonkeyPatch) -> None:
     """[renew_during_steal, renew_after_fence] A keep-alive counts until etcd has the new owner."""
     real = LockTable._renew
 
-    def renew(self: LockTable, call: KeepAlive, key: QueueKey, token: int, now_ms: int) -> Report:
+    def renew(self: LockTable, call: KeepAlive, key: GroupQueue, token: int, now_ms: int) -> Report:
         entry = self._touch(key)
         pending, phantom = entry.pending, entry.phantom
         entry.pending, entry.phantom = None, False

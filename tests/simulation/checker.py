@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from batonmq._core.queues import GroupQueue
 from batonmq._core.records import Record, decode_records, read_header
 from batonmq._core.retries import ATTEMPTS
-from batonmq_server.offsets.core.calls import QueueKey
 from batonmq_server.offsets.disk import Entry
 from batonmq_server.offsets.serving import Offsets
 from batonmq_server.runtime.places import OFFSETS
@@ -130,7 +130,7 @@ class Checker:
         """A replica set has taken a batch: in its place, once, and in the order of its sender."""
         header = one.checked.header
         if header.topic != schedule.TOPIC:
-            key = QueueKey(self.books.name, header.topic, BROKER, header.queue_id)
+            key = GroupQueue(self.books.name, header.topic, BROKER, header.queue_id)
             end = len(self.books.queues[key].stored)
             if one.receipt.first_offset != end:
                 self.books.fail("P2", f"{key} goes on at {one.receipt.first_offset}, not at {end}")
@@ -145,7 +145,9 @@ class Checker:
 
     def _stored(self, broker: str, checked: Checked, receipt: Receipt) -> None:
         header = checked.header
-        queue = self.books.queues[QueueKey(self.books.name, header.topic, broker, header.queue_id)]
+        queue = self.books.queues[
+            GroupQueue(self.books.name, header.topic, broker, header.queue_id)
+        ]
         records = decode_records(checked.batch, header, range(header.count))
         for index, record in enumerate(records):
             offset = receipt.first_offset + index
@@ -171,7 +173,7 @@ class Checker:
 
     # ---- why a queue does not move
 
-    def backlogs(self) -> dict[QueueKey, int]:
+    def backlogs(self) -> dict[GroupQueue, int]:
         """Lowest offset that waits, of queues where one does."""
         return {
             key: queue.committed_offset
@@ -181,7 +183,7 @@ class Checker:
 
     def explained(
         self,
-        before: Mapping[QueueKey, int],
+        before: Mapping[GroupQueue, int],
         asked_ms: int,
         queues: Sequence[Any],
         *,
@@ -233,7 +235,7 @@ class Checker:
             if unhandled := self._unhandled(key, queue):
                 books.fail("L2", f"{key}: never handled: {unhandled[:10]}")
 
-    def _check_order(self, key: QueueKey, names: Sequence[str]) -> None:
+    def _check_order(self, key: GroupQueue, names: Sequence[str]) -> None:
         """Of the messages of one burst no later one is before an earlier one."""
         last: dict[str, int] = {}
         for burst, _, number in (name.partition(".") for name in names):
@@ -256,7 +258,7 @@ class Checker:
             for name, _ in queue.stored.values()
         )
 
-    def _unhandled(self, key: QueueKey, queue: Queue) -> list[int]:
+    def _unhandled(self, key: GroupQueue, queue: Queue) -> list[int]:
         """Offsets that somebody should have handled since the last reset and nobody has."""
         epoch, reset_epoch = queue.epoch(), queue.durable.reset_epoch if queue.durable else 0
         return [

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._core.route import QueueId
+from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq._core.subscription import TagFilter
-from batonmq_server.offsets.core.calls import Holder, QueueKey
 from tests.simulation.books import Books, Queue, Start, done
 
 
@@ -15,22 +14,22 @@ class ClientChecks:
     def __init__(self, books: Books) -> None:
         self._books = books
 
-    def granted(self, client: str, incarnation_id: int, queue: QueueId, token: int) -> None:
+    def granted(self, client: str, incarnation_id: int, queue: QueueRef, token: int) -> None:
         """A client believes from now on that it owns a queue (V11)."""
         key, books = self._books.key(queue), self._books
-        holder = Holder(client, incarnation_id)
+        holder = Incarnation(client, incarnation_id)
         books.trace.note(client, f"owns {key} token {token}")
         books.counts["grants"] += 1
         persisted = books.queues[key].persisted.get(token)
         if persisted != holder:
             books.fail("V11", f"{key}: {client} uses token {token}; etcd gave it to {persisted}")
 
-    def ended(self, client: str, kind: str, queue: QueueId, token: int) -> None:
+    def ended(self, client: str, kind: str, queue: QueueRef, token: int) -> None:
         """A client knows that a token is over, or that it may start nothing more under it."""
         self._books.trace.note(client, f"{kind} {queue} token {token}")
         self._books.queues[self._books.key(queue)].told[token] = None
 
-    def deadline_passed(self, client: str, queue: QueueId) -> None:
+    def deadline_passed(self, client: str, queue: QueueRef) -> None:
         """A client has stopped by itself: its lease ran out."""
         self._books.counts["own deadline"] += 1
         self._books.excuse(self._books.key(queue), f"own deadline of {client}", client)
@@ -97,7 +96,7 @@ class ClientChecks:
             self._books.fail("V6", f"{text} after {unexcused}, and nothing has happened to that")
 
     def _check_token(
-        self, text: str, key: QueueKey, queue: Queue, message: ReceivedMessage
+        self, text: str, key: GroupQueue, queue: Queue, message: ReceivedMessage
     ) -> None:
         books, durable, offset = self._books, queue.durable, message.offset
         if durable is None or durable.token < message.token:

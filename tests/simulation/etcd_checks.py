@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._core.subscription import TagFilter
-from batonmq_server.offsets.core.calls import Holder, QueueKey
 from batonmq_server.runtime.etcd import Stored
 from tests.simulation.books import Books, Queue, holder_of, key_of, token_of
 
@@ -50,7 +50,9 @@ class EtcdChecks:
                 f"subscription; it is {group.generation}",
             )
 
-    def _check_issued(self, key: QueueKey, queue: Queue, owner: Holder | None, token: int) -> None:
+    def _check_issued(
+        self, key: GroupQueue, queue: Queue, owner: Incarnation | None, token: int
+    ) -> None:
         """V1: etcd knows no token that offsets has not issued, durably, to the same incarnation."""
         if token not in queue.fenced or token > token_of(queue.durable):
             self._books.fail("V1", f"{key}: etcd has token {token}, never issued")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets.codec import META, decode_key, decode_progress, unseal
 from batonmq_server.offsets.core.calls import (
     Acks,
@@ -15,7 +16,6 @@ from batonmq_server.offsets.core.calls import (
     Instant,
     Moved,
     Place,
-    QueueKey,
     Source,
     Tombstone,
 )
@@ -43,13 +43,13 @@ class OffsetsChecks:
             queue.resets = 0
         real = {name: getattr(table, name) for name in _WATCHED}
 
-        def fence(key: QueueKey, term: int, wish: Fence, now: Instant) -> Grant:
+        def fence(key: GroupQueue, term: int, wish: Fence, now: Instant) -> Grant:
             before = copy_of(table, key)
             grant: Grant = real["fence"](key, term, wish, now)
             self._fenced(key, before, wish, grant, now)
             return grant
 
-        def record_delivered(key: QueueKey, token: int, run: Delivery, now: Instant) -> Any:
+        def record_delivered(key: GroupQueue, token: int, run: Delivery, now: Instant) -> Any:
             before = copy_of(table, key)
             delivered = real["record_delivered"](key, token, run, now)
             self._accepted(key, before, token, f"delivery [{run[0]}, {run[1]})")
@@ -57,13 +57,13 @@ class OffsetsChecks:
             self._delivered(key, token, run, table.query(key))
             return delivered
 
-        def touch(key: QueueKey, token: int, now: Instant) -> None:
+        def touch(key: GroupQueue, token: int, now: Instant) -> None:
             before = copy_of(table, key)
             real["touch"](key, token, now)
             self._accepted(key, before, token, "touch")
 
         def commit(
-            key: QueueKey, token: int, acks: Acks, now: Instant, source: Source = Source.COMMIT
+            key: GroupQueue, token: int, acks: Acks, now: Instant, source: Source = Source.COMMIT
         ) -> Any:
             before = copy_of(table, key)
             committed = real["commit"](key, token, acks, now, source)
@@ -72,7 +72,7 @@ class OffsetsChecks:
             self._books.counts[f"acks by {source.name.lower()}"] += committed.changed
             return committed
 
-        def close(key: QueueKey, token: int, acks: Acks, left: RangeSet, now: Instant) -> Any:
+        def close(key: GroupQueue, token: int, acks: Acks, left: RangeSet, now: Instant) -> Any:
             before = copy_of(table, key)
             closed = real["close"](key, token, acks, left, now)
             if before is None or before.token != token:
@@ -84,7 +84,9 @@ class OffsetsChecks:
             self._books.counts["closes"] += closed.changed
             return closed
 
-        def move(key: QueueKey, to: Place, source: Source, now: Instant, *, dry_run: bool) -> Moved:
+        def move(
+            key: GroupQueue, to: Place, source: Source, now: Instant, *, dry_run: bool
+        ) -> Moved:
             before = copy_of(table, key)
             moved: Moved = real["move"](key, to, source, now, dry_run=dry_run)
             if not dry_run:
@@ -104,13 +106,13 @@ class OffsetsChecks:
 
         setattr(table, name, call)
 
-    def _accepted(self, key: QueueKey, before: Progress | None, token: int, what: str) -> None:
+    def _accepted(self, key: GroupQueue, before: Progress | None, token: int, what: str) -> None:
         if before is None or before.token != token or before.closed:
             closed = ", which is closed" if before is not None and before.closed else ""
             self._fail("V3", f"{key}: {what} under {token} accepted; T={token_of(before)}{closed}")
 
     def _fenced(
-        self, key: QueueKey, before: Progress | None, wish: Fence, grant: Grant, now: Instant
+        self, key: GroupQueue, before: Progress | None, wish: Fence, grant: Grant, now: Instant
     ) -> None:
         if not grant.changed:
             return
@@ -140,7 +142,7 @@ class OffsetsChecks:
                 self._fenced_idle(key, before, wish, text, now)
 
     def _fenced_idle(
-        self, key: QueueKey, before: Progress, wish: Fence, text: str, now: Instant
+        self, key: GroupQueue, before: Progress, wish: Fence, text: str, now: Instant
     ) -> None:
         if now.monotonic_ms - before.access_monotonic_ms < wish.idle_ms:
             self._fail("section 4", f"{text}, but the holder was not idle")
@@ -150,7 +152,7 @@ class OffsetsChecks:
             self._books.counts["steals"] += 1
 
     def _fenced_quietly(
-        self, key: QueueKey, before: Progress, wish: Fence, text: str, now: Instant
+        self, key: GroupQueue, before: Progress, wish: Fence, text: str, now: Instant
     ) -> None:
         """A queue whose owner has neither closed it nor fallen silent (section 7)."""
         if before.closed:
@@ -165,7 +167,7 @@ class OffsetsChecks:
             self._fail("section 7", f"{text} after only {quiet_ms} ms without change")
         self._books.counts["passive"] += 1
 
-    def _reset(self, key: QueueKey, before: Progress | None, after: Progress) -> None:
+    def _reset(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
         """From here on nothing counts that was handled before (section 13)."""
         books, queue = self._books, self._books.queues[key]
         books.counts["resets"] += 1
@@ -177,7 +179,7 @@ class OffsetsChecks:
             queue.revoked[before.token] = "reset"
         books.excuse(key, f"reset to {after.committed_offset}, token {after.token}")
 
-    def _delivered(self, key: QueueKey, token: int, run: Delivery, now: Progress) -> None:
+    def _delivered(self, key: GroupQueue, token: int, run: Delivery, now: Progress) -> None:
         """Section 14: two filters never serve at one instant; what is acked is passed already."""
         books, group = self._books, self._books.group
         queue, generation = books.queues[key], run.subscription_generation
@@ -193,7 +195,7 @@ class OffsetsChecks:
         books.counts["changes of the filter"] += 0 < group.served < generation
         group.served = max(group.served, generation)
 
-    def _acked(self, key: QueueKey, before: Progress | None, after: Progress) -> None:
+    def _acked(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
         """V4: what is acked was handled, or nobody wanted it. V5: C never falls."""
         assert before is not None
         if after.committed_offset < before.committed_offset:
@@ -209,7 +211,7 @@ class OffsetsChecks:
                 if tag is None or self._books.wanted(key, offset, tag, after.reset_epoch):
                     self._fail("V4", f"{key}@{offset} is acked, and nobody has handled it")
 
-    def _moved(self, key: QueueKey, before: Progress | None, after: Progress) -> None:
+    def _moved(self, key: GroupQueue, before: Progress | None, after: Progress) -> None:
         queue, now_ms = self._books.queues[key], self._books.now_ms()
         if before is None or before.committed_offset != after.committed_offset:
             queue.moved_ms = queue.committed_ms = now_ms
@@ -243,7 +245,7 @@ class OffsetsChecks:
             if queue.durable is not None and key not in there:
                 self._fail("V9", f"{key}: a new leader has no progress of it")
 
-    def _durable(self, key: QueueKey, now: Progress) -> None:
+    def _durable(self, key: GroupQueue, now: Progress) -> None:
         queue = self._books.queues[key]
         before, queue.durable = queue.durable, now
         if now.holder is not None and queue.issued.setdefault(now.token, now.holder) != now.holder:

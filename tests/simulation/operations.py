@@ -14,8 +14,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Retry
-from batonmq_server.offsets.core.calls import QueueKey
 from batonmq_server.testing.processes import Process
 from tests.simulation.cluster import FAR, GROUP, NAMESERVERS, OFFSETS
 from tests.simulation.stage import Later, Stage
@@ -122,7 +122,7 @@ class Operator:
 
         await self._until_answered(call)
 
-    async def _force(self, key: QueueKey, op_id: str) -> None:
+    async def _force(self, key: GroupQueue, op_id: str) -> None:
         request = lockmgr_pb.ForceReleaseRequest(
             queue=_queue(key), op_id=op_id, by="operator", reason="a test"
         )
@@ -201,6 +201,6 @@ def _paused(paused: bool, reason: str) -> pb.UpdateGroupRequest:
     return pb.UpdateGroupRequest(group=GROUP, paused=paused, by="operator", reason=reason)
 
 
-def _queue(key: QueueKey) -> queue_pb2.GroupQueue:
-    inner = queue_pb2.Queue(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
+def _queue(key: GroupQueue) -> queue_pb2.GroupQueue:
+    inner = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return queue_pb2.GroupQueue(group=key.group, queue=inner)

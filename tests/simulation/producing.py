@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Mapping
 
 import grpc.aio
-from batonmq._producer.settings import ProducerSettings
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.errors import BatonError
 from batonmq_server.testing.processes import Process
 from tests.simulation.cluster import NAMESERVERS, TOPIC

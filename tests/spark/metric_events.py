@@ -12,7 +12,7 @@ from pyspark.testing import assertDataFrameEqual
 
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonspark.decode import METRICS
 from batonspark.metric_rows import Bodies, metric_rows
 from batonspark.schemas import METRICS as METRICS_DDL
@@ -33,7 +33,7 @@ def event(
     """An event `at_ms` after noon; `fields` are those of its kind."""
     queue = queue_pb2.GroupQueue(group=group)
     if topic:
-        queue.queue.CopyFrom(queue_pb2.Queue(topic=topic, broker="broker-0", queue_id=queue_id))
+        queue.queue.CopyFrom(queue_pb2.QueueRef(topic=topic, broker="broker-0", queue_id=queue_id))
     told = pb.MetricEvent(unix_ms=NOON + at_ms)
     if group or topic:
         told.queue.CopyFrom(queue)
@@ -54,7 +54,7 @@ def rows(spark: SparkSession, events: Sequence[pb.MetricEvent]) -> DataFrame:
     """Rows of METRICS; stored when they happened."""
     told = [batch([one], seq) for seq, one in enumerate(events, 1)]
     found = Bodies(
-        QueueId("BATON_SYS_METRICS", "broker-0", 0),
+        QueueRef("BATON_SYS_METRICS", "broker-0", 0),
         [one.SerializeToString() for one in told],
         np.arange(len(told)),
         np.array([one.unix_ms for one in events]),

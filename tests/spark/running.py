@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from batonmq._producer.settings import ProducerSettings
-
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
 from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.local.cluster import LocalCluster
 from batonspark.cluster import LoopThread
@@ -79,7 +78,7 @@ class RunningCluster:
         topic: str,
         messages: Sequence[Message],
         settings: ProducerSettings | None = None,
-        queue: QueueId | None = None,
+        queue: QueueRef | None = None,
     ) -> None:
         """Store messages, by turns in the queues of the topic unless one is named."""
 

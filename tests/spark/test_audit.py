@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonspark.audit import audit
 from batonspark.decode import METRICS
 from batonspark.metric_rows import Bodies, metric_rows
@@ -66,7 +66,7 @@ HISTORY = [
 
 def rows(spark: SparkSession, batches: Sequence[pb.MetricBatch]) -> DataFrame:
     found = Bodies(
-        QueueId("BATON_SYS_METRICS", "broker-0", 0),
+        QueueRef("BATON_SYS_METRICS", "broker-0", 0),
         [one.SerializeToString() for one in batches],
         np.arange(len(batches)),
         np.array([one.events[0].unix_ms for one in batches]),

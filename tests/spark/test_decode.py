@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq._core.compression import Compression, Packing
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
     Message,
@@ -21,11 +22,10 @@ from batonmq._core.records import (
     encode_record,
     stamped_head,
 )
-from batonmq._core.route import QueueId
 from batonmq.errors import BadChecksum, OldTopic
 from batonspark.decode import LOST_COUNT, Slice, lost_messages, messages
 
-QUEUE = QueueId("orders", "broker-0", 3)
+QUEUE = QueueRef("orders", "broker-0", 3)
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=10)
 WORD = st.text(st.characters(categories=("L", "N"), exclude_characters="|"), min_size=1, max_size=8)
 MESSAGES = st.lists(

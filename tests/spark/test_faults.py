@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from batonmq._producer.settings import ProducerSettings
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonspark.cluster import Cluster
 from batonspark.decode import LOST_COUNT
@@ -224,7 +224,7 @@ def test_retention_that_was_faster_is_an_error_or_a_counted_loss(
     settings = {"segment_bytes": 65_536, "retention_bytes": 262_144, "disk_interval_ms": 50}
     with RunningCluster(tmp_path / "cluster", storage=settings) as cluster:
         topic = cluster.create("short", 1)
-        queue = QueueId(topic, "broker-0", 0)
+        queue = QueueRef(topic, "broker-0", 0)
         given: Query = {
             "source": cluster.options(topic, maxRowsPerTrigger=100),
             "columns": ["*"],

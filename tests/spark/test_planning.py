@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonspark.offsets import admitted, key_of, ordered, places, queue_of
 from batonspark.options import read_options
 from batonspark.planning import OFFSET_MAX, Wanted, narrowed
@@ -29,7 +29,7 @@ from batonspark.slices import MessagesLost
 from batonspark.source import QueueStreamReader
 
 OFFSETS = st.dictionaries(st.sampled_from(["a/0", "a/1", "b/0", "b/1"]), st.integers(0, 1_000))
-QUEUE = QueueId("orders", "broker-0", 3)
+QUEUE = QueueRef("orders", "broker-0", 3)
 
 
 @given(OFFSETS, OFFSETS, st.integers(0, 500))
@@ -91,8 +91,8 @@ def test_filters_narrow_queues_and_offsets() -> None:
     )
     assert (wanted.first_offset, wanted.next_offset) == (5, 10)
     assert wanted.takes(QUEUE)
-    assert not wanted.takes(QueueId("orders", "broker-1", 3))
-    assert not wanted.takes(QueueId("orders", "broker-0", 2))
+    assert not wanted.takes(QueueRef("orders", "broker-1", 3))
+    assert not wanted.takes(QueueRef("orders", "broker-0", 2))
 
 
 def test_in_the_view_of_metrics_other_columns_name_the_place() -> None:

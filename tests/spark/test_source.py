@@ -12,13 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from batonmq._producer.settings import ProducerSettings
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq._core.route import QueueId
+from batonmq._producer.settings import ProducerSettings
 from batonspark import decode
 from batonspark.source import starting_offsets
 from tests.spark.running import RunningCluster
@@ -87,7 +87,7 @@ def test_a_batch_read_begins_and_ends_where_it_is_told(
     spark: SparkSession, cluster: RunningCluster
 ) -> None:
     topic = cluster.create("ranges")
-    queue = QueueId(topic, "broker-0", 0)
+    queue = QueueRef(topic, "broker-0", 0)
     cluster.send(topic, [Message(str(n).encode()) for n in range(100)], queue=queue)
     name = "broker-0/0"
     where = {"startingOffsets": json.dumps({name: 10}), "endingOffsets": json.dumps({name: 25})}

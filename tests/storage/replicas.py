@@ -51,9 +51,9 @@ BROKER = "broker-a"
 SEGMENT_BYTES = 64 * 1024
 
 
-def queue(queue_id: int) -> queue_pb2.Queue:
+def queue(queue_id: int) -> queue_pb2.QueueRef:
     """A queue of the set's one topic."""
-    return queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+    return queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
 
 
 @dataclass

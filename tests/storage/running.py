@@ -123,7 +123,7 @@ def pull_request(**fields: object) -> pb.PullRequest:
         for name, default in (("topic", TOPIC), ("broker", BROKER), ("queue_id", 0))
     }
     group = fields.pop("group", GROUP)
-    queue = queue_pb2.GroupQueue(group=group, queue=queue_pb2.Queue(**names))  # type: ignore[arg-type]
+    queue = queue_pb2.GroupQueue(group=group, queue=queue_pb2.QueueRef(**names))  # type: ignore[arg-type]
     return pb.PullRequest(**({"queue": queue, "token": 1, "pull_id": 9} | fields))  # type: ignore[arg-type]
 
 

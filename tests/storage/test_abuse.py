@@ -35,8 +35,8 @@ INT64_MAX, INT64_MIN = (1 << 63) - 1, -(1 << 63)
 INT32_MAX, UINT32_MAX = (1 << 31) - 1, (1 << 32) - 1
 
 
-def queue(queue_id: int = 0, topic: str = TOPIC) -> queue_pb2.Queue:
-    return queue_pb2.Queue(topic=topic, broker=BROKER, queue_id=queue_id)
+def queue(queue_id: int = 0, topic: str = TOPIC) -> queue_pb2.QueueRef:
+    return queue_pb2.QueueRef(topic=topic, broker=BROKER, queue_id=queue_id)
 
 
 async def reason(call: Awaitable[object]) -> str:

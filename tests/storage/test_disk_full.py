@@ -191,7 +191,7 @@ async def refusals(node: Running, *batches: bytes) -> list[DiskFull | None]:
 
 
 async def next_offset(node: Running) -> int:
-    queue = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=0)
+    queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
     request = pb.QueryOffsetsRequest(queues=[queue])
     try:
         answer = await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)
@@ -202,7 +202,7 @@ async def next_offset(node: Running) -> int:
 
 async def looked_up(node: Running, body: bytes) -> int:
     """In how many ways the first message of queue 0 is found."""
-    queue = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=0)
+    queue = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
     read = await node.queries.Read(query_pb.ReadRequest(queue=queue), timeout=TIMEOUT_S)
     search = query_pb.SearchOffsetRequest(queue=queue, unix_ms=1)
     at = await node.queries.SearchOffset(search, timeout=TIMEOUT_S)

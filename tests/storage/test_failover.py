@@ -13,11 +13,11 @@ import secrets
 from pathlib import Path
 
 import pytest
+
+from batonmq._core.queues import QueueRef
+from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
 from batonmq._producer.settings import Durability, ProducerSettings
-
-from batonmq._core.route import QueueId
-from batonmq._producer.producer import Producer
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC
 from tests.storage.replicas import BROKER, replica_set
@@ -45,7 +45,7 @@ async def test_a_producer_sees_nothing_of_a_failover_but_a_pause(
                 while not stopping.is_set():
                     body = b"%d" % len(receipts)
                     receipts.append(
-                        await producer.send(TOPIC, body, queue=QueueId(TOPIC, BROKER, 0))
+                        await producer.send(TOPIC, body, queue=QueueRef(TOPIC, BROKER, 0))
                     )
 
             tasks.create_task(send())

@@ -25,8 +25,8 @@ from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import Directory
 from batonmq._consumer.puller import Puller
+from batonmq._core.queues import QueueRef
 from batonmq._core.records import decode_records, read_header
-from batonmq._core.route import QueueId
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries
 from batonmq.errors import BatonError
@@ -231,7 +231,7 @@ async def test_a_reader_goes_on_while_there_is_no_leader(scene: Scene, etcd_endp
     leader, follower = await three(scene)
     await leader.append(*(batch(b"%d" % number) for number in range(100)))
     await shows(follower, 100)
-    queue = QueueId(TOPIC, BROKER, 0)
+    queue = QueueRef(TOPIC, BROKER, 0)
     found: list[bytes] = []
     async with EtcdSession(scene.endpoint, scene.cluster, Clock()) as session:
         gate = nameserver_pb.Gate(ownership=nameserver_pb.OWNERSHIP_OFF)

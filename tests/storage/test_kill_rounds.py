@@ -17,15 +17,15 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from batonmq._producer.receipts import Receipt
-from batonmq._producer.settings import Durability
 
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.session import ConsumerSettings
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
+from batonmq._producer.receipts import Receipt
+from batonmq._producer.settings import Durability
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
 from tests.storage.test_process import read, send, site
@@ -74,9 +74,9 @@ class Senders:
         self._stopping = True
 
 
-async def read_all(nameserver: str, count: int) -> dict[tuple[QueueId, int], bytes]:
+async def read_all(nameserver: str, count: int) -> dict[tuple[QueueRef, int], bytes]:
     """The first `count` messages, by queue and offset."""
-    found: dict[tuple[QueueId, int], bytes] = {}
+    found: dict[tuple[QueueRef, int], bytes] = {}
     settings = ConsumerSettings(consume_from="first")
     async with (
         asyncio.timeout(60),

@@ -51,7 +51,7 @@ async def ends(node: Running, *queue_ids: int) -> tuple[int, list[int]]:
     """The revision that QueryOffsets answers by, and the next offsets of queues."""
     request = pb.QueryOffsetsRequest(
         queues=[
-            queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+            queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
             for queue_id in queue_ids or (0,)
         ]
     )

@@ -21,7 +21,7 @@ from batonmq_server.storage.core.properties import STEPS_MAX
 from tests.storage.batches import TOPIC, batch
 from tests.storage.running import BROKER, GROUP, TIMEOUT_S, Running, running
 
-QUEUE = queue_pb2.Queue(topic=TOPIC, broker=BROKER, queue_id=0)
+QUEUE = queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=0)
 
 
 def priced(*prices: int | None, tag: str = "") -> bytes:

@@ -19,11 +19,11 @@ from tests.storage.running import BROKER, TIMEOUT_S, Running, running
 from tests.support.waiting import until
 
 
-def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.Queue:
-    return queue_pb2.Queue(topic=topic, broker=broker, queue_id=queue_id)
+def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.QueueRef:
+    return queue_pb2.QueueRef(topic=topic, broker=broker, queue_id=queue_id)
 
 
-async def query(node: Running, *queues: queue_pb2.Queue) -> list[tuple[int, int] | BatonError]:
+async def query(node: Running, *queues: queue_pb2.QueueRef) -> list[tuple[int, int] | BatonError]:
     request = pb.QueryOffsetsRequest(queues=queues)
     try:
         answer = await node.stub.QueryOffsets(request, timeout=TIMEOUT_S)

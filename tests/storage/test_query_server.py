@@ -60,8 +60,8 @@ async def said(call: Awaitable[Answer]) -> Answer:
         raise from_rpc_error(error) from error
 
 
-def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.Queue:
-    return queue_pb2.Queue(topic=topic, broker=broker, queue_id=queue_id)
+def queue(topic: str = TOPIC, broker: str = BROKER, queue_id: int = 0) -> queue_pb2.QueueRef:
+    return queue_pb2.QueueRef(topic=topic, broker=broker, queue_id=queue_id)
 
 
 def body(message: pb.StoredMessage) -> bytes:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from batonmq._producer.settings import ProducerSettings
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.log_buckets import LogBuckets
 from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
-from batonmq._core.route import QueueId
+from batonmq._core.queues import QueueRef
 from batonmq._core.targets import ToEarliest
+from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.locks import Locks
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Resets
@@ -230,7 +230,7 @@ def test_a_conflict_of_subscriptions_a_reset_and_a_forced_release_are_told() -> 
             await resets.reset(await resets.plan("g", ToEarliest()), operation)
             async with broker.consumer("g", {"t": "*"}, FIRST, client_id="c") as consumer:
                 async for _ in consumer:
-                    queue = QueueId("t", "broker-0", 0)
+                    queue = QueueRef("t", "broker-0", 0)
                     await Locks(admin).force_release("g", queue, operation)
                     consumer.stop()
             return await settled(broker)

@@ -23,7 +23,7 @@ T0 = Place("t", "a", 0)
 
 
 def event(place: Place = T0, group: str = "", **kind: object) -> pb.MetricEvent:
-    queue = queue_pb2.Queue(topic=place.topic, broker=place.broker, queue_id=place.queue_id)
+    queue = queue_pb2.QueueRef(topic=place.topic, broker=place.broker, queue_id=place.queue_id)
     return pb.MetricEvent(
         unix_ms=1_700_000_000_000,
         queue=queue_pb2.GroupQueue(group=group, queue=queue),

@@ -10,26 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
-
-
-class QueueKey(NamedTuple):
-    """One queue as one consumer group sees it."""
-
-    group: str
-    topic: str
-    broker: str
-    queue_id: int
-
-    def __str__(self) -> str:
-        return f"{self.group}/{self.topic}/{self.broker}/{self.queue_id}"
-
-
-class Incarnation(NamedTuple):
-    """One process life of one client; ownership belongs to it, never to a client id."""
-
-    client_id: str
-    incarnation_id: int
 
 
 class Profile(Enum):
@@ -218,7 +200,7 @@ class Entry:
         denials: The last refusal of each client, oldest first.
     """
 
-    key: QueueKey
+    key: GroupQueue
     lock: Lock = field(default_factory=Lock)
     revision: int = 0
     lease_start_ms: int = 0

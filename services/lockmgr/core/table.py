@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, HandoverPending
 from batonmq_server.lockmgr.core.access import Decision, Deny, decide_access
 from batonmq_server.lockmgr.core.defibus import decide_access_defibus
@@ -21,14 +22,12 @@ from batonmq_server.lockmgr.core.locks import (
     Asker,
     Denial,
     Entry,
-    Incarnation,
     Lock,
     LockState,
     Observation,
     Pending,
     Policy,
     Profile,
-    QueueKey,
     Step,
     Waiter,
     Wanted,
@@ -49,7 +48,7 @@ class HoldState(Enum):
 class Report(NamedTuple):
     """State of one entry after a keep-alive; `token` is the entry's."""
 
-    key: QueueKey
+    key: GroupQueue
     state: HoldState
     token: int
     wanted: Wanted | None = None
@@ -68,7 +67,7 @@ class KeepAlive:
 
     incarnation: Incarnation
     acquire_seq: int
-    holds: Sequence[tuple[QueueKey, int]]
+    holds: Sequence[tuple[GroupQueue, int]]
     evicted_groups: frozenset[str] = frozenset()
     draining_groups: frozenset[str] = frozenset()
 
@@ -78,14 +77,14 @@ class LockTable:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._entries: dict[QueueKey, Entry] = {}
-        self._owned: dict[Incarnation, set[QueueKey]] = {}
-        self._owned_in: dict[str, set[QueueKey]] = {}
-        self._waited: dict[Incarnation, set[QueueKey]] = {}
+        self._entries: dict[GroupQueue, Entry] = {}
+        self._owned: dict[Incarnation, set[GroupQueue]] = {}
+        self._owned_in: dict[str, set[GroupQueue]] = {}
+        self._waited: dict[Incarnation, set[GroupQueue]] = {}
 
     # What is there
 
-    def get(self, key: QueueKey) -> Entry | None:
+    def get(self, key: GroupQueue) -> Entry | None:
         """The entry of `key`, not to be changed by the caller."""
         return self._entries.get(key)
 
@@ -97,11 +96,11 @@ class LockTable:
             if known and group in ("", key.group) and topic in ("", key.topic):
                 yield entry
 
-    def owned_by(self, incarnation: Incarnation) -> list[QueueKey]:
+    def owned_by(self, incarnation: Incarnation) -> list[GroupQueue]:
         """Queues the incarnation owns, ascending."""
         return sorted(self._owned.get(incarnation, ()))
 
-    def owned_in(self, group: str) -> list[QueueKey]:
+    def owned_in(self, group: str) -> list[GroupQueue]:
         """Queues of the group that somebody owns, ascending."""
         return sorted(self._owned_in.get(group, ()))
 
@@ -109,11 +108,11 @@ class LockTable:
         """Groups of which somebody owns a queue."""
         return list(self._owned_in)
 
-    def waited_for_by(self, incarnation: Incarnation) -> list[QueueKey]:
+    def waited_for_by(self, incarnation: Incarnation) -> list[GroupQueue]:
         """Queues the incarnation was refused and still waits for, ascending."""
         return sorted(self._waited.get(incarnation, ()))
 
-    def waited_for_in(self, group: str) -> list[QueueKey]:
+    def waited_for_in(self, group: str) -> list[GroupQueue]:
         """Queues of the group that somebody waits for, ascending."""
         return sorted({key for keys in self._waited.values() for key in keys if key.group == group})
 
@@ -123,14 +122,14 @@ class LockTable:
 
     # A leader begins
 
-    def load(self, key: QueueKey, lock: Lock, revision: int, now_ms: int) -> None:
+    def load(self, key: GroupQueue, lock: Lock, revision: int, now_ms: int) -> None:
         """Take over an entry of the leader before, to be confirmed: until then nothing is done."""
         entry = Entry(key, lease_start_ms=now_ms, held_since_ms=now_ms)
         self._entries[key] = entry
         self._put(entry, lock, revision)
         entry.pending = Pending(Step.ANNOUNCE)
 
-    def confirm(self, key: QueueKey, offsets_token: int, now_ms: int) -> None:
+    def confirm(self, key: GroupQueue, offsets_token: int, now_ms: int) -> None:
         """Begin with a loaded entry: its lease starts now.
 
         Args:
@@ -144,7 +143,7 @@ class LockTable:
 
     # Observing
 
-    def needs_look(self, key: QueueKey, asker: Asker, now_ms: int) -> bool:
+    def needs_look(self, key: GroupQueue, asker: Asker, now_ms: int) -> bool:
         """Whether the queue must be observed before deciding.
 
         However many contenders there are, they share one observation per slot; but not in the
@@ -161,16 +160,16 @@ class LockTable:
             return True
         return self.due_ms(key, now_ms) <= 0
 
-    def due_ms(self, key: QueueKey, now_ms: int) -> int:
+    def due_ms(self, key: GroupQueue, now_ms: int) -> int:
         """Time until the next observation of `key` may count."""
         entry = self._entries.get(key)
         return 0 if entry is None else entry.seen_ms + self._policy.slot_ms - now_ms
 
-    def look(self, key: QueueKey) -> int:
+    def look(self, key: GroupQueue) -> int:
         """Begin an observation; the stamp to be given to `observe`."""
         return self._touch(key).stamp
 
-    def observe(self, key: QueueKey, seen: Observation, stamp: int, now_ms: int) -> None:
+    def observe(self, key: GroupQueue, seen: Observation, stamp: int, now_ms: int) -> None:
         """Note what offsets showed; ignored if the entry has changed since `look`."""
         entry = self._touch(key)
         if entry.stamp != stamp or entry.pending is not None:
@@ -184,17 +183,17 @@ class LockTable:
         elif now_ms - entry.slot_start_ms >= self._policy.slot_ms:
             entry.slots, entry.slot_start_ms = entry.slots + 1, now_ms
 
-    def unseen(self, key: QueueKey, now_ms: int) -> None:
+    def unseen(self, key: GroupQueue, now_ms: int) -> None:
         """Note that an observation failed, so that the next one waits for its slot."""
         self._touch(key).seen_ms = now_ms
 
-    def distrust(self, key: QueueKey) -> None:
+    def distrust(self, key: GroupQueue) -> None:
         """Forget the last observation: offsets has contradicted it."""
         self._touch(key).seen = None
 
     # Deciding
 
-    def decide(self, key: QueueKey, asker: Asker, now_ms: int) -> Decision | None:
+    def decide(self, key: GroupQueue, asker: Asker, now_ms: int) -> Decision | None:
         """What to do about the asker's wish; None if the queue must be observed first."""
         entry = self._touch(key)
         if entry.pending is not None:
@@ -213,7 +212,7 @@ class LockTable:
         )
         return decision
 
-    def denied(self, key: QueueKey, asker: Incarnation, error: BatonError, now_ms: int) -> None:
+    def denied(self, key: GroupQueue, asker: Incarnation, error: BatonError, now_ms: int) -> None:
         """Remember a refusal, for people; not of a queue that nothing is known of."""
         entry = self._entries.get(key)
         if entry is None:
@@ -224,7 +223,7 @@ class LockTable:
         if len(denials) > DENIALS_MAX:
             del denials[next(iter(denials))]
 
-    def wait(self, key: QueueKey, asker: Incarnation, now_ms: int, *, parked: int = 0) -> bool:
+    def wait(self, key: GroupQueue, asker: Incarnation, now_ms: int, *, parked: int = 0) -> bool:
         """Note a refusal that can clear.
 
         Args:
@@ -258,7 +257,7 @@ class LockTable:
 
     # Changing
 
-    def begin(self, key: QueueKey, step: Step) -> Pending:
+    def begin(self, key: GroupQueue, step: Step) -> Pending:
         """Mark the entry: a change starts and its outcome is open."""
         entry = self._touch(key)
         assert entry.pending is None, f"{key} is being changed already"
@@ -266,12 +265,12 @@ class LockTable:
         entry.stamp += 1
         return entry.pending
 
-    def refused(self, key: QueueKey) -> None:
+    def refused(self, key: GroupQueue) -> None:
         """End a change that changed nothing anywhere."""
         self._settle(key)
 
     def granted(
-        self, key: QueueKey, lock: Lock, revision: int, now_ms: int, *, newly_acquired: bool
+        self, key: GroupQueue, lock: Lock, revision: int, now_ms: int, *, newly_acquired: bool
     ) -> int:
         """End a change: the lock is in etcd, the owner's lease starts now.
 
@@ -286,12 +285,12 @@ class LockTable:
         waiter = self._forget_waiter(entry, lock.owner)
         return 0 if waiter is None else now_ms - waiter.since_ms
 
-    def freed(self, key: QueueKey, lock: Lock, revision: int) -> None:
+    def freed(self, key: GroupQueue, lock: Lock, revision: int) -> None:
         """End a change: etcd has the entry as `lock`, which nobody owns."""
         assert lock.owner is None
         self._put(self._settle(key), lock, revision)
 
-    def reloaded(self, key: QueueKey, lock: Lock | None, revision: int, *, fenced: bool) -> None:
+    def reloaded(self, key: GroupQueue, lock: Lock | None, revision: int, *, fenced: bool) -> None:
         """End a change that etcd refused: it has another lock than the entry had.
 
         Args:
@@ -304,7 +303,7 @@ class LockTable:
 
     # Owners
 
-    def renew(self, key: QueueKey, now_ms: int) -> None:
+    def renew(self, key: GroupQueue, now_ms: int) -> None:
         """Start the owner's lease anew, after its grant was repeated to it."""
         self._entries[key].lease_start_ms = now_ms
 
@@ -319,12 +318,12 @@ class LockTable:
                 reports.append(Report(key, HoldState.ORPHAN, entry.lock.token))
         return reports
 
-    def owns(self, key: QueueKey, incarnation: Incarnation, token: int) -> bool:
+    def owns(self, key: GroupQueue, incarnation: Incarnation, token: int) -> bool:
         """Whether the entry's lock is this incarnation's, by this token."""
         entry = self._entries.get(key)
         return entry is not None and (entry.lock.owner, entry.lock.token) == (incarnation, token)
 
-    def _renew(self, call: KeepAlive, key: QueueKey, token: int, now_ms: int) -> Report:
+    def _renew(self, call: KeepAlive, key: GroupQueue, token: int, now_ms: int) -> Report:
         entry = self._entries.get(key)
         if entry is None or not self.owns(key, call.incarnation, token):
             return Report(key, HoldState.NOT_OWNER, 0 if entry is None else entry.lock.token)
@@ -343,7 +342,7 @@ class LockTable:
         wanted = self.wanted(key, evicted=evicted, draining=key.group in call.draining_groups)
         return Report(key, HoldState.WANTED if wanted else HoldState.OK, token, wanted)
 
-    def wanted(self, key: QueueKey, *, evicted: bool, draining: bool) -> Wanted | None:
+    def wanted(self, key: GroupQueue, *, evicted: bool, draining: bool) -> Wanted | None:
         """Why the owner of `key` should give it back, if it should; it counts as told.
 
         Args:
@@ -370,10 +369,10 @@ class LockTable:
         _discard(self._waited, asker, entry.key)
         return entry.waiters.pop(asker, None)
 
-    def _touch(self, key: QueueKey) -> Entry:
+    def _touch(self, key: GroupQueue) -> Entry:
         return self._entries.setdefault(key, Entry(key))
 
-    def _settle(self, key: QueueKey) -> Entry:
+    def _settle(self, key: GroupQueue) -> Entry:
         entry = self._entries[key]
         assert entry.pending is not None, f"{key} is not being changed"
         entry.pending = None
@@ -400,7 +399,7 @@ class LockTable:
 K = TypeVar("K")
 
 
-def _discard(index: dict[K, set[QueueKey]], name: K, key: QueueKey) -> None:
+def _discard(index: dict[K, set[GroupQueue]], name: K, key: GroupQueue) -> None:
     """Take `key` out of the set of `name`; an empty set goes too."""
     keys = index.get(name)
     if keys is not None:

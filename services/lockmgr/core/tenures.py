@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq_server.lockmgr.core.access import Condition
-from batonmq_server.lockmgr.core.locks import Incarnation, QueueKey
 
 
 class Manner(Enum):
@@ -91,23 +91,23 @@ class Tenures:
     """The owners of one term of leadership; forgets a queue when it passes on."""
 
     def __init__(self) -> None:
-        self._by_queue: dict[QueueKey, _Tenure] = {}
+        self._by_queue: dict[GroupQueue, _Tenure] = {}
 
-    def told(self, key: QueueKey, now_ms: int) -> None:
+    def told(self, key: GroupQueue, now_ms: int) -> None:
         """The owner is told that the queue is wanted; only the first time counts."""
         tenure = self._by_queue.setdefault(key, _Tenure())
         if tenure.told_ms is None:
             tenure.told_ms = now_ms
 
-    def overdue(self, key: QueueKey) -> None:
+    def overdue(self, key: GroupQueue) -> None:
         """The owner lives, but is not renewed any more: it should have given the queue back."""
         self._by_queue.setdefault(key, _Tenure()).overdue = True
 
-    def ended(self, key: QueueKey, end: End) -> None:
+    def ended(self, key: GroupQueue, end: End) -> None:
         """Nobody owns the queue any more."""
         self._by_queue.setdefault(key, _Tenure()).end = end
 
-    def passed(self, key: QueueKey, owner: End | None, passed: Passed) -> HandOver | None:
+    def passed(self, key: GroupQueue, owner: End | None, passed: Passed) -> HandOver | None:
         """The queue has a new owner; None if it is the one before, or that is not known.
 
         Args:

@@ -6,26 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
+from batonmq._core.queues import Incarnation
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
-
-
-class QueueKey(NamedTuple):
-    """One queue as one group sees it; the key of everything here."""
-
-    group: str
-    topic: str
-    broker: str
-    queue_id: int
-
-    def __str__(self) -> str:
-        return f"{self.group}/{self.topic}/{self.broker}/{self.queue_id}"
-
-
-class Holder(NamedTuple):
-    """An incarnation of a client, to which a token is issued."""
-
-    client_id: str
-    incarnation_id: int
 
 
 class Instant(NamedTuple):
@@ -90,7 +72,7 @@ class Fence:
     attempt: str
     expected_token: int
     condition: Condition
-    holder: Holder | None
+    holder: Incarnation | None
     resume: RangeSet = EMPTY
     reset_epoch: int = 0
     idle_ms: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-from batonmq_server.offsets.core.calls import Holder
+from batonmq._core.queues import Incarnation
 from batonmq_server.offsets.core.ranges import RangeSet
 
 HOLDS_MAX = 32
@@ -59,7 +59,7 @@ class Handover(NamedTuple):
     """
 
     token: int
-    holder: Holder | None
+    holder: Incarnation | None
     unix_ms: int
     committed_offset: int
     acked: RangeSet

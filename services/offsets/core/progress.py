@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batonmq._core.queues import Incarnation
 from batonmq.errors import (
     AckCap,
     BeyondDelivered,
@@ -28,7 +29,6 @@ from batonmq_server.offsets.core.calls import (
     Delivery,
     Fence,
     Grant,
-    Holder,
     Instant,
     Limits,
     Moved,
@@ -76,7 +76,7 @@ class Progress:
     """
 
     token: int = 0
-    holder: Holder | None = None
+    holder: Incarnation | None = None
     closed: bool = True
     committed_offset: int = 0
     acked: RangeSet = EMPTY

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from batonmq._core.queues import GroupQueue
 from batonmq._core.retries import retry_topic
 from batonmq.errors import BatonError, OperationExists, OperationNotFound, UnknownQueue
-from batonmq_server.offsets.core.calls import Instant, Moved, Place, QueueKey, Source
+from batonmq_server.offsets.core.calls import Instant, Moved, Place, Source
 from batonmq_server.offsets.core.table import ProgressTable
 
 RECORDS_MAX = 1_000
@@ -39,7 +40,7 @@ class Order(NamedTuple):
 class Step(NamedTuple):
     """One queue that was moved, or would be."""
 
-    key: QueueKey
+    key: GroupQueue
     to_offset: int
     moved: Moved
 
@@ -117,7 +118,7 @@ class Outcome(NamedTuple):
 class Target(NamedTuple):
     """Where a queue has to go. `undone` is the step to be undone, if it is one."""
 
-    key: QueueKey
+    key: GroupQueue
     to: Place
     undone: Step | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from batonmq._core.queues import GroupQueue
 from batonmq.errors import Fenced, OldEpoch, OldTopic, UnknownQueue
 from batonmq_server.offsets.core.calls import (
     Acks,
@@ -21,7 +22,6 @@ from batonmq_server.offsets.core.calls import (
     Limits,
     Moved,
     Place,
-    QueueKey,
     Source,
     Tombstone,
 )
@@ -47,13 +47,13 @@ class ProgressTable:
     def __init__(self, limits: Limits, epoch: int, term: int, now: Instant) -> None:
         self.limits, self.epoch, self.term, self._start = limits, epoch, term, now
         self.homes = Homes()
-        self._queues: dict[QueueKey, Progress] = {}
-        self._groups: dict[str, dict[QueueKey, Progress]] = {}
-        self._tombstones: dict[QueueKey, Tombstone] = {}
+        self._queues: dict[GroupQueue, Progress] = {}
+        self._groups: dict[str, dict[GroupQueue, Progress]] = {}
+        self._tombstones: dict[GroupQueue, Tombstone] = {}
         self._topic_ids: dict[str, int] = {}
-        self.ack_ranges: dict[QueueKey, int] = {}
+        self.ack_ranges: dict[GroupQueue, int] = {}
         """Number of acked ranges, of the queues that have any."""
-        self.capped: set[QueueKey] = set()
+        self.capped: set[GroupQueue] = set()
         """Queues whose deliveries wait for the lowest offset."""
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class ProgressTable:
         return key in self._queues
 
     def restore(
-        self, key: QueueKey, stored: Progress | Tombstone, now: Instant | None = None
+        self, key: GroupQueue, stored: Progress | Tombstone, now: Instant | None = None
     ) -> None:
         """Take a queue over, from the life before or as of `now` from another replica set.
 
@@ -126,7 +126,7 @@ class ProgressTable:
         self.term = term
         return changed
 
-    def fence(self, key: QueueKey, term: int, wish: Fence, now: Instant) -> Grant:
+    def fence(self, key: GroupQueue, term: int, wish: Fence, now: Instant) -> Grant:
         """Pass a queue on; a queue without progress gets some if it may be.
 
         Raises:
@@ -151,7 +151,7 @@ class ProgressTable:
         return grant
 
     def move(
-        self, key: QueueKey, to: Place, source: Source, now: Instant, *, dry_run: bool
+        self, key: GroupQueue, to: Place, source: Source, now: Instant, *, dry_run: bool
     ) -> Moved:
         """See `Progress.reset`; a queue without progress gets some, from `to` on.
 
@@ -164,7 +164,7 @@ class ProgressTable:
         self._put(key, progress)
         return moved
 
-    def delete_topic(self, topic: str, topic_id: int, now: Instant) -> list[QueueKey] | None:
+    def delete_topic(self, topic: str, topic_id: int, now: Instant) -> list[GroupQueue] | None:
         """End the progress of all groups on `topic`, before it is created as `topic_id`.
 
         Returns:
@@ -181,7 +181,7 @@ class ProgressTable:
         )
         return self._end(ended, now)
 
-    def delete_group(self, group: str, topic: str, now: Instant) -> list[QueueKey]:
+    def delete_group(self, group: str, topic: str, now: Instant) -> list[GroupQueue]:
         """End the progress of `group` on `topic` or, if empty, on all; which queues had some."""
         return self._end((key for key in self.group(group) if topic in ("", key.topic)), now)
 
@@ -190,18 +190,18 @@ class ProgressTable:
         return self._topic_ids.get(topic, 0)
 
     def record_delivered(
-        self, key: QueueKey, token: int, delivery: Delivery, now: Instant
+        self, key: GroupQueue, token: int, delivery: Delivery, now: Instant
     ) -> Delivered:
         """See `Progress.record_delivered`; UnknownQueue without progress."""
         return self._held(key, token).record_delivered(token, delivery, self.limits, now)
 
-    def touch(self, key: QueueKey, token: int, now: Instant) -> None:
+    def touch(self, key: GroupQueue, token: int, now: Instant) -> None:
         """See `Progress.touch`; UnknownQueue without progress."""
         self._held(key, token).touch(token, now)
 
     def commit(
         self,
-        key: QueueKey,
+        key: GroupQueue,
         token: int,
         acks: Acks,
         now: Instant,
@@ -213,7 +213,7 @@ class ProgressTable:
         self._count_ranges(key, progress)
         return committed
 
-    def commit_unowned(self, key: QueueKey, acks: Acks, now: Instant) -> Committed:
+    def commit_unowned(self, key: GroupQueue, acks: Acks, now: Instant) -> Committed:
         """See `Progress.commit_unowned`; a queue without progress gets some, whatever is acked."""
         progress = self._queues.get(key) or self._first(key, 0)
         committed = progress.commit_unowned(acks, now)
@@ -224,7 +224,7 @@ class ProgressTable:
         return committed
 
     def close(
-        self, key: QueueKey, token: int, acks: Acks, unfinished: RangeSet, now: Instant
+        self, key: GroupQueue, token: int, acks: Acks, unfinished: RangeSet, now: Instant
     ) -> Committed:
         """See `Progress.close`; UnknownQueue without progress."""
         progress = self._held(key, token)
@@ -232,7 +232,7 @@ class ProgressTable:
         self._count_ranges(key, progress)
         return committed
 
-    def query(self, key: QueueKey) -> Progress:
+    def query(self, key: GroupQueue) -> Progress:
         """The live progress of a queue, to be read before the caller next waits.
 
         Raises:
@@ -244,38 +244,38 @@ class ProgressTable:
             raise self._unknown(key)
         return progress
 
-    def state(self, key: QueueKey) -> Progress | Tombstone:
+    def state(self, key: GroupQueue) -> Progress | Tombstone:
         """What has to be durable of a queue that has, or had, progress."""
         return self._queues.get(key) or self._tombstones[key]
 
-    def group(self, group: str) -> list[QueueKey]:
+    def group(self, group: str) -> list[GroupQueue]:
         """Queues of a group, ascending."""
         return sorted(self._groups.get(group, ()))
 
-    def standing(self, group: str) -> dict[QueueKey, tuple[int, int, RangeSet]]:
+    def standing(self, group: str) -> dict[GroupQueue, tuple[int, int, RangeSet]]:
         """Token, C and A of the queues of a group: what changes if anybody uses it."""
         queues = self._groups.get(group, {})
         return {key: (p.token, p.committed_offset, p.acked) for key, p in queues.items()}
 
-    def items(self) -> Iterator[tuple[QueueKey, Progress | Tombstone]]:
+    def items(self) -> Iterator[tuple[GroupQueue, Progress | Tombstone]]:
         """All queues, those of deleted topics and groups too."""
         yield from self._queues.items()
         yield from self._tombstones.items()
 
     def after(
         self, group: str, count: int
-    ) -> tuple[list[tuple[QueueKey, Progress | Tombstone]], bool]:
+    ) -> tuple[list[tuple[GroupQueue, Progress | Tombstone]], bool]:
         """About `count` queues of the groups with greater names, by group, each group whole.
 
         Returns:
             The queues, those of deleted topics and groups too; and whether there are more.
         """
-        ended: dict[str, list[QueueKey]] = {}
+        ended: dict[str, list[GroupQueue]] = {}
         for key in self._tombstones:
             if key.group > group:
                 ended.setdefault(key.group, []).append(key)
         names = sorted({name for name in self._groups if name > group} | ended.keys())
-        found: list[tuple[QueueKey, Progress | Tombstone]] = []
+        found: list[tuple[GroupQueue, Progress | Tombstone]] = []
         for name in names:
             if len(found) >= count:
                 return found, True
@@ -283,7 +283,7 @@ class ProgressTable:
             found.extend((key, self._tombstones[key]) for key in ended.get(name, ()))
         return found, False
 
-    def _check_topic_id(self, key: QueueKey, topic_id: int) -> None:
+    def _check_topic_id(self, key: GroupQueue, topic_id: int) -> None:
         """Refuse a start offset that was found before the topic was created anew.
 
         Raises:
@@ -297,7 +297,7 @@ class ProgressTable:
                 facts={"topic_id": topic_id, "current": current},
             )
 
-    def _first(self, key: QueueKey, initial_offset: int) -> Progress:
+    def _first(self, key: GroupQueue, initial_offset: int) -> Progress:
         """What a queue without progress begins with."""
         before = self._tombstones.get(key, _NOTHING)
         return Progress(
@@ -310,7 +310,7 @@ class ProgressTable:
             access_monotonic_ms=self._start.monotonic_ms,
         )
 
-    def _held(self, key: QueueKey, token: int) -> Progress:
+    def _held(self, key: GroupQueue, token: int) -> Progress:
         """The progress of a queue under whose token somebody calls.
 
         Raises:
@@ -330,14 +330,14 @@ class ProgressTable:
             },
         )
 
-    def _unknown(self, key: QueueKey) -> UnknownQueue:
+    def _unknown(self, key: GroupQueue) -> UnknownQueue:
         token, reset_epoch, _ = self._tombstones.get(key, _NOTHING)
         return UnknownQueue(
             f"queue {key} has no progress",
             facts={"queue": str(key), "token": token, "reset_epoch": reset_epoch},
         )
 
-    def _end(self, keys: Iterable[QueueKey], now: Instant) -> list[QueueKey]:
+    def _end(self, keys: Iterable[GroupQueue], now: Instant) -> list[GroupQueue]:
         ended = list(keys)
         for key in ended:
             progress = self._queues.pop(key)
@@ -351,13 +351,13 @@ class ProgressTable:
                 del self._groups[key.group]
         return ended
 
-    def _put(self, key: QueueKey, progress: Progress) -> None:
+    def _put(self, key: GroupQueue, progress: Progress) -> None:
         self._tombstones.pop(key, None)
         self._queues[key] = progress
         self._groups.setdefault(key.group, {})[key] = progress
         self._count_ranges(key, progress)
 
-    def _count_ranges(self, key: QueueKey, progress: Progress) -> None:
+    def _count_ranges(self, key: GroupQueue, progress: Progress) -> None:
         if progress.acked:
             self.ack_ranges[key] = len(progress.acked.runs)
         else:

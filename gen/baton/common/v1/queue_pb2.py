@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/common/v1/queue.proto\x12\x0f\x62\x61ton.common.v1\"8\n\x05Queue\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0e\n\x06\x62roker\x18\x02 \x01(\t\x12\x10\n\x08queue_id\x18\x03 \x01(\r\"B\n\nGroupQueue\x12\r\n\x05group\x18\x01 \x01(\t\x12%\n\x05queue\x18\x02 \x01(\x0b\x32\x16.baton.common.v1.Queue\"8\n\x0bOffsetRange\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\"8\n\x0bIncarnation\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/common/v1/queue.proto\x12\x0f\x62\x61ton.common.v1\";\n\x08QueueRef\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0e\n\x06\x62roker\x18\x02 \x01(\t\x12\x10\n\x08queue_id\x18\x03 \x01(\r\"E\n\nGroupQueue\x12\r\n\x05group\x18\x01 \x01(\t\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.baton.common.v1.QueueRef\"8\n\x0bOffsetRange\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x03\"8\n\x0bIncarnation\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.common.v1.queue_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_QUEUE']._serialized_start=48
-  _globals['_QUEUE']._serialized_end=104
-  _globals['_GROUPQUEUE']._serialized_start=106
-  _globals['_GROUPQUEUE']._serialized_end=172
-  _globals['_OFFSETRANGE']._serialized_start=174
-  _globals['_OFFSETRANGE']._serialized_end=230
-  _globals['_INCARNATION']._serialized_start=232
-  _globals['_INCARNATION']._serialized_end=288
+  _globals['_QUEUEREF']._serialized_start=48
+  _globals['_QUEUEREF']._serialized_end=107
+  _globals['_GROUPQUEUE']._serialized_start=109
+  _globals['_GROUPQUEUE']._serialized_end=178
+  _globals['_OFFSETRANGE']._serialized_start=180
+  _globals['_OFFSETRANGE']._serialized_end=236
+  _globals['_INCARNATION']._serialized_start=238
+  _globals['_INCARNATION']._serialized_end=294
 # @@protoc_insertion_point(module_scope)

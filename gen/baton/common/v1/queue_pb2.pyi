@@ -17,7 +17,7 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class Queue(_message.Message):
+class QueueRef(_message.Message):
     """Names one queue of the cluster: what storage keeps."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -44,7 +44,7 @@ class Queue(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Queue: _TypeAlias = Queue  # noqa: Y015
+Global___QueueRef: _TypeAlias = QueueRef  # noqa: Y015
 
 @_typing.final
 class GroupQueue(_message.Message):
@@ -57,14 +57,14 @@ class GroupQueue(_message.Message):
     group: _builtins.str
     """Consumer group; 1 to 127 characters of [A-Za-z0-9_%-]. Required."""
     @_builtins.property
-    def queue(self) -> Global___Queue:
+    def queue(self) -> Global___QueueRef:
         """The queue. Required."""
 
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
-        queue: Global___Queue | None = ...,
+        queue: Global___QueueRef | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -30,13 +30,13 @@ class SearchOffsetRequest(_message.Message):
     unix_ms: _builtins.int
     """Wall clock of the storage node, milliseconds since the Unix epoch."""
     @_builtins.property
-    def queue(self) -> _queue_pb2.Queue:
+    def queue(self) -> _queue_pb2.QueueRef:
         """The queue. Required."""
 
     def __init__(
         self,
         *,
-        queue: _queue_pb2.Queue | None = ...,
+        queue: _queue_pb2.QueueRef | None = ...,
         unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
@@ -89,13 +89,13 @@ class ReadRequest(_message.Message):
     messages_max: _builtins.int
     """Stop at this many messages that pass the filter, 1 to 65,535; 0 means 1,000."""
     @_builtins.property
-    def queue(self) -> _queue_pb2.Queue:
+    def queue(self) -> _queue_pb2.QueueRef:
         """The queue. Required."""
 
     def __init__(
         self,
         *,
-        queue: _queue_pb2.Queue | None = ...,
+        queue: _queue_pb2.QueueRef | None = ...,
         offset: _builtins.int = ...,
         expression: _builtins.str = ...,
         bytes_max: _builtins.int = ...,

@@ -389,13 +389,13 @@ class QueryOffsetsRequest(_message.Message):
 
     QUEUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def queues(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.Queue]:
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[_queue_pb2.QueueRef]:
         """Queues, 1 to 10,000. Required."""
 
     def __init__(
         self,
         *,
-        queues: _abc.Iterable[_queue_pb2.Queue] | None = ...,
+        queues: _abc.Iterable[_queue_pb2.QueueRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
