@@ -16,7 +16,7 @@ SEGMENT_BYTES = 16 * 1024 * 1024
 REPO = Path(__file__).resolve().parents[2]
 PROGRAMS = (
     "batonmq_server.lockmgr", "batonmq_server.nameserver", "batonmq_server.offsets", "batonmq_server.storage",
-    "tests.e2e.member",
+    "tests.support.member",
 )  # fmt: skip
 
 
