@@ -12,7 +12,7 @@ SETUP := $(VENV)/.installed
 MAIN ?= main
 
 .PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e spark spark-demo faults check bench demo examples docs up clean \
-  observe images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
+  observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -33,7 +33,7 @@ LOCK = uv pip compile --quiet --universal --python-version 3.11 --generate-hashe
 LOCK_IMAGE = $(LOCK) --constraint requirements.lock
 
 lock: $(SETUP)  ## choose newest allowed versions anew, into requirements.lock
-	$(LOCK) --extra prometheus --extra redis --extra sql --group dev $(PROJECTS) -o requirements.lock
+	$(LOCK) --extra prometheus --extra redis --extra sql --extra local --group dev $(PROJECTS) -o requirements.lock
 	$(LOCK_IMAGE) services/pyproject.toml -o deploy/images/services.lock
 	$(LOCK_IMAGE) spark-jobs/pyproject.toml -o deploy/images/spark.lock
 	$(LOCK_IMAGE) --no-deps deploy/images/demo.in -o deploy/images/demo.lock
@@ -109,6 +109,12 @@ observe: $(SETUP) ## rules and dashboards: promtool's verdict, every query asked
 	else echo "promtool skipped: it is not here (Debian: apt-get install prometheus)"; fi
 	pytest -q -rs tests/deploy/test_alerts.py tests/deploy/test_dashboards.py tests/deploy/test_live_metrics.py \
 	  tests/local/test_prometheus.py tests/spark/test_app.py
+
+wheels: $(SETUP) ## the three distributions, into dist/
+	rm -rf dist
+	for project in . services spark-jobs; do \
+	  python -m build --wheel --no-isolation --outdir dist $$project >/dev/null; done
+	ls -l dist
 
 images: $(SETUP) ## container images, on BASE_IMAGE; WITH_SPARK=1 and WITH_ETCD=1 for those as well
 	deploy/images/build.sh

@@ -1,4 +1,4 @@
-"""The messages that flow while something happens: what `batonmq_server.demo.traffic` says of them."""
+"""The message flow during a container run, as `batonmq_server.demo.traffic` reports it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Secrets as the kubelet shows them, from the certificates that deploy/k8s/scripts/make-ca.sh makes.
+"""Secrets as the kubelet mounts them, from the certificates of deploy/k8s/scripts/make-ca.sh.
 
-A Secret is a folder of links to `..data`, itself a link to the folder with the files, and it is
-that one link that is replaced: who reads sees the old files or the new ones.
+A Secret is a folder of links to `..data`, which is a link to the folder with the files. Only that
+one link is replaced, so a reader sees either the old files or the new ones.
 """
 
 from __future__ import annotations

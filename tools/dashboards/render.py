@@ -2,8 +2,8 @@
 
 python -m tools.dashboards.render     docs/images/dashboard-*.png, in three minutes
 
-A real Prometheus scrapes a cluster while the demo runs (tools/dashboards/demo_cluster.py), and what it answers
-is drawn.
+A real Prometheus scrapes a cluster while the demo runs (tools/dashboards/demo_cluster.py). This
+program draws its answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`python -m tools.manifests.prometheus_rules`: the PrometheusRule of deploy/k8s, from deploy/prometheus."""
+"""Write the PrometheusRule of deploy/k8s from the rules in deploy/prometheus.
+
+Run `python -m tools.manifests.prometheus_rules`.
+"""
 
 from __future__ import annotations
 
