@@ -1,4 +1,4 @@
-"""The messages that flow while something happens: what `batonmq_server.demo.traffic` says of them."""
+"""The messages that flow during a test: what `batonmq_server.demo.traffic` says of them."""
 
 from __future__ import annotations
 

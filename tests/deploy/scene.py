@@ -1,7 +1,7 @@
 """A cluster while the demo runs on it, for what is looked at from outside.
 
-The demo is that of `batonmq_server.demo`, with fewer flights: its groups, its processes that join and
-leave. It shows no metrics of clients, nothing it sends fails, and nothing is for later. So a
+The demo is that of `batonmq_server.demo`, with fewer flights: its groups, its processes that join
+and leave. It shows no metrics of clients, nothing it sends fails, and nothing is for later. So a
 program beside it has a topic and a group of its own, shows what its clients count, and one message
 in a hundred becomes a dead letter, one in fifty comes later. Without it these panels were empty:
 
