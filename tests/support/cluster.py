@@ -19,7 +19,7 @@ PROGRAMS = (
     "batonmq_server.nameserver",
     "batonmq_server.offsets",
     "batonmq_server.storage",
-    "tests.support.member",
+    "tests.e2e.member",
 )
 
 
