@@ -11,7 +11,7 @@ PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e spark spark-demo faults check bench demo examples docs up clean \
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick pythons sim e2e spark spark-demo faults check bench demo examples docs up clean \
   observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -70,6 +70,9 @@ test: $(SETUP)  ## every test that CI runs, on two cores
 
 quick: $(SETUP) ## unit and in-process tests only: the inner loop
 	pytest -q -m "not sim and not e2e and not spark"
+
+pythons: $(SETUP) ## the tests of the client library on every supported Python of this machine
+	python -m tools.pythons
 
 sim: $(SETUP)   ## seeded cluster simulations only
 	pytest -q -m sim
