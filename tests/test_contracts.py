@@ -170,10 +170,8 @@ def test_every_typed_detail_has_an_example() -> None:
 
 def test_every_message_of_a_detail_has_the_fields_of_its_class() -> None:
     oneof = error_pb2.Error.DESCRIPTOR.oneofs_by_name["detail"]
-    assert {
-        field.message_type.name: [inner.name for inner in field.message_type.fields]
-        for field in oneof.fields
-    } == {
+    messages = [field.message_type for field in oneof.fields if field.message_type is not None]
+    assert {message.name: [field.name for field in message.fields] for message in messages} == {
         type(detail).__name__: [field.name for field in fields(detail)]
         for detail in DETAILS.values()
     }

@@ -68,7 +68,7 @@ def error_to_pb(error: BatonError) -> error_pb2.Error:
         facts=error.facts,
         differences=differences_to_pb(error.differences),
     )
-    if error.detail is not None:
+    if error.detail is not None and error.detail != type(error.detail)():
         _pack_detail(error.detail, getattr(packed, _DETAIL_FIELD[type(error.detail)]))
     return packed
 
