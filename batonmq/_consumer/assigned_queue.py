@@ -19,7 +19,7 @@ from batonmq._core.flow_control import FlowReason, QueueBytes
 from batonmq._core.queue_progress import Acks, CloseContent, GrantedProgress, QueueProgress
 from batonmq._core.queues import QueueRef
 from batonmq._core.subscription import Filter, TagFilter
-from batonmq.errors import BatonError, Fenced, ModeChanged
+from batonmq.errors import BatonError, FenceCause, Fenced, ModeChanged
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class AssignedQueue:
         log.info("fenced queue=%s token=%d error=%s", self.queue, self.token, error)
         if isinstance(error, ModeChanged):
             self.session.heartbeat_soon.set()
-        reset = error.facts.get("why") == "RESET"
+        reset = isinstance(error, Fenced) and error.detail.why is FenceCause.RESET
         self.fence(forget=reset or isinstance(error, ModeChanged))
 
     def granted(self, sent_ms: int, lease_ms: int, bound_generation: int) -> None:

@@ -358,7 +358,7 @@ class Consumer:
         try:
             await self._membership.join(session.settings.start_timeout_ms)
         except TopicNotFound as error:
-            if not session.settings.sends_back or error.facts.get("topic") != retries:
+            if not session.settings.sends_back or error.detail.topic != retries:
                 raise
             await create_retry_topic(session)
             await self._membership.join(session.settings.start_timeout_ms)

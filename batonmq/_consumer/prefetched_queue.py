@@ -25,6 +25,7 @@ from batonmq.errors import (
     ModeChanged,
     OffsetAheadOfLog,
     OffsetOutOfRange,
+    OffsetOutOfRangeDetail,
     QueueNotFound,
     Retry,
     TopicNotFound,
@@ -205,6 +206,7 @@ class PrefetchedQueue:
                 error.message,
                 remedy="Seek, or choose out_of_range earliest or latest.",
                 facts=error.facts,
+                detail=error.detail,
             ) from error
         to = self._outside(offset, extent)
         if offset < extent.first_offset:
@@ -218,7 +220,7 @@ class PrefetchedQueue:
                 f"offset {offset} of queue {self.queue} is no longer kept; the first is "
                 f"{extent.first_offset}",
                 remedy="Seek, or choose out_of_range earliest or latest.",
-                facts={"offset": offset, "first_offset": extent.first_offset},
+                detail=OffsetOutOfRangeDetail(offset=offset, first_offset=extent.first_offset),
             )
         return extent.first_offset if self._policy == "earliest" else extent.next_offset
 

@@ -42,6 +42,7 @@ from batonmq.errors import (
     ModeChanged,
     OffsetAheadOfLog,
     QueueNotFound,
+    UnknownQueue,
     Unreachable,
 )
 
@@ -327,9 +328,9 @@ class Puller:
             self._reset_epochs[queue] = outcome.progress.reset_epoch
             return outcome.progress.committed_offset
         error = error_from_pb(outcome.error)
-        if error.reason != "UNKNOWN_QUEUE":
+        if not isinstance(error, UnknownQueue):
             raise error
-        self._reset_epochs[queue] = int(error.facts.get("reset_epoch", 0))
+        self._reset_epochs[queue] = error.detail.reset_epoch or 0
         return None
 
     async def commit(self, offsets: Mapping[QueueRef, int] | None = None) -> None:

@@ -159,9 +159,9 @@ async def _begin_progress(runner: AssignedQueue, offset: int) -> None:
         if not answer.outcomes[0].HasField("error"):
             return
         error = error_from_pb(answer.outcomes[0].error)
-        reset_epoch = int(error.facts.get("reset_epoch", 0))
-        if not isinstance(error, Fenced) or not reset_epoch:
+        if not isinstance(error, Fenced) or not error.detail.reset_epoch:
             raise error
+        reset_epoch = error.detail.reset_epoch
 
 
 async def _first_offset(runner: AssignedQueue, extent: storage_pb.QueueOffsets) -> int:

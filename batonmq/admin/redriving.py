@@ -229,7 +229,7 @@ class Redriving:
             refused = await self._commit(books, offsets)
             for queue, error in refused.items():
                 if isinstance(error, Fenced):
-                    self._reset_epochs[queue] = int(error.facts["reset_epoch"])
+                    self._reset_epochs[queue] = error.detail.reset_epoch or 0
                 elif not isinstance(error, GroupNotFound) or loop.time() > deadline:
                     raise error
             if not refused:
