@@ -18,12 +18,12 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from batonmq._connection.channels import connector
 from batonmq._connection.security import Security
-from batonmq_server.local.child import Child, NotReady, Start, until
+from batonmq_server.local.child_process import ChildProcess, NotReady, ProcessStarter, until
 from batonmq_server.local.etcd import etcd_members, is_healthy
+from batonmq_server.local.fork_server import ForkServer
 from batonmq_server.local.layout import ClusterOptions, Layout
-from batonmq_server.local.nursery import Nursery
 from batonmq_server.local.ports import lock_data_dir
-from batonmq_server.local.supervisor import GivenUp, Supervisor
+from batonmq_server.local.supervisor import RestartLimitExceeded, Supervisor
 
 _ETCD_WAIT_S = 5.0
 _REGISTERED_S = 30.0
@@ -68,12 +68,12 @@ class LocalCluster:
         data_dir: Path,
         options: ClusterOptions | None = None,
         report: Callable[[str], None] = to_stderr,
-        start: Start | None = None,
+        start: ProcessStarter | None = None,
     ) -> None:
         self.data_dir = data_dir.absolute()
         self.options = options or ClusterOptions()
-        modules = {f"{self.options.programs}.{member.service}" for member in self.options.members}
-        self._nursery = Nursery(sorted(modules))
+        modules = {f"{self.options.programs}.{member.service}" for member in self.options.instances}
+        self._nursery = ForkServer(sorted(modules))
         self._start_process = start or self._nursery.start
         self._forks = start is None
         self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
@@ -199,9 +199,9 @@ class LocalCluster:
             else:
                 await self._start_etcd()
             await until(self._nursery.is_ready)
-            for member in self.options.members:
+            for member in self.options.instances:
                 self._processes.add(
-                    Child(self._layout.program(member, self._etcd), self._start_process)
+                    ChildProcess(self._layout.program(member, self._etcd), self._start_process)
                 )
             for name in self.options.names:
                 await self._processes.ready(name)
@@ -214,7 +214,7 @@ class LocalCluster:
         etcds = etcd_members(
             [layout.etcd_dir(number) for number in numbers],
             [layout.log_path(_etcd(number)) for number in numbers],
-            self.options.places,
+            self.options.hosts,
             layout.security("etcd"),
         )
         self._etcd = ",".join(etcd.endpoint for etcd in etcds)
@@ -240,7 +240,7 @@ class LocalCluster:
     async def _watch(self, name: str) -> None:
         try:
             await self._processes.watch(name)
-        except GivenUp as error:
+        except RestartLimitExceeded as error:
             self._failure = ClusterFailed(str(error))
             raise
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import Field
 
 from batonmq._process.config import Settings, load
-from batonmq_server.local import tether
+from batonmq_server.local import parent_death as tether
 from batonmq_server.local.cluster import to_stderr
 from tests.faults.network import found_launcher
 from tests.faults.page import write_page

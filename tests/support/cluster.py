@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from batonmq_server.local.cluster import LocalCluster, to_stderr
+from batonmq_server.local.fork_server import ForkServer
 from batonmq_server.local.layout import ClusterOptions, highly_available
-from batonmq_server.local.nursery import Nursery
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
@@ -21,9 +21,9 @@ PROGRAMS = (
 
 
 @cache
-def nursery() -> Nursery:
+def nursery() -> ForkServer:
     """Where all processes of a run of pytest come from."""
-    return Nursery(PROGRAMS, REPO)
+    return ForkServer(PROGRAMS, REPO)
 
 
 @asynccontextmanager

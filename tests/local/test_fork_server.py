@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.local.child import Child, Program
-from batonmq_server.local.nursery import Nursery
+from batonmq_server.local.child_process import ChildProcess, Program
+from batonmq_server.local.fork_server import ForkServer
 from tests.support.waiting import lives, until
 
 PROGRAM = """
@@ -45,13 +45,13 @@ if __name__ == "__main__":
 PARENT = """
 import sys, time
 from pathlib import Path
-from batonmq_server.local.child import Child, Program
-from batonmq_server.local.nursery import Nursery
+from batonmq_server.local.child_process import ChildProcess, Program
+from batonmq_server.local.fork_server import ForkServer
 
 folder = Path(sys.argv[1])
 command = [sys.executable, "-m", "forked_program", "sleep"]
 program = Program(name="it", command=command, log_path=folder / "log", is_ready=None)
-child = Child(program, Nursery(["forked_program"], folder).start)
+child = ChildProcess(program, ForkServer(["forked_program"], folder).start)
 child.spawn()
 print(child.pid, flush=True)
 time.sleep(600)
@@ -65,12 +65,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def nursery(folder: Path) -> Iterator[Nursery]:
-    with Nursery(["forked_program"], folder) as nursery:
+def nursery(folder: Path) -> Iterator[ForkServer]:
+    with ForkServer(["forked_program"], folder) as nursery:
         yield nursery
 
 
-def child_of(nursery: Nursery, folder: Path, *command: str) -> Child:
+def child_of(nursery: ForkServer, folder: Path, *command: str) -> ChildProcess:
     log_path = folder / "log"
 
     async def is_up() -> bool:
@@ -84,10 +84,10 @@ def child_of(nursery: Nursery, folder: Path, *command: str) -> Child:
         env={"GIVEN": "yes"},
         drop=("PRIVATE_",),
     )
-    return Child(program, nursery.start)
+    return ChildProcess(program, nursery.start)
 
 
-def forked(nursery: Nursery, folder: Path, *arguments: str) -> Child:
+def forked(nursery: ForkServer, folder: Path, *arguments: str) -> ChildProcess:
     return child_of(nursery, folder, sys.executable, "-m", "forked_program", *arguments)
 
 
@@ -98,7 +98,7 @@ def parent_of(pid: int) -> int:
 
 
 async def test_it_has_a_session_an_output_and_an_environment_of_its_own(
-    nursery: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch
+    nursery: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PRIVATE_THING", "no")
@@ -118,7 +118,7 @@ async def test_it_has_a_session_an_output_and_an_environment_of_its_own(
 
 
 async def test_an_error_is_in_its_log_and_in_its_exit_status(
-    nursery: Nursery, folder: Path
+    nursery: ForkServer, folder: Path
 ) -> None:
     child = forked(nursery, folder, "fail")
     child.spawn()
@@ -127,7 +127,7 @@ async def test_an_error_is_in_its_log_and_in_its_exit_status(
 
 
 async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
-    nursery: Nursery, folder: Path
+    nursery: ForkServer, folder: Path
 ) -> None:
     children = []
     for number in range(6):
@@ -152,14 +152,14 @@ async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
         child.kill_now()
 
 
-async def test_a_program_that_is_no_module_is_executed(nursery: Nursery, folder: Path) -> None:
+async def test_a_program_that_is_no_module_is_executed(nursery: ForkServer, folder: Path) -> None:
     child = child_of(nursery, folder, sys.executable, "-c", "raise SystemExit(4)")
     child.spawn()
     assert await child.ended() == 4
 
 
 async def test_options_of_the_interpreter_are_not_overlooked(
-    nursery: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch
+    nursery: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     child = child_of(nursery, folder, sys.executable, "-O", "-m", "forked_program")
@@ -168,7 +168,7 @@ async def test_options_of_the_interpreter_are_not_overlooked(
     assert json.loads((folder / "log").read_text())["parent"] == os.getpid()
 
 
-async def test_a_large_environment_arrives_whole(nursery: Nursery, folder: Path) -> None:
+async def test_a_large_environment_arrives_whole(nursery: ForkServer, folder: Path) -> None:
     child = forked(nursery, folder)
     child.program = replace(child.program, env={"LARGE": "\u00e9" * 500_000})
     child.spawn()
@@ -180,7 +180,7 @@ async def test_a_large_environment_arrives_whole(nursery: Nursery, folder: Path)
 
 async def test_a_program_that_can_not_be_imported_fails_by_itself(folder: Path) -> None:
     (folder / "broken_program.py").write_text("import nothing_of_this_name\n")
-    with Nursery(["broken_program", "forked_program"], folder) as nursery:
+    with ForkServer(["broken_program", "forked_program"], folder) as nursery:
         broken = child_of(nursery, folder / "broken", sys.executable, "-m", "broken_program")
         broken.spawn()
         assert await broken.ended() == 1
@@ -191,7 +191,7 @@ async def test_a_program_that_can_not_be_imported_fails_by_itself(folder: Path) 
 
 
 async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
-    nursery: Nursery, folder: Path
+    nursery: ForkServer, folder: Path
 ) -> None:
     child = forked(nursery, folder / "first", "sleep")
     child.spawn()
@@ -212,7 +212,7 @@ async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
-    nursery: Nursery, folder: Path, number: signal.Signals
+    nursery: ForkServer, folder: Path, number: signal.Signals
 ) -> None:
     child = forked(nursery, folder, "sleep")
     child.spawn()
@@ -232,7 +232,7 @@ async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
 
 
 async def test_all_of_them_end_with_the_nursery_and_it_begins_anew(
-    nursery: Nursery, folder: Path
+    nursery: ForkServer, folder: Path
 ) -> None:
     child = forked(nursery, folder, "sleep")
     child.spawn()
@@ -247,7 +247,7 @@ async def test_all_of_them_end_with_the_nursery_and_it_begins_anew(
 
 
 async def test_all_of_them_end_with_the_block(folder: Path) -> None:
-    with Nursery(["forked_program"], folder) as nursery:
+    with ForkServer(["forked_program"], folder) as nursery:
         child = forked(nursery, folder, "sleep")
         child.spawn()
         await child.ready(20)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from batonmq_server.local.child import Process, Program, execute
+from batonmq_server.local.child_process import Program, StartedProcess, start_program
 
 NUMBER_BYTES = 4
 """Of a process id, and of a wait status."""
@@ -28,7 +28,7 @@ _END_S = 1.0
 _FORKS = sys.platform == "linux"
 
 
-class Nursery(AbstractContextManager["Nursery"]):
+class ForkServer(AbstractContextManager["ForkServer"]):
     """Starts processes; all that still run end with the block.
 
     Args:
@@ -68,7 +68,7 @@ class Nursery(AbstractContextManager["Nursery"]):
         """Whether all is imported, so that a start does not wait for it."""
         return self._requests is None or bool(select.select([self._requests], [], [], 0)[0])
 
-    def start(self, program: Program, log: BinaryIO) -> Process:
+    def start(self, program: Program, log: BinaryIO) -> StartedProcess:
         """Start a program: forked if it is a module for this interpreter, else executed.
 
         Raises:
@@ -78,7 +78,7 @@ class Nursery(AbstractContextManager["Nursery"]):
             case [sys.executable, "-m", module, *arguments]:
                 pass
             case _:
-                return execute(program, log)
+                return start_program(program, log)
         request = {
             "name": program.name,
             "module": module,
@@ -100,7 +100,7 @@ class Nursery(AbstractContextManager["Nursery"]):
             return self._process is not None and self._process.wait(_END_S) is not None
         return False
 
-    def _ask(self, request: object, log: BinaryIO) -> _Forked | None:
+    def _ask(self, request: object, log: BinaryIO) -> ForkedProcess | None:
         news, theirs = socket.socketpair()
         with theirs, os.fdopen(os.memfd_create("request"), "wb") as text:
             text.write(json.dumps(request).encode())
@@ -110,7 +110,7 @@ class Nursery(AbstractContextManager["Nursery"]):
                 socket.send_fds(self._open(), [b"?"], fds)
         pid = int.from_bytes(news.recv(NUMBER_BYTES), "big")
         if pid:
-            return _Forked(pid, news)
+            return ForkedProcess(pid, news)
         news.close()
         return None
 
@@ -123,7 +123,7 @@ class Nursery(AbstractContextManager["Nursery"]):
                     [
                         sys.executable,
                         "-m",
-                        "batonmq_server.local.forking",
+                        "batonmq_server.local.fork_server_main",
                         str(fd),
                         *self._modules,
                     ],
@@ -137,7 +137,7 @@ class Nursery(AbstractContextManager["Nursery"]):
         return self._requests
 
 
-class _Forked:
+class ForkedProcess:
     """A process that was forked.
 
     Args:

@@ -17,7 +17,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def tie(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Tie this process to its parent, of that process id."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -27,7 +27,7 @@ def tie(parent: int) -> None:
 
 def main() -> None:
     """Tie this process to its parent, then become the program."""
-    tie(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     os.execv(sys.argv[2], sys.argv[2:])
 
 
