@@ -1,7 +1,8 @@
 """A follower's part: fetch what the leader has changed, make it durable, ask for more.
 
-Asking tells the leader how far the follower has come. Where the two have parted, or lie too far apart,
-the follower begins anew with everything the leader has. It never goes back to an older epoch.
+Asking tells the leader how far the follower has come. Where the two have parted, or lie too far
+apart, the follower begins anew with everything the leader has. It never goes back to an older
+epoch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A follower's part: fetch what the leader has written, make it durable, ask for more.
 
-Asking tells the leader how far the follower has come. Where the two logs have parted the follower cuts
-its own; where the leader has nothing so old any more it begins anew. It never goes back to an older
-epoch. What comes is checked like a log at a start, before anything of it is written.
+Asking tells the leader how far the follower has come. Where the two logs have parted the follower
+cuts its own; where the leader has nothing so old any more it begins anew. It never goes back to an
+older epoch. What comes is checked like a log at a start, before anything of it is written.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Goal: a member gets what its condition is true of and nothing else, though whole batches arrive; a
 message that fails comes back whatever the condition says; who filters otherwise is refused with
 the difference, and nonsense before anybody is asked.
-Method: real services, and once those of `batonmq_server.testing`; messages of one batch differ in their
-properties.
+Method: real services, and once those of `batonmq_server.testing`; messages of one batch differ in
+their properties.
 """
 
 from __future__ import annotations

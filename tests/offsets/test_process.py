@@ -1,5 +1,5 @@
-"""Goal: what the process has answered outlives it. Method: `python -m batonmq_server.offsets` with a
-real etcd, killed in the middle of commits, and asked again in its next life.
+"""Goal: what the process has answered outlives it. Method: `python -m batonmq_server.offsets` with
+a real etcd, killed in the middle of commits, and asked again in its next life.
 """
 
 from __future__ import annotations
