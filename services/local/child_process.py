@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 _POLL_S = 0.05
-_TETHER = Path(__file__).with_name("tether.py")
+_WRAPPER = Path(__file__).with_name("parent_death.py")
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
 
@@ -71,9 +71,9 @@ process that asks for it."""
 
 def start_program(program: Program, log: BinaryIO) -> StartedProcess:
     """Start a program by fork and exec."""
-    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
+    wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]
     return subprocess.Popen(
-        [*tether, *program.command],
+        [*wrapper, *program.command],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,

@@ -60,7 +60,7 @@ class LocalCluster:
     Args:
         data_dir: Made if it does not exist. Only one cluster may run on it.
         report: Takes what a person should know at once, one message a call.
-        start: Starts a service; a nursery of the cluster's own does if it is not given.
+        start: Starts a service; a fork server of the cluster's own does if it is not given.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class LocalCluster:
         self.data_dir = data_dir.absolute()
         self.options = options or ClusterOptions()
         modules = {f"{self.options.programs}.{member.service}" for member in self.options.instances}
-        self._nursery = ForkServer(sorted(modules))
-        self._start_process = start or self._nursery.start
+        self._fork_server = ForkServer(sorted(modules))
+        self._start_process = start or self._fork_server.start
         self._forks = start is None
         self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
         self._exits = AsyncExitStack()
@@ -159,13 +159,13 @@ class LocalCluster:
         """Start everything.
 
         Raises:
-            DataDirInUse: Another cluster runs on the directory.
+            ClusterDirInUse: Another cluster runs on the directory.
             ClusterFailed: Something did not start; nothing is left running.
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
             if self._forks:
-                exits.enter_context(self._nursery)
+                exits.enter_context(self._fork_server)
             offsets = self.options.names_of("offsets")
             writers = [name for name in self.options.names if name not in offsets]
             etcds = [_etcd(number) for number in range(self.options.etcds)]
@@ -198,7 +198,7 @@ class LocalCluster:
                 await _wait(lambda: self.is_etcd_healthy(self._etcd), _ETCD_WAIT_S, silent)
             else:
                 await self._start_etcd()
-            await until(self._nursery.is_ready)
+            await until(self._fork_server.is_ready)
             for member in self.options.instances:
                 self._processes.add(
                     ChildProcess(self._layout.program(member, self._etcd), self._start_process)

@@ -1,6 +1,6 @@
 """Processes that start by a fork instead of by half a second of imports.
 
-One process (`forking`) imports what all of a cluster's services need, then becomes one of them
+One process (`fork_server_main`) imports what all of a cluster's services need, then becomes one of them
 whenever it is asked to: a process of its own, with its session, output, environment and death, that
 has merely not imported anything itself. Only Linux can do that and tie it to the cluster.
 """
@@ -182,7 +182,7 @@ class ForkedProcess:
 
 
 def _kill(pid: int) -> None:
-    """Kill the orphan of a nursery, which is about to end anyway, and wait until it has."""
+    """Kill the orphan of a fork server, which is about to end anyway, and wait until it has."""
     with suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:

@@ -1,6 +1,6 @@
 """Starts a program that dies with the process that started it, however that one ends.
 
-Run as a script with the bare interpreter: `python -I -S tether.py PARENT_PID PROGRAM ARGUMENT…`.
+Run as a script with the bare interpreter: `python -I -S parent_death.py PARENT_PID PROGRAM ARGUMENT…`.
 It asks the kernel for SIGKILL on the parent's death, which outlasts exec, and becomes the program:
 the process id is the program's. Only Linux can do that; elsewhere it just becomes the program.
 A program between fork and exec is no place for Python code in a process with threads, so this is

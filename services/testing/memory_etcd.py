@@ -1,8 +1,8 @@
-"""etcd in memory: one that never loses what it has stored, on a network that may lose anything.
+"""An etcd in memory: it never loses what it has stored, but its network may lose messages.
 
-`MemoryEtcd` is the server, `MemoryEtcdSession` what a process has of it in place of a connection. Leases
-run on the time of the loop; watches bring etcd's own messages, so `Mirror` and `Election` are the
-real ones on top. As at the real one, a call that is lost may have been carried out.
+`MemoryEtcd` is the server; `MemoryEtcdSession` replaces the connection of a process. Leases run on
+the time of the event loop. Watches deliver etcd's own messages, so `Mirror` and `Election` are the
+production classes. As with a real etcd, a call without an answer may have been carried out.
 """
 
 from __future__ import annotations

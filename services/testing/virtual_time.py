@@ -1,9 +1,9 @@
 """An event loop whose clock jumps to the next timer instead of waiting for it.
 
-It can also play several processes: what a `VirtualHost` has begun, and whatever that begins, belongs to
-the host, and can be frozen and thawed like a process under SIGSTOP and SIGCONT. Everything in
-the loop happens in an order that depends on nothing outside: no thread, no socket, no hash of an
-address or a string.
+It can also simulate several processes: every task and timer that a `VirtualHost` starts, directly
+or indirectly, belongs to that host, and can be frozen and thawed like a process under SIGSTOP and
+SIGCONT. The order of events in the loop depends on nothing outside it: no thread, no socket, no
+hash of an address or of a string.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
 from batonmq_server.local.child_process import ChildProcess, Program
-from tests.support.cluster import nursery
+from tests.support.cluster import fork_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Crew:
                 log_path=self.folder / f"{client_id}{life}.log",
                 is_ready=_at_once,
             ),
-            nursery().start,
+            fork_server().start,
         )
         process.spawn()
         worker = Worker(client_id, journal, process)

@@ -24,7 +24,7 @@ PROGRAMS = (
 
 
 @cache
-def nursery() -> ForkServer:
+def fork_server() -> ForkServer:
     """Where all processes of a run of pytest come from."""
     return ForkServer(PROGRAMS, REPO)
 
@@ -71,5 +71,5 @@ async def local_cluster(
     )
     if available:
         options = highly_available(options)
-    async with LocalCluster(data_dir, options, report, nursery().start) as running:
+    async with LocalCluster(data_dir, options, report, fork_server().start) as running:
         yield running

@@ -37,7 +37,7 @@ from batonmq_server.demo.flights import Flight
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonmq_server.local.prometheus import scrape_targets
-from tests.support.cluster import SEGMENT_BYTES, nursery
+from tests.support.cluster import SEGMENT_BYTES, fork_server
 
 TOPIC, GROUP, CLUSTER = "orders", "billing", "baton"
 _OPTIONS = ClusterOptions(
@@ -84,7 +84,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
     page, _ = start_http_server(0, "127.0.0.1", registry)
     try:
         async with (
-            LocalCluster(folder, _OPTIONS, start=nursery().start) as cluster,
+            LocalCluster(folder, _OPTIONS, start=fork_server().start) as cluster,
             asyncio.TaskGroup() as tasks,
         ):
             shown = f"127.0.0.1:{page.server_port}"

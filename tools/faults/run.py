@@ -17,7 +17,6 @@ from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.cluster_state import first_problem, leader_process
 from batonmq_server.local.layout import ClusterOptions, highly_available
 from batonmq_server.local.process_host import LOOPBACK, ProcessHost
-from batonmq_server.local.cluster_state import first_problem, leader_process
 from tests.support.member import now_us
 from tools.faults.crowd import Crowd, crowd_at
 from tools.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike
