@@ -1,8 +1,8 @@
-"""Processes that start by a fork instead of by half a second of imports.
+"""Start Python services by fork, which saves the imports of about half a second per process.
 
-One process (`fork_server_main`) imports what all of a cluster's services need, then becomes one of them
-whenever it is asked to: a process of its own, with its session, output, environment and death, that
-has merely not imported anything itself. Only Linux can do that and tie it to the cluster.
+A fork server process (`fork_server_main`) imports the modules of all services of a cluster once.
+For each start it forks, and the child runs the requested module with a session, an output, an
+environment and an exit status of its own. Linux only: elsewhere programs are executed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Starts a program that dies with the process that started it, however that one ends.
+"""Start a program that is killed when its parent process ends, however the parent ends.
 
-Run as a script with the bare interpreter: `python -I -S parent_death.py PARENT_PID PROGRAM ARGUMENT…`.
-It asks the kernel for SIGKILL on the parent's death, which outlasts exec, and becomes the program:
-the process id is the program's. Only Linux can do that; elsewhere it just becomes the program.
-A program between fork and exec is no place for Python code in a process with threads, so this is
-a program of its own and not a `preexec_fn`.
+Run as a script by a bare interpreter:
+
+    python -I -S parent_death.py PARENT_PID PROGRAM ARGUMENT...
+
+The script asks the kernel for SIGKILL on the parent's death, a request that survives exec, and
+then executes the program under the same process id. Only Linux has this request; elsewhere the
+script just executes the program. It is a script and not a `preexec_fn`, because Python code
+between fork and exec is unsafe in a process with threads.
 """
 
 from __future__ import annotations

@@ -152,9 +152,7 @@ async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
         child.kill_now()
 
 
-async def test_a_program_that_is_no_module_is_executed(
-    fork_server: ForkServer, folder: Path
-) -> None:
+async def test_program_that_is_no_module_is_executed(fork_server: ForkServer, folder: Path) -> None:
     child = child_of(fork_server, folder, sys.executable, "-c", "raise SystemExit(4)")
     child.spawn()
     assert await child.ended() == 4
@@ -233,7 +231,7 @@ async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
     again.kill_now()
 
 
-async def test_all_of_them_end_with_the_nursery_and_it_begins_anew(
+async def test_closed_fork_server_ends_its_children_and_can_start_again(
     fork_server: ForkServer, folder: Path
 ) -> None:
     child = forked(fork_server, folder, "sleep")
