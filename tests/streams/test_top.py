@@ -17,7 +17,7 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._core.top_board import WINDOW_MS, Board, GroupQueueStatus, Snapshot
 from batonmq.admin.event_watch import EventWatch
-from batonmq.cli.top_view import Frame, item_of
+from batonmq.cli.top_screen import Frame, item_of
 from batonmq_server.testing import MemoryBroker, run_virtual
 
 T0 = QueueRef("t", "a", 0)
