@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from batonmq.errors import TopicExists, TopicNotFound
+from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.nameserver.core.topics import Topic, spread_queues, with_rooms
 from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_pb
@@ -145,7 +145,7 @@ class TopicStore:
 
 def topic_not_found(name: str) -> TopicNotFound:
     """The error for a topic that does not exist."""
-    return TopicNotFound(f"topic {name} does not exist", facts={"topic": name})
+    return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))
 
 
 def _found(topic: Topic, revision: int, queue_count: int) -> CreatedTopic:

@@ -24,9 +24,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings

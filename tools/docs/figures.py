@@ -26,7 +26,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.session import OwnershipEvent
 from batonmq._core.compression import Compression, Packing
 from batonmq._core.queues import GroupQueue
 from batonmq._core.records import (

@@ -14,10 +14,10 @@ from batonmq._common.aio import unless
 from batonmq._common.rpc import answered
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.retrying import restore
+from batonmq._consumer.retry_sender import restore_original
 from batonmq._consumer.session import ranges_from_pb, ranges_to_pb
-from batonmq._core.flow import held_back
-from batonmq._core.inflight import Acks, QueueProgress
+from batonmq._core.flow_control import blocking_limit
+from batonmq._core.queue_progress import Acks, QueueProgress
 from batonmq._core.records import check_batch, decode_records, tag_hashes
 from batonmq._core.retries import retry_topic
 from batonmq._core.subscription import Filter
@@ -36,17 +36,17 @@ from batonmq.errors import (
 )
 
 if TYPE_CHECKING:
-    from batonmq._consumer.runner import QueueRunner
+    from batonmq._consumer.assigned_queue import AssignedQueue
 
 log = logging.getLogger(__name__)
 
-OVER = (Fenced, UnknownQueue, ModeChanged)
+OWNERSHIP_LOST = (Fenced, UnknownQueue, ModeChanged)
 """Refusals after which nothing is to be had under the same token."""
-AWAY = (NotLeader, NotServing, Unreachable)
+NODE_UNAVAILABLE = (NotLeader, NotServing, Unreachable)
 """Errors after which another node of the broker is asked."""
 
 
-async def pull_forever(runner: QueueRunner) -> None:
+async def pull_forever(runner: AssignedQueue) -> None:
     """Fill the buffer until stopped; fence on a refused token."""
     failures, unreadable = 0, False
     while await _due(runner):
@@ -54,7 +54,7 @@ async def pull_forever(runner: QueueRunner) -> None:
         try:
             await unless(runner.interrupted, pull(runner))
             failures, unreadable = 0, _tell_unreadable(runner, None, unreadable)
-        except OVER as error:
+        except OWNERSHIP_LOST as error:
             runner.refused(error)
         except BatonError as error:
             if isinstance(error, GroupNotFound):
@@ -62,14 +62,14 @@ async def pull_forever(runner: QueueRunner) -> None:
             elif error.retry is Retry.NEVER:
                 log.error("queue can't be read queue=%s error=%s", runner.queue, error)
             unreadable = _tell_unreadable(runner, error, unreadable)
-            if isinstance(error, AWAY):
+            if isinstance(error, NODE_UNAVAILABLE):
                 directory, broker = runner.session.directory, runner.queue.broker
                 runner.reads_from = directory.next_reader(broker, runner.reads_from)
             await runner.session.directory.pause(error, failures)
             failures = 0 if isinstance(error, Paused) else failures + 1
 
 
-async def _due(runner: QueueRunner) -> bool:
+async def _due(runner: AssignedQueue) -> bool:
     """Wait for room, for the end of a pause, and for the subscription that the grant is for.
 
     Returns:
@@ -81,7 +81,7 @@ async def _due(runner: QueueRunner) -> bool:
         runner.flow = (
             "paused"
             if runner.paused
-            else held_back(
+            else blocking_limit(
                 session.limits,
                 runner.waiting_bytes,
                 waiting_count=len(runner.buffer),
@@ -103,7 +103,7 @@ async def _due(runner: QueueRunner) -> bool:
     return False
 
 
-async def pull(runner: QueueRunner) -> None:
+async def pull(runner: AssignedQueue) -> None:
     """Pull once for `runner`. What arrives after its ownership ended is dropped.
 
     Acks that are not confirmed ride along (protocol 6.6); the answer says if they were taken.
@@ -156,7 +156,7 @@ async def pull(runner: QueueRunner) -> None:
     messages = list(_decode(runner, progress, answer, wanted))
     if runner.queue.topic == retry_topic(session.group):
         for message in messages:
-            restore(message, session.group)
+            restore_original(message, session.group)
     progress.receive(answer.next_offset, [message.offset for message in messages])
     if messages:
         runner.buffer.extend(messages)
@@ -166,7 +166,7 @@ async def pull(runner: QueueRunner) -> None:
         session.note_unconfirmed(progress.unconfirmed_count)
 
 
-def _riding(runner: QueueRunner, progress: QueueProgress) -> Acks | None:
+def _riding(runner: AssignedQueue, progress: QueueProgress) -> Acks | None:
     wished = runner.owned and runner.session.settings.commit_on_pull
     return progress.acks() if wished and progress.dirty else None
 
@@ -180,7 +180,7 @@ def _acks_to_pb(progress: QueueProgress, acks: Acks) -> offsets_pb.Acks:
 
 
 def _decode(
-    runner: QueueRunner, progress: QueueProgress, answer: pb.PullResponse, wanted: Filter
+    runner: AssignedQueue, progress: QueueProgress, answer: pb.PullResponse, wanted: Filter
 ) -> Iterator[ReceivedMessage]:
     first, end = progress.next_offset, answer.next_offset
     codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
@@ -208,7 +208,7 @@ def _decode(
             yield message
 
 
-def _tell_unreadable(runner: QueueRunner, error: BatonError | None, unreadable: bool) -> bool:
+def _tell_unreadable(runner: AssignedQueue, error: BatonError | None, unreadable: bool) -> bool:
     """Log when the topic stops giving messages, and when it begins again; which it is now."""
     if isinstance(error, NotReadable) and not unreadable:
         log.warning("queue waits, its topic gives no messages queue=%s", runner.queue)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.runner import QueueRunner
 
 FAIR_RUN = 64
 """Messages of one queue handed out before another queue, and the rest of the loop, have a turn."""
 
 
-class Turns:
+class QueueRotation:
     """The queues of one consumer in turn, and the message that was handed out last."""
 
     def __init__(self) -> None:
-        self._runners: list[QueueRunner] = []
+        self._runners: list[AssignedQueue] = []
         self._left = 0
-        self._current: tuple[QueueRunner, ReceivedMessage] | None = None
+        self._current: tuple[AssignedQueue, ReceivedMessage] | None = None
 
-    def add(self, runner: QueueRunner) -> None:
+    def add(self, runner: AssignedQueue) -> None:
         """A queue is there."""
         self._runners.append(runner)
 
-    def remove(self, runner: QueueRunner) -> None:
+    def remove(self, runner: AssignedQueue) -> None:
         """It is gone."""
         self._runners.remove(runner)
 

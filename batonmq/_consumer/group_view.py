@@ -48,7 +48,9 @@ class GroupView:
         return cls(
             generation=group.generation,
             member=any(member.incarnation == me for member in group.members),
-            assigned=frozenset(queue for queue in assigned(group, me) if queue.topic in filters),
+            assigned=frozenset(
+                queue for queue in assigned_queues(group, me) if queue.topic in filters
+            ),
             filters=filters,
             subscription_generation=group.subscription_generation,
             owned=group.ownership != pb.OWNERSHIP_OFF and not broadcasting,
@@ -65,7 +67,7 @@ class GroupView:
         return began is not None and queue.queue_id >= began.get(queue.broker, 0)
 
 
-def assigned(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueRef]:
+def assigned_queues(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueRef]:
     """The queues that the group deals to `me`; none to another incarnation of its client id."""
     places = {place for place, member in enumerate(group.members, 1) if member.incarnation == me}
     for topic in group.assignments:

@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 
 
-class Deadlines:
+class HandlerDeadlines:
     """Gives each run, in a task of its own, so much time.
 
     Attributes:
@@ -16,7 +16,7 @@ class Deadlines:
     def __init__(self, timeout_ms: int | None) -> None:
         self.timeout_ms = timeout_ms
         self.loop = asyncio.get_running_loop()
-        self._running: set[Run] = set()
+        self._running: set[HandlerCall] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, timeout_ms: int | None) -> None:
@@ -31,13 +31,13 @@ class Deadlines:
             self._timer.cancel()
             self._timer = None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: HandlerCall) -> None:
         """Watch a run."""
         self._running.add(run)
         if self.timeout_ms is not None:
             self._wake_at(self._end_s(run, self.timeout_ms))
 
-    def end(self, run: Run) -> None:
+    def end(self, run: HandlerCall) -> None:
         """The run is over."""
         self._running.discard(run)
 
@@ -62,11 +62,11 @@ class Deadlines:
             self.close()
             self._timer = self.loop.call_at(when_s, self._expire)
 
-    def _end_s(self, run: Run, timeout_ms: int) -> float:
+    def _end_s(self, run: HandlerCall, timeout_ms: int) -> float:
         return run.begin_s + (timeout_ms + run.extended_ms) / 1000
 
 
-class Run:
+class HandlerCall:
     """What the current task does inside of `with`.
 
     Attributes:
@@ -76,7 +76,7 @@ class Run:
 
     __slots__ = ("_cancelling", "_deadlines", "_task", "begin_s", "expired", "extended_ms")
 
-    def __init__(self, deadlines: Deadlines) -> None:
+    def __init__(self, deadlines: HandlerDeadlines) -> None:
         task = asyncio.current_task(deadlines.loop)
         assert task is not None
         self._deadlines, self._task = deadlines, task
@@ -85,7 +85,7 @@ class Run:
         self.extended_ms = 0
         self.expired = False
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> HandlerCall:
         self._deadlines.begin(self)
         return self
 

@@ -31,7 +31,7 @@ ITEMS_MAX = 1_024
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class ReceivedGrant:
     """A grant, and when its request was sent."""
 
     grant: lockmgr_pb.Grant
@@ -39,20 +39,20 @@ class Granted:
 
 
 @dataclass(eq=False, slots=True)
-class _Wish:
+class _PendingAcquire:
     queue: QueueRef
     item: lockmgr_pb.AcquireItem
-    outcome: asyncio.Future[Granted | BatonError] = field(
+    outcome: asyncio.Future[ReceivedGrant | BatonError] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def settle(self, outcome: Granted | BatonError) -> None:
+    def settle(self, outcome: ReceivedGrant | BatonError) -> None:
         """Tell who asked, if anybody still waits."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
-class JointCalls:
+class BatchedCalls:
     """Joins what is asked in one moment, or while a call of the kind is under way.
 
     All methods raise what the call, or its item, was refused with.
@@ -67,9 +67,9 @@ class JointCalls:
             self._close, items_max=ITEMS_MAX
         )
         self._releases: Batcher[lockmgr_pb.Hold, None] = Batcher(self._release, items_max=ITEMS_MAX)
-        self._wishes: list[_Wish] = []
+        self._wishes: list[_PendingAcquire] = []
         self._wished = asyncio.Event()
-        self._open: dict[int, Sequence[_Wish]] = {}
+        self._open: dict[int, Sequence[_PendingAcquire]] = {}
         self._gave_up = False
 
     async def run(self) -> None:
@@ -97,12 +97,12 @@ class JointCalls:
             raise error_from_pb(outcome.error)
         return outcome.offsets
 
-    async def acquire(self, queue: QueueRef, item: lockmgr_pb.AcquireItem) -> Granted:
+    async def acquire(self, queue: QueueRef, item: lockmgr_pb.AcquireItem) -> ReceivedGrant:
         """Ask for a queue, held at lockmgr while somebody else has it.
 
         Whoever stops waiting does not get it: a grant that still comes is released.
         """
-        wish = _Wish(queue, item)
+        wish = _PendingAcquire(queue, item)
         self._wishes.append(wish)
         self._wished.set()
         outcome = await wish.outcome
@@ -153,7 +153,7 @@ class JointCalls:
 
     # ---- the calls
 
-    async def _acquire(self, tasks: asyncio.TaskGroup, asked: Sequence[_Wish]) -> None:
+    async def _acquire(self, tasks: asyncio.TaskGroup, asked: Sequence[_PendingAcquire]) -> None:
         """One stream for many queues; it ends as soon as nobody waits for it any more."""
         wishes = self._by_the_record(asked)
         if not wishes:
@@ -187,7 +187,7 @@ class JointCalls:
         for wish in wishes:
             wish.settle(error)
 
-    def _by_the_record(self, asked: Sequence[_Wish]) -> list[_Wish]:
+    def _by_the_record(self, asked: Sequence[_PendingAcquire]) -> list[_PendingAcquire]:
         """What may be asked for by the generation of the record that is known now.
 
         That may be newer than the wish, whose end is on its way then.
@@ -202,7 +202,7 @@ class JointCalls:
         self,
         tasks: asyncio.TaskGroup,
         request: lockmgr_pb.AcquireRequest,
-        wishes: Mapping[QueueRef, _Wish],
+        wishes: Mapping[QueueRef, _PendingAcquire],
     ) -> None:
         session = self._session
         stub = await session.directory.lockmgr()
@@ -217,7 +217,7 @@ class JointCalls:
                     tasks.create_task(self._give_back(wish.item, answer.grant))
                 else:
                     session.epochs.saw(answer.grant.offsets_set, answer.grant.offsets_epoch)
-                    wish.settle(Granted(answer.grant, sent_ms))
+                    wish.settle(ReceivedGrant(answer.grant, sent_ms))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 

@@ -10,13 +10,13 @@ from batonmq._common.rpc import error_from_pb
 from batonmq._connection.directory import Directory
 from batonmq.errors import GroupMoved, NotServing
 
-ELSEWHERE = (GroupMoved, NotServing)
+GROUP_MOVED = (GroupMoved, NotServing)
 """Refusals of a set that does not keep the group, or not yet: the call has to be repeated."""
 TRIES_MAX = 20
 T = TypeVar("T")
 
 
-class Outcome(Protocol):
+class ItemOutcome(Protocol):
     """An item of a batched answer."""
 
     @property
@@ -25,7 +25,7 @@ class Outcome(Protocol):
         ...
 
 
-def check_kept(outcomes: Iterable[Outcome]) -> None:
+def raise_if_moved(outcomes: Iterable[ItemOutcome]) -> None:
     """Look whether the set that has answered keeps the group.
 
     Raises:
@@ -36,7 +36,7 @@ def check_kept(outcomes: Iterable[Outcome]) -> None:
             raise error_from_pb(outcome.error)
 
 
-async def asked_of_keeper(directory: Directory, ask: Callable[[], Awaitable[T]]) -> T:
+async def repeat_while_moved(directory: Directory, ask: Callable[[], Awaitable[T]]) -> T:
     """The answer of `ask`, which is called again while the group is elsewhere.
 
     Raises:
@@ -46,11 +46,11 @@ async def asked_of_keeper(directory: Directory, ask: Callable[[], Awaitable[T]])
     while True:
         try:
             return await ask()
-        except ELSEWHERE as error:
+        except GROUP_MOVED as error:
             if failures == TRIES_MAX:
                 raise
             await directory.pause(error, failures)
             failures += 1
 
 
-_REASONS = {error_pb2.Reason.Value(f"REASON_{kind.reason}") for kind in ELSEWHERE}
+_REASONS = {error_pb2.Reason.Value(f"REASON_{kind.reason}") for kind in GROUP_MOVED}

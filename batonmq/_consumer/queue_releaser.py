@@ -13,14 +13,14 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
-from batonmq._consumer.keeping import ELSEWHERE
 from batonmq._consumer.local_offsets import LocalProgress
+from batonmq._consumer.moved_group import GROUP_MOVED
 from batonmq._consumer.session import Session, ranges_to_pb
-from batonmq._core.inflight import Closing
+from batonmq._core.queue_progress import CloseContent
 from batonmq.errors import BatonError
 
 if TYPE_CHECKING:
-    from batonmq._consumer.runner import QueueRunner
+    from batonmq._consumer.assigned_queue import AssignedQueue
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ RELEASE_MS = 5_000
 """If lockmgr is away for longer, the next owner finds the token closed."""
 
 
-async def give_back(runner: QueueRunner) -> None:
+async def give_back(runner: AssignedQueue) -> None:
     """Let handlers end, then close at offsets and release at lockmgr; just commit if not owned.
 
     Does nothing more once the token is fenced.
@@ -47,7 +47,7 @@ async def give_back(runner: QueueRunner) -> None:
     runner.given_back(closing.token)
 
 
-async def _drain(runner: QueueRunner) -> None:
+async def _drain(runner: AssignedQueue) -> None:
     limit_ms = runner.session.drain_timeout_ms
     try:
         async with asyncio.timeout(None if limit_ms is None else limit_ms / 1000):
@@ -58,7 +58,7 @@ async def _drain(runner: QueueRunner) -> None:
         log.info("drain timed out queue=%s", runner.queue)
 
 
-async def close(runner: QueueRunner, closing: Closing) -> None:
+async def close(runner: AssignedQueue, closing: CloseContent) -> None:
     """Repeat one frozen Close until it is answered, or the lease must be over."""
     session = runner.session
     item = offsets_pb.CloseItem(
@@ -74,20 +74,20 @@ async def close(runner: QueueRunner, closing: Closing) -> None:
         outcome = await runner.calls.close(item)
         if outcome.HasField("error"):
             error = error_from_pb(outcome.error)
-            if isinstance(error, ELSEWHERE):
+            if isinstance(error, GROUP_MOVED):
                 raise error
             log.warning("close refused queue=%s error=%s", runner.queue, error)
 
     await _repeat(session, 2 * runner.lease_ms, call)
 
 
-async def release(runner: QueueRunner, token: int) -> None:
+async def release(runner: AssignedQueue, token: int) -> None:
     """Tell lockmgr that the token is closed."""
     hold = lockmgr_pb.Hold(queue=runner.key, token=token)
     await _repeat(runner.session, RELEASE_MS, lambda: runner.calls.release(hold))
 
 
-async def _commit_last(runner: QueueRunner, closing: Closing) -> None:
+async def _commit_last(runner: AssignedQueue, closing: CloseContent) -> None:
     """Where nobody owns the queue (section 15): what is not told now is handled once more.
 
     A broadcasting member puts it into its file, which is saved when the consumer is closed.
@@ -112,7 +112,7 @@ async def _commit_last(runner: QueueRunner, closing: Closing) -> None:
         (outcome,) = (await keeper.stub.Commit(request, timeout=CALL_TIMEOUT_S)).outcomes
         if outcome.HasField("error"):
             error = error_from_pb(outcome.error)
-            if isinstance(error, ELSEWHERE):
+            if isinstance(error, GROUP_MOVED):
                 raise error
             log.warning("last commit refused queue=%s error=%s", runner.queue, error)
 

@@ -14,7 +14,7 @@ from batonmq._core.ranges import Range, contains, normalize, of_sorted, subtract
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class GrantedProgress:
     """What a grant tells: the token and where to go on."""
 
     token: int
@@ -34,7 +34,7 @@ class Acks:
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class CloseContent:
     """The content of a Close; once sent it never changes (protocol section 9)."""
 
     token: int
@@ -59,7 +59,7 @@ class QueueProgress:
 
     def __init__(
         self,
-        start: Start,
+        start: GrantedProgress,
         running: Iterable[int] = (),
         finished: Sequence[Range] = (),
         dropped: Iterable[int] = (),
@@ -185,7 +185,7 @@ class QueueProgress:
         self._claimed = self.in_hand()[:ranges_max]
         return self._claimed
 
-    def renewed(self, start: Start) -> QueueProgress:
+    def renewed(self, start: GrantedProgress) -> QueueProgress:
         """The progress under a new grant: keeps H and F if the reset epoch is the same.
 
         What was received and not started is forgotten; it comes again.
@@ -196,9 +196,9 @@ class QueueProgress:
         dropped = (offset for offset in self._given_up if contains(self._claimed, offset))
         return QueueProgress(start, self._running, finished, dropped)
 
-    def closing(self) -> Closing:
+    def closing(self) -> CloseContent:
         """What a Close says now: handlers that still run count as given up."""
         acks, started = self.acks(), self._running | self._given_up | self._dropped
         handled = [(0, acks.committed), *acks.ranges]
         unfinished = tuple(subtract(of_sorted(sorted(started)), handled))
-        return Closing(self.token, self.reset_epoch, acks, unfinished)
+        return CloseContent(self.token, self.reset_epoch, acks, unfinished)

@@ -10,7 +10,7 @@ TIMESTAMP_AGE_MS = 30 * 60 * 1000
 """A consumer that is told no time begins so long before its own start."""
 
 
-def begins_at(consume_from: ConsumeFrom, *, retry: bool, added: bool) -> ConsumeFrom:
+def effective_start(consume_from: ConsumeFrom, *, retry: bool, added: bool) -> ConsumeFrom:
     """The rule for one queue.
 
     Nothing else counts: also the few messages of a small, fresh topic are skipped by `last`.
@@ -27,7 +27,7 @@ def begins_at(consume_from: ConsumeFrom, *, retry: bool, added: bool) -> Consume
     return "first" if retry or added else consume_from
 
 
-def first_offset(place: ConsumeFrom, first: int, end: int, found: int) -> int:
+def start_offset(place: ConsumeFrom, first: int, end: int, found: int) -> int:
     """The offset that `place` means in a queue that holds [first, end).
 
     Args:

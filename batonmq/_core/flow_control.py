@@ -70,7 +70,7 @@ class QueueBytes:
         return self.waiting > 0 and self._budget.total >= self._budget.bytes_max
 
 
-def held_back(
+def blocking_limit(
     limits: FlowLimits, part: QueueBytes, *, waiting_count: int, span: int
 ) -> FlowReason | None:
     """What holds a queue back; None if it may be pulled.

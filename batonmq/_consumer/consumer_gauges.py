@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batonmq._consumer.runner import QueueRunner
-from batonmq._core.flow import FlowReason
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
 
 
-class Held:
+class ConsumerGauges:
     """Looks at the queues of one consumer, from any thread."""
 
-    def __init__(self, runners: Mapping[QueueRef, QueueRunner]) -> None:
+    def __init__(self, runners: Mapping[QueueRef, AssignedQueue]) -> None:
         self._runners = runners
 
     def in_hand(self) -> int:

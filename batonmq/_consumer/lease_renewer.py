@@ -11,14 +11,14 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.aio import wait_until
 from batonmq._common.rpc import answered, error_from_pb
 from batonmq._connection.directory import CALL_TIMEOUT_S
-from batonmq._consumer.joint import JointCalls
-from batonmq._consumer.keeping import ELSEWHERE
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.local_offsets import LocalOffsets, LocalProgress
-from batonmq._consumer.notices import Notices
-from batonmq._consumer.pulling import OVER
-from batonmq._consumer.runner import QueueRunner
+from batonmq._consumer.lock_watch import LockWatch
+from batonmq._consumer.moved_group import GROUP_MOVED
+from batonmq._consumer.queue_puller import OWNERSHIP_LOST
 from batonmq._consumer.session import Session, queue_of, ranges_to_pb
-from batonmq._core.inflight import Acks, QueueProgress
+from batonmq._core.queue_progress import Acks, QueueProgress
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError
 
@@ -31,15 +31,15 @@ COMMIT_GATHER_MS = 10
 """Acks that arrive within this time ride in the same commit."""
 
 
-class Leases:
+class LeaseRenewer:
     """Renews and commits for the queues in `runners`, which its owner changes as it likes."""
 
     def __init__(
         self,
         session: Session,
-        calls: JointCalls,
-        runners: Mapping[QueueRef, QueueRunner],
-        notices: Notices,
+        calls: BatchedCalls,
+        runners: Mapping[QueueRef, AssignedQueue],
+        notices: LockWatch,
     ) -> None:
         self._session, self._calls = session, calls
         self._runners, self._notices = runners, notices
@@ -92,7 +92,7 @@ class Leases:
             await self._commit(found[start : start + COMMIT_ITEMS_MAX])
 
     async def _save(
-        self, local: LocalOffsets, found: Sequence[tuple[QueueRunner, QueueProgress, Acks]]
+        self, local: LocalOffsets, found: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]
     ) -> None:
         for runner, _, acks in found:
             local.put(runner.queue, LocalProgress(acks.committed, acks.ranges))
@@ -100,7 +100,7 @@ class Leases:
             for runner, progress, acks in found:
                 runner.committed(progress, acks, self._session.clock.monotonic_ms())
 
-    async def _commit(self, found: Sequence[tuple[QueueRunner, QueueProgress, Acks]]) -> None:
+    async def _commit(self, found: Sequence[tuple[AssignedQueue, QueueProgress, Acks]]) -> None:
         session = self._session
         keeper = await session.keeper()
         request = offsets_pb.CommitRequest(
@@ -126,11 +126,11 @@ class Leases:
                 runner.committed(progress, acks, sent_ms)
                 continue
             refusal = error_from_pb(outcome.error)
-            if isinstance(refusal, ELSEWHERE):
+            if isinstance(refusal, GROUP_MOVED):
                 elsewhere = refusal
                 continue
             log.info("commit refused queue=%s error=%s", runner.queue, refusal)
-            if runner.progress is progress and isinstance(refusal, OVER):
+            if runner.progress is progress and isinstance(refusal, OWNERSHIP_LOST):
                 runner.refused(refusal)
         if elsewhere is not None:
             raise elsewhere

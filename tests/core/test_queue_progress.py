@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from batonmq._core.inflight import Acks, QueueProgress, Start
+from batonmq._core.queue_progress import Acks, GrantedProgress, QueueProgress
 from batonmq._core.ranges import Range, normalize, of_sorted
 
 OFFSETS = st.integers(0, 9)
@@ -58,15 +58,15 @@ def handle(progress: QueueProgress, *offsets: int) -> None:
 
 
 def test_first_offset_of_a_later_acked_run_is_done() -> None:
-    progress = QueueProgress(Start(1, 0, 2, acked=((4, 6), (8, 10))))
+    progress = QueueProgress(GrantedProgress(1, 0, 2, acked=((4, 6), (8, 10))))
     assert [offset for offset in range(2, 12) if progress.is_done(offset)] == [4, 5, 8, 9]
 
 
 def test_work_finished_before_a_new_grant_and_committed_after_it_is_not_started_again() -> None:
-    before = QueueProgress(Start(1, 0, 5))
+    before = QueueProgress(GrantedProgress(1, 0, 5))
     before.receive(8, [5, 6, 7])
     handle(before, 5, 6, 7)
-    progress = before.renewed(Start(2, 0, 5))
+    progress = before.renewed(GrantedProgress(2, 0, 5))
     progress.confirm(progress.acks())
     assert progress.committed == 8
     assert progress.next_offset == 5, "storage is asked again, and answers with 5, 6, 7"
@@ -74,10 +74,10 @@ def test_work_finished_before_a_new_grant_and_committed_after_it_is_not_started_
 
 
 def test_message_whose_handler_runs_through_a_new_grant_is_not_started_again() -> None:
-    before = QueueProgress(Start(1, 0, 0))
+    before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(2, [0, 1])
     assert before.start(0)
-    progress = before.renewed(Start(2, 0, 0))
+    progress = before.renewed(GrantedProgress(2, 0, 0))
     assert progress.is_done(0)
     assert not progress.is_done(1), "it was never started"
     assert progress.finish(0)
@@ -86,12 +86,12 @@ def test_message_whose_handler_runs_through_a_new_grant_is_not_started_again() -
 
 def test_story_09_message_given_up_after_it_was_claimed_is_told_as_started() -> None:
     """offsets was told that it is in hand, so offsets does not flag it: we have to."""
-    before = QueueProgress(Start(1, 0, 0))
+    before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(2, [0, 1])
     assert before.start(0)
     assert before.claim(10) == [(0, 1)]
     before.give_up(0)
-    progress = before.renewed(Start(2, 0, 0))
+    progress = before.renewed(GrantedProgress(2, 0, 0))
     assert not progress.is_done(0), "it comes again"
     assert progress.is_redelivered(0)
     assert not progress.is_redelivered(1)
@@ -103,39 +103,39 @@ def test_story_09_message_given_up_after_it_was_claimed_is_told_as_started() -> 
 
 def test_message_given_up_before_the_claim_is_left_to_offsets() -> None:
     """It is not claimed, so the fence flags it, and nothing says that it is below D."""
-    before = QueueProgress(Start(1, 0, 0))
+    before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(1, [0])
     assert before.start(0)
     before.give_up(0)
     assert before.claim(10) == []
-    progress = before.renewed(Start(2, 0, 0, maybe_seen=((0, 1),)))
+    progress = before.renewed(GrantedProgress(2, 0, 0, maybe_seen=((0, 1),)))
     assert progress.is_redelivered(0)
     assert progress.closing().unfinished == ()
 
 
 def test_result_of_a_message_that_another_owner_has_acked_meanwhile_does_not_count() -> None:
-    before = QueueProgress(Start(1, 0, 0))
+    before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(2, [0, 1])
     assert before.start(0)
-    progress = before.renewed(Start(3, 0, 2))
+    progress = before.renewed(GrantedProgress(3, 0, 2))
     assert not progress.running
     assert not progress.finish(0)
     assert progress.acks().committed == 2
 
 
 def test_nothing_survives_a_reset() -> None:
-    before = QueueProgress(Start(1, 0, 0))
+    before = QueueProgress(GrantedProgress(1, 0, 0))
     before.receive(3, [0, 1, 2])
     handle(before, 0)
     assert before.start(1)
-    progress = before.renewed(Start(2, 1, 0))
+    progress = before.renewed(GrantedProgress(2, 1, 0))
     assert not any(progress.is_done(offset) for offset in range(3))
     assert not progress.finish(1)
     assert told(progress.acks()) == set()
 
 
 def test_gap_below_a_finished_message_holds_the_committed_offset() -> None:
-    progress = QueueProgress(Start(1, 0, 0))
+    progress = QueueProgress(GrantedProgress(1, 0, 0))
     progress.receive(4, [0, 1, 2, 3])
     handle(progress, 1, 3)
     acks = progress.acks()
@@ -146,14 +146,14 @@ def test_gap_below_a_finished_message_holds_the_committed_offset() -> None:
 
 
 def test_what_the_filter_dropped_is_acked_without_a_handler() -> None:
-    progress = QueueProgress(Start(1, 0, 0))
+    progress = QueueProgress(GrantedProgress(1, 0, 0))
     progress.receive(5, [])
     assert progress.dirty
     assert progress.acks().committed == 5
 
 
 def test_closing_names_cut_off_and_given_up_messages_and_not_those_never_started() -> None:
-    progress = QueueProgress(Start(7, 3, 0))
+    progress = QueueProgress(GrantedProgress(7, 3, 0))
     progress.receive(5, [0, 1, 2, 3, 4])
     handle(progress, 0)
     assert progress.start(1)
@@ -166,7 +166,7 @@ def test_closing_names_cut_off_and_given_up_messages_and_not_those_never_started
 
 
 def test_late_answer_to_an_older_commit_does_not_take_the_newer_back() -> None:
-    progress = QueueProgress(Start(1, 0, 0))
+    progress = QueueProgress(GrantedProgress(1, 0, 0))
     progress.receive(2, [0, 1])
     handle(progress, 0)
     older = progress.acks()
@@ -236,11 +236,13 @@ class OneQueue(RuleBasedStateMachine):
         self.real = QueueProgress(self._start())
         self.committed = self.real.committed
 
-    def _start(self) -> Start:
+    def _start(self) -> GrantedProgress:
         self.token += 1
         committed = first_missing(self.server)
         above = {offset for offset in self.server if offset > committed}
-        return Start(self.token, self.epoch, committed, runs(above), runs(self.maybe_seen))
+        return GrantedProgress(
+            self.token, self.epoch, committed, runs(above), runs(self.maybe_seen)
+        )
 
     @rule(count=st.integers(1, 5), filtered=SETS, redelivered=SETS)
     def pull(self, count: int, filtered: set[int], redelivered: set[int]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from batonmq._consumer.handler_results import failure_of
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import failure_of
 from batonmq._core.retries import Failure
 from batonmq.errors import InvalidArgument
 
@@ -16,7 +16,7 @@ BatchHandler = Callable[
 ]
 
 
-class Form(Protocol):
+class HandlerAdapter(Protocol):
     """How messages are handed to the user's function.
 
     Attributes:
@@ -36,7 +36,7 @@ class Form(Protocol):
         """What a result says against each message being handled; None if nothing does."""
 
 
-class OneByOne:
+class SingleMessageAdapter:
     """A function that takes one message."""
 
     messages_max = 1
@@ -45,19 +45,19 @@ class OneByOne:
         self.handler: Any = handler
 
     def call(self, messages: list[ReceivedMessage]) -> Any:
-        """See `Form`."""
+        """See `HandlerAdapter`."""
         return self.handler(messages[0])
 
     def failures(
         self, result: object, messages: Sequence[ReceivedMessage]
     ) -> Sequence[Failure | None] | None:
-        """See `Form`."""
+        """See `HandlerAdapter`."""
         if result is None or (failure := failure_of(result)) is None:
             return None
         return [failure]
 
 
-class InBatches:
+class BatchAdapter:
     """A function that takes a list of messages.
 
     Raises:
@@ -73,13 +73,13 @@ class InBatches:
         self.messages_max = messages_max
 
     def call(self, messages: list[ReceivedMessage]) -> Any:
-        """See `Form`."""
+        """See `HandlerAdapter`."""
         return self.handler(messages)
 
     def failures(
         self, result: object, messages: Sequence[ReceivedMessage]
     ) -> Sequence[Failure | None] | None:
-        """See `Form`.
+        """See `HandlerAdapter`.
 
         Raises:
             InvalidArgument: the result is neither None nor one result for each message.

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq._core.flow import ByteBudget, FlowLimits, FlowReason, QueueBytes, held_back
+from batonmq._core.flow_control import (
+    ByteBudget,
+    FlowLimits,
+    FlowReason,
+    QueueBytes,
+    blocking_limit,
+)
 
 LIMITS = FlowLimits(messages_max=5, span_max=9)
 
@@ -31,7 +37,7 @@ def full() -> Queues:
 
 
 def reason(part: QueueBytes, *, waiting_count: int = 0, span: int = 0) -> FlowReason | None:
-    return held_back(LIMITS, part, waiting_count=waiting_count, span=span)
+    return blocking_limit(LIMITS, part, waiting_count=waiting_count, span=span)
 
 
 def test_each_bound_is_named(full: Queues) -> None:

@@ -9,7 +9,7 @@ import grpc.aio
 
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
-from batonmq._consumer.runner import QueueRunner
+from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq._consumer.session import Session, queue_of
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Unreachable
@@ -17,10 +17,10 @@ from batonmq.errors import BatonError, Unreachable
 log = logging.getLogger(__name__)
 
 
-class Notices:
+class LockWatch:
     """Listens for the queues in `runners`. What is lost comes again with the keep-alives."""
 
-    def __init__(self, session: Session, runners: Mapping[QueueRef, QueueRunner]) -> None:
+    def __init__(self, session: Session, runners: Mapping[QueueRef, AssignedQueue]) -> None:
         self._session, self._runners = session, runners
 
     async def run(self) -> None:

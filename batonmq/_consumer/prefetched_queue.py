@@ -14,7 +14,7 @@ import numpy as np
 from batonmq._common.aio import unless
 from batonmq._connection.directory import Directory
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._core.flow import ByteBudget, FlowLimits, QueueBytes, held_back
+from batonmq._core.flow_control import ByteBudget, FlowLimits, QueueBytes, blocking_limit
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import check_batch, decode_records, tag_hashes
 from batonmq._core.subscription import Filter
@@ -25,6 +25,7 @@ from batonmq.errors import (
     ModeChanged,
     OffsetAheadOfLog,
     OffsetOutOfRange,
+    OffsetOutOfRangeDetail,
     QueueNotFound,
     Retry,
     TopicNotFound,
@@ -32,14 +33,14 @@ from batonmq.errors import (
 
 log = logging.getLogger(__name__)
 
-OutOfRange = Literal["earliest", "latest", "error"]
+OutOfRangePolicy = Literal["earliest", "latest", "error"]
 _NEWS = (GroupNotFound, TopicNotFound, QueueNotFound, ModeChanged)
 _NEWS_TRIES = 5
 """What was just created or changed is refused until storage has heard of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class KeptOffsets:
     """A queue holds [first_offset, next_offset)."""
 
     first_offset: int
@@ -47,7 +48,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedBatches:
     """What storage holds of [offset asked for, next_offset).
 
     Attributes:
@@ -59,11 +60,11 @@ class Fetched:
     batches: tuple[bytes, ...]
     next_offset: int
     lost_count: int
-    extent: Extent
+    extent: KeptOffsets
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FetchSource:
     """Where a lane gets its queue from; all raise `BatonError`.
 
     Attributes:
@@ -74,12 +75,12 @@ class Source:
     """
 
     begin: Callable[[QueueRef], Awaitable[int]]
-    extent: Callable[[QueueRef], Awaitable[Extent]]
-    fetch: Callable[[QueueRef, int, Filter, int], Awaitable[Fetched]]
+    extent: Callable[[QueueRef], Awaitable[KeptOffsets]]
+    fetch: Callable[[QueueRef, int, Filter, int], Awaitable[FetchedBatches]]
     idle_ms: int
 
 
-class Lane:
+class PrefetchedQueue:
     """Messages of one queue from `position` on.
 
     Args:
@@ -97,7 +98,7 @@ class Lane:
         self,
         queue: QueueRef,
         wanted: Filter,
-        policy: OutOfRange,
+        policy: OutOfRangePolicy,
         budget: ByteBudget,
         arrived: Callable[[], None],
     ) -> None:
@@ -136,7 +137,7 @@ class Lane:
         """The lane is not read any more; who waits for its position hears of it."""
         self._fail(InvalidArgument(f"queue {self.queue} is not assigned", facts={"field": "queue"}))
 
-    async def run(self, source: Source, limits: FlowLimits, directory: Directory) -> None:
+    async def run(self, source: FetchSource, limits: FlowLimits, directory: Directory) -> None:
         """Fetch ahead for ever."""
         failures = 0
         self._bytes.join()
@@ -159,13 +160,13 @@ class Lane:
             self._bytes.leave()
 
     async def _due(self, limits: FlowLimits) -> None:
-        while self.error is not None or held_back(
+        while self.error is not None or blocking_limit(
             limits, self._bytes, waiting_count=len(self._buffer), span=0
         ):
             self.changed.clear()
             await self.changed.wait()
 
-    async def _step(self, source: Source) -> None:
+    async def _step(self, source: FetchSource) -> None:
         if self.position is None:
             begin = await source.begin(self.queue)
             if not self._moved.is_set():
@@ -196,7 +197,7 @@ class Lane:
         if found.next_offset == offset and source.idle_ms:
             await asyncio.sleep(source.idle_ms / 1000)
 
-    async def _go_back_inside(self, source: Source, error: BatonError) -> None:
+    async def _go_back_inside(self, source: FetchSource, error: BatonError) -> None:
         extent, offset = await source.extent(self.queue), self._next_offset
         if self._moved.is_set() or extent.first_offset <= offset <= extent.next_offset:
             return  # by now it is inside
@@ -205,6 +206,7 @@ class Lane:
                 error.message,
                 remedy="Seek, or choose out_of_range earliest or latest.",
                 facts=error.facts,
+                detail=error.detail,
             ) from error
         to = self._outside(offset, extent)
         if offset < extent.first_offset:
@@ -212,13 +214,13 @@ class Lane:
         log.warning("offset is out of range queue=%s offset=%d goes to %d", self.queue, offset, to)
         self._jump(to)
 
-    def _outside(self, offset: int, extent: Extent) -> int:
+    def _outside(self, offset: int, extent: KeptOffsets) -> int:
         if self._policy == "error":
             raise OffsetOutOfRange(
                 f"offset {offset} of queue {self.queue} is no longer kept; the first is "
                 f"{extent.first_offset}",
                 remedy="Seek, or choose out_of_range earliest or latest.",
-                facts={"offset": offset, "first_offset": extent.first_offset},
+                detail=OffsetOutOfRangeDetail(offset=offset, first_offset=extent.first_offset),
             )
         return extent.first_offset if self._policy == "earliest" else extent.next_offset
 
@@ -258,7 +260,7 @@ def _final(error: BatonError, failures: int) -> bool:
 
 
 def _decoded(
-    queue: QueueRef, found: Fetched, first: int, wanted: Filter
+    queue: QueueRef, found: FetchedBatches, first: int, wanted: Filter
 ) -> Iterator[ReceivedMessage]:
     codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
     for raw in found.batches:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 _Outcome = pb.ScheduleReceipt | BatonError
 
 
-def restore(message: ReceivedMessage, group: str) -> None:
+def restore_original(message: ReceivedMessage, group: str) -> None:
     """Make a message of the retry topic look as it did the first time; leave any other alone."""
     if message.queue.topic != retry_topic(group):
         return
@@ -106,7 +106,7 @@ async def create_retry_topic(session: Session) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class RetryRequest:
     """A message to be sent back.
 
     Attributes:
@@ -122,7 +122,7 @@ class Return:
     counts: Callable[[], bool]
 
 
-class Returns:
+class RetrySender:
     """Sends back what the members of one consumer could not handle.
 
     Args:
@@ -137,7 +137,7 @@ class Returns:
         self._finding = asyncio.Lock()
         self._batchers: dict[str, Batcher[pb.ScheduleItem, _Outcome]] = {}
 
-    async def send(self, one: Return) -> bool:
+    async def send(self, one: RetryRequest) -> bool:
         """Send until it is stored; False if it is not ours any more before that."""
         session, message, failures = self._session, one.message, 0
         name = retry_topic if one.delay_ms is not None else dead_letter_topic
@@ -156,7 +156,7 @@ class Returns:
                 return True
         return False
 
-    async def _send(self, one: Return, topic: str) -> pb.ScheduleReceipt:
+    async def _send(self, one: RetryRequest, topic: str) -> pb.ScheduleReceipt:
         message = one.message
         once = once_id(message.queue, message.topic_id, message.offset, one.reset_epoch)
         queues = await self._queues_of(topic)
@@ -220,7 +220,7 @@ class Returns:
         ]
 
 
-def _encode(one: Return, queue: QueueRef, once: int, client_id: str) -> bytes:
+def _encode(one: RetryRequest, queue: QueueRef, once: int, client_id: str) -> bytes:
     received = one.message
     added = properties_of(received.origin, received.attempts, one.failure, client_id)
     keys = indexed(received.keys, received.origin)

@@ -28,9 +28,10 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._connection.directory import Directory
-from batonmq._consumer.group import GroupView
-from batonmq._consumer.joint import JointCalls
-from batonmq._consumer.session import ConsumerSettings, Session
+from batonmq._consumer.batched_calls import BatchedCalls
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.group_view import GroupView
+from batonmq._consumer.session import Session
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Held, NotAssigned, Unreachable
 from tests.support.serving import serving_at
@@ -164,7 +165,7 @@ class Others:
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[tuple[JointCalls, Lockmgr, Others]]:
+async def scene() -> AsyncIterator[tuple[BatchedCalls, Lockmgr, Others]]:
     """Joint calls that run, and whom they call."""
     nameserver, lockmgr = Nameserver(), Lockmgr()  # type: ignore[abstract]
     others = Others(Offsets(), Storage())  # type: ignore[abstract]
@@ -189,7 +190,7 @@ async def scene() -> AsyncIterator[tuple[JointCalls, Lockmgr, Others]]:
                 generation=5, member=True, assigned=frozenset(queue(n) for n in range(ASSIGNED))
             ),
         )
-        calls = JointCalls(session)
+        calls = BatchedCalls(session)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(calls.run())
             yield calls, lockmgr, others
@@ -201,7 +202,7 @@ def queue(queue_id: int, broker: str = BROKER) -> QueueRef:
     return QueueRef(TOPIC, broker, queue_id)
 
 
-async def acquired(calls: JointCalls, queue_id: int) -> int | BatonError:
+async def acquired(calls: BatchedCalls, queue_id: int) -> int | BatonError:
     """Token of the grant, or the refusal."""
     try:
         item = pb.AcquireItem(queue=_key(queue_id))

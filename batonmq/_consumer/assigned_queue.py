@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from typing import Literal
 
 from batonmq._common.aio import unless
-from batonmq._consumer.asking import acquire, look_up
-from batonmq._consumer.giving_back import give_back
-from batonmq._consumer.joint import JointCalls
+from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.pulling import pull_forever
+from batonmq._consumer.queue_acquirer import acquire, look_up
+from batonmq._consumer.queue_puller import pull_forever
+from batonmq._consumer.queue_releaser import give_back
 from batonmq._consumer.session import OwnershipEvent, Session
-from batonmq._core.flow import FlowReason, QueueBytes
-from batonmq._core.inflight import Acks, Closing, QueueProgress, Start
+from batonmq._core.flow_control import FlowReason, QueueBytes
+from batonmq._core.queue_progress import Acks, CloseContent, GrantedProgress, QueueProgress
 from batonmq._core.queues import QueueRef
 from batonmq._core.subscription import Filter, TagFilter
-from batonmq.errors import BatonError, Fenced, ModeChanged
+from batonmq.errors import BatonError, FenceCause, Fenced, ModeChanged
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ DEADLINE_MARGIN_MS = 3_000
 """The owner stops so long before its lease ends at the lock manager (protocol section 8)."""
 
 
-class QueueRunner:
+class AssignedQueue:
     """Reads one queue while it is assigned to the consumer.
 
     `run` acquires, pulls, and on `unassign` drains, closes and releases. Handlers get messages by
@@ -55,7 +55,7 @@ class QueueRunner:
         interrupted: Set when the pull under way is not one to be made any more.
     """
 
-    def __init__(self, session: Session, calls: JointCalls, queue: QueueRef) -> None:
+    def __init__(self, session: Session, calls: BatchedCalls, queue: QueueRef) -> None:
         self.session, self.calls, self.queue = session, calls, queue
         self.key = session.key(queue)
         self.owned = session.view.owned
@@ -142,7 +142,7 @@ class QueueRunner:
         log.info("fenced queue=%s token=%d error=%s", self.queue, self.token, error)
         if isinstance(error, ModeChanged):
             self.session.heartbeat_soon.set()
-        reset = error.facts.get("why") == "RESET"
+        reset = isinstance(error, Fenced) and error.detail.why is FenceCause.RESET
         self.fence(forget=reset or isinstance(error, ModeChanged))
 
     def granted(self, sent_ms: int, lease_ms: int, bound_generation: int) -> None:
@@ -290,7 +290,7 @@ class QueueRunner:
             self.token = 0
         self.progress = None
 
-    def end(self) -> Closing:
+    def end(self) -> CloseContent:
         """Nothing that still runs counts from now on; what there is to say about it."""
         assert self.progress is not None
         closing = self.progress.closing()
@@ -302,7 +302,7 @@ class QueueRunner:
         self.token = 0
         self._tell("released", token)
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: GrantedProgress) -> None:
         carried = self.progress
         if carried is not None and carried.reset_epoch != start.reset_epoch:
             self._forget()

@@ -12,12 +12,12 @@ from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.aio import unless
 from batonmq._common.rpc import answered, error_from_pb
 from batonmq._connection.directory import CALL_TIMEOUT_S
-from batonmq._consumer.joint import ACQUIRE_HOLD_MS
+from batonmq._consumer.batched_calls import ACQUIRE_HOLD_MS
 from batonmq._consumer.local_offsets import LocalOffsets, LocalProgress
 from batonmq._consumer.session import queue_to_pb, ranges_from_pb, ranges_to_pb
-from batonmq._core.inflight import Start
+from batonmq._core.queue_progress import GrantedProgress
 from batonmq._core.retries import retry_topic
-from batonmq._core.starting import begins_at, first_offset
+from batonmq._core.start_offset import effective_start, start_offset
 from batonmq.errors import (
     BatonError,
     Draining,
@@ -37,7 +37,7 @@ from batonmq.errors import (
 )
 
 if TYPE_CHECKING:
-    from batonmq._consumer.runner import QueueRunner
+    from batonmq._consumer.assigned_queue import AssignedQueue
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _HELD = (Held, Unacked, Draining, HandoverPending, SubscriptionDraining)
 _OLD_VIEW = (NotAssigned, NotMember, NotSubscribed, ModeChanged)
 
 
-async def acquire(runner: QueueRunner) -> Start | None:
+async def acquire(runner: AssignedQueue) -> GrantedProgress | None:
     """Ask until the queue is granted; None once it is not assigned any more."""
     session, failures = runner.session, 0
     while runner.assigned:
@@ -70,7 +70,7 @@ async def acquire(runner: QueueRunner) -> Start | None:
     return None
 
 
-async def look_up(runner: QueueRunner) -> Start | None:
+async def look_up(runner: AssignedQueue) -> GrantedProgress | None:
     """Read where the group is on a queue that nobody owns; None once it is not assigned any more.
 
     A group without progress gets some: where it starts is decided once.
@@ -88,7 +88,7 @@ async def look_up(runner: QueueRunner) -> Start | None:
     return None
 
 
-async def _ask(runner: QueueRunner) -> Start:
+async def _ask(runner: AssignedQueue) -> GrantedProgress:
     progress, extent = runner.progress, await runner.calls.extent(runner.queue)
     item = lockmgr_pb.AcquireItem(
         queue=runner.key,
@@ -100,7 +100,7 @@ async def _ask(runner: QueueRunner) -> Start:
     granted = await runner.calls.acquire(runner.queue, item)
     grant = granted.grant
     runner.granted(granted.sent_ms, grant.lease_ms, grant.subscription_generation)
-    return Start(
+    return GrantedProgress(
         grant.token,
         grant.reset_epoch,
         grant.committed_offset,
@@ -109,7 +109,7 @@ async def _ask(runner: QueueRunner) -> Start:
     )
 
 
-async def _progress(runner: QueueRunner) -> Start:
+async def _progress(runner: AssignedQueue) -> GrantedProgress:
     if runner.session.local is not None:
         return await _local_progress(runner, runner.session.local)
     try:
@@ -120,16 +120,16 @@ async def _progress(runner: QueueRunner) -> Start:
         return await _query(runner)
 
 
-async def _local_progress(runner: QueueRunner, local: LocalOffsets) -> Start:
+async def _local_progress(runner: AssignedQueue, local: LocalOffsets) -> GrantedProgress:
     found = local.get(runner.queue)
     if found is None:
         extent = await runner.calls.extent(runner.queue)
         found = LocalProgress(await _first_offset(runner, extent))
         local.put(runner.queue, found)
-    return Start(0, 0, found.committed, found.acked)
+    return GrantedProgress(0, 0, found.committed, found.acked)
 
 
-async def _query(runner: QueueRunner) -> Start:
+async def _query(runner: AssignedQueue) -> GrantedProgress:
     session = runner.session
     keeper = await session.keeper()
     request = offsets_pb.QueryRequest(
@@ -143,10 +143,10 @@ async def _query(runner: QueueRunner) -> Start:
         raise error_from_pb(outcome.error)
     progress = outcome.progress
     acked = ranges_from_pb(progress.acked)
-    return Start(0, progress.reset_epoch, progress.committed_offset, acked)
+    return GrantedProgress(0, progress.reset_epoch, progress.committed_offset, acked)
 
 
-async def _begin_progress(runner: QueueRunner, offset: int) -> None:
+async def _begin_progress(runner: AssignedQueue, offset: int) -> None:
     """Commit where the group starts; an earlier topic of the name may have left a reset epoch."""
     session, reset_epoch = runner.session, 0
     name, stub = await session.keeper()
@@ -159,15 +159,15 @@ async def _begin_progress(runner: QueueRunner, offset: int) -> None:
         if not answer.outcomes[0].HasField("error"):
             return
         error = error_from_pb(answer.outcomes[0].error)
-        reset_epoch = int(error.facts.get("reset_epoch", 0))
-        if not isinstance(error, Fenced) or not reset_epoch:
+        if not isinstance(error, Fenced) or not error.detail.reset_epoch:
             raise error
+        reset_epoch = error.detail.reset_epoch
 
 
-async def _first_offset(runner: QueueRunner, extent: storage_pb.QueueOffsets) -> int:
+async def _first_offset(runner: AssignedQueue, extent: storage_pb.QueueOffsets) -> int:
     """Where to start if the group has no progress on the queue."""
     session, queue, found = runner.session, runner.queue, 0
-    place = begins_at(
+    place = effective_start(
         session.settings.consume_from,
         retry=queue.topic == retry_topic(session.group),
         added=(session.local or session.view).added(queue),
@@ -179,4 +179,4 @@ async def _first_offset(runner: QueueRunner, extent: storage_pb.QueueOffsets) ->
         stub = await session.directory.query(queue.broker)
         answer = await answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
         found = answer.offset
-    return first_offset(place, extent.first_offset, extent.next_offset, found)
+    return start_offset(place, extent.first_offset, extent.next_offset, found)

@@ -17,12 +17,12 @@ from typing import Any
 
 from batonmq._common.aio import unless
 from batonmq._common.threads import DaemonThreads
-from batonmq._consumer.deadlines import Deadlines, Run
-from batonmq._consumer.forms import Form
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.handler_adapters import HandlerAdapter
+from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
+from batonmq._consumer.handler_results import MessageFailed
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import MessageFailed
-from batonmq._consumer.retrying import Return, Returns
-from batonmq._consumer.runner import QueueRunner
+from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import Session
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import Failure, HandleAgain, SendBack, Skip, Stop
@@ -30,7 +30,7 @@ from batonmq._core.retries import Failure, HandleAgain, SendBack, Skip, Stop
 log = logging.getLogger(__name__)
 
 
-class Handling:
+class MessageDispatcher:
     """Handles the messages of the runners it is told of.
 
     Args:
@@ -45,8 +45,8 @@ class Handling:
     def __init__(
         self,
         session: Session,
-        form: Form,
-        returns: Returns,
+        form: HandlerAdapter,
+        returns: RetrySender,
         tasks: asyncio.TaskGroup,
         on_stop: Callable[[MessageFailed], None],
     ) -> None:
@@ -61,9 +61,9 @@ class Handling:
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._by_queue: dict[QueueRef, list[asyncio.Task[None]]] = {}
         self._ended = False
-        self.deadlines = Deadlines(settings.handle_timeout_ms)
+        self.deadlines = HandlerDeadlines(settings.handle_timeout_ms)
 
-    def begin(self, runner: QueueRunner) -> None:
+    def begin(self, runner: AssignedQueue) -> None:
         """Handle the messages of a queue until `leave`."""
         settings = self._session.settings
         self._by_queue[runner.queue] = [
@@ -86,7 +86,7 @@ class Handling:
         if self._threads is not None:
             self._threads.close()
 
-    async def _handle(self, runner: QueueRunner) -> None:
+    async def _handle(self, runner: AssignedQueue) -> None:
         """Handle one queue's messages, call by call, until cancelled."""
         while True:
             await runner.arrived.wait()
@@ -105,7 +105,7 @@ class Handling:
 
     async def _meet(
         self,
-        runner: QueueRunner,
+        runner: AssignedQueue,
         messages: Sequence[ReceivedMessage],
         failures: Sequence[Failure | None],
     ) -> None:
@@ -133,7 +133,7 @@ class Handling:
                 await self._see_through(runner, message, failure)
 
     async def _see_through(
-        self, runner: QueueRunner, message: ReceivedMessage, failure: Failure | None
+        self, runner: AssignedQueue, message: ReceivedMessage, failure: Failure | None
     ) -> None:
         """Until the message is done with or given up; without a failure it is handled first."""
         step: HandleAgain | bool = HandleAgain(0)
@@ -148,7 +148,7 @@ class Handling:
             runner.give_up(message)
 
     async def _again(
-        self, runner: QueueRunner, message: ReceivedMessage, delay_ms: int
+        self, runner: AssignedQueue, message: ReceivedMessage, delay_ms: int
     ) -> Failure | bool:
         """Handle a message that is in hand; True if that went well, False if it may not begin."""
         await unless(runner.stopping, asyncio.sleep(delay_ms / 1000))
@@ -163,7 +163,7 @@ class Handling:
         return (failures and failures[0]) or True
 
     async def _decide(
-        self, runner: QueueRunner, message: ReceivedMessage, failure: Failure
+        self, runner: AssignedQueue, message: ReceivedMessage, failure: Failure
     ) -> HandleAgain | bool:
         """What a failure leads to; else whether the message is done with: skipped or sent back."""
         if not runner.counts(message):
@@ -190,14 +190,18 @@ class Handling:
                 (counts.dead if dead else counts.retried)(message.topic)
 
     async def _send_back(
-        self, runner: QueueRunner, message: ReceivedMessage, failure: Failure, delay_ms: int | None
+        self,
+        runner: AssignedQueue,
+        message: ReceivedMessage,
+        failure: Failure,
+        delay_ms: int | None,
     ) -> bool:
         def ours() -> bool:  # else the next owner handles the message, perhaps better
             return runner.counts(message) and not runner.fenced
 
         progress = runner.progress
         reset_epoch = progress.reset_epoch if progress is not None else 0
-        return await self._returns.send(Return(message, reset_epoch, failure, delay_ms, ours))
+        return await self._returns.send(RetryRequest(message, reset_epoch, failure, delay_ms, ours))
 
     async def _attempt(
         self, messages: Sequence[ReceivedMessage]
@@ -206,7 +210,7 @@ class Handling:
 
         Gives a slot back that was acquired.
         """
-        run = Run(self.deadlines)
+        run = HandlerCall(self.deadlines)
         if self._tally is not None:
             stored = [message.store_unix_ms for message in messages]
             self._tally.begun(messages[0].topic, stored)
@@ -219,7 +223,7 @@ class Handling:
         return failures
 
     async def _called(
-        self, messages: Sequence[ReceivedMessage], run: Run
+        self, messages: Sequence[ReceivedMessage], run: HandlerCall
     ) -> Sequence[Failure | None] | None:
         first, extend = messages[0], run.extend
         for message in messages:
