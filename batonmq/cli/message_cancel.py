@@ -8,7 +8,7 @@ import typer
 
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 
 
 def cancel(
@@ -23,7 +23,7 @@ def cancel(
     session.run(_cancel(session, schedule_id))
 
 
-async def _cancel(session: Session, schedule_id: str) -> None:
+async def _cancel(session: CommandSession, schedule_id: str) -> None:
     settings = ProducerSettings(security=session.security)
     async with Producer(session.nameserver, settings) as producer:
         await producer.cancel(schedule_id)

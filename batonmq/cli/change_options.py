@@ -1,4 +1,4 @@
-"""What commands that change things share: who does it and why, and asking before it is done."""
+"""Options of commands that change something, and the confirmation before the change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from batonmq.admin.operation import Operation
-from batonmq.cli.session import Defaults, Session
+from batonmq.cli.session import CommandSession, GlobalOptions
 
 
-def who() -> str:
+def current_user() -> str:
     """user@host of this process."""
     try:
         user = getpass.getuser()
@@ -23,10 +23,10 @@ def who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def named(context: typer.Context, by: str) -> str:
+def resolve_by(context: typer.Context, by: str) -> str:
     """Who does it: as asked for, or as the context says, or user@host."""
-    defaults = context.find_object(Defaults)
-    return by or (defaults.by if defaults else "") or who()
+    defaults = context.find_object(GlobalOptions)
+    return by or (defaults.by if defaults else "") or current_user()
 
 
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask before it is done.")]
@@ -40,7 +40,7 @@ ByOption = Annotated[
         envvar="BATON_BY",
         help="Who does it; by default what the context says, or user@host.",
         show_default=False,
-        callback=named,
+        callback=resolve_by,
     ),
 ]
 OpIdOption = Annotated[
@@ -67,7 +67,7 @@ def check_can_ask(*, yes: bool) -> None:
         raise typer.BadParameter("nobody is there to be asked: give --yes")
 
 
-def confirm(session: Session, question: str) -> None:
+def confirm(session: CommandSession, question: str) -> None:
     """Ask a person before something is done.
 
     Raises:

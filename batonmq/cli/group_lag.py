@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from batonmq.admin.group_reports import Diagnosis
+from batonmq.cli.arguments import GroupArgument, QueueOption, TopicOption, parse_queue
 from batonmq.cli.output import Columns, counted
-from batonmq.cli.places import GroupArgument, QueueOption, TopicOption, parse_queue
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 
 _WHY_COLUMNS: Columns = {
     "QUEUE": lambda item: f"{item['topic']}/{item['broker']}/{item['queue_id']}",
@@ -105,7 +105,7 @@ def seconds(milliseconds: int | None) -> str | None:
 
 
 async def _look(
-    session: Session, group: str, topic: str, place: tuple[str, int] | None
+    session: CommandSession, group: str, topic: str, place: tuple[str, int] | None
 ) -> tuple[Diagnosis, ...]:
     broker, queue_id = place or ("", None)
     async with session.admin() as admin:

@@ -20,11 +20,11 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Done, Plan, Resets, Scope
-from batonmq.cli.changes import ByOption, DryRunOption, OpIdOption, ReasonOption, operation
-from batonmq.cli.complete import groups_that_begin
+from batonmq.cli.arguments import GroupArgument, QueueOption, TopicOption, parse_queue
+from batonmq.cli.change_options import ByOption, DryRunOption, OpIdOption, ReasonOption, operation
+from batonmq.cli.completion import groups_that_begin
 from batonmq.cli.output import Columns, counted, wall_time
-from batonmq.cli.places import GroupArgument, QueueOption, TopicOption, parse_queue
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument
 
@@ -60,7 +60,7 @@ _COLUMNS: Columns = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TargetOptions:
     """Where to go, as typed; one of them is set."""
 
     to_offset: int | None = None
@@ -179,7 +179,7 @@ def reset_offsets(
     delivered again, flagged as redelivered where it was handled; what is skipped counts as handled.
     Owners go on from the new place at once.
     """
-    wanted = Wanted(
+    wanted = TargetOptions(
         to_offset,
         to_datetime,
         by_duration,
@@ -268,7 +268,7 @@ def resets(
     session.run(_list(session, group))
 
 
-async def _list(session: Session, group: str) -> None:
+async def _list(session: CommandSession, group: str) -> None:
     async with session.admin() as admin:
         history = await Resets(admin).history(group)
     session.output.items([asdict(recorded) for recorded in history], _COLUMNS)
@@ -288,7 +288,9 @@ def _how(by: str, reason: str, op_id: str, execute: bool, dry_run: bool) -> _How
     return _How(operation(by, reason or "plan", op_id), execute)
 
 
-async def _plan(session: Session, group: str, wanted: Wanted, scope: Scope, op_id: str) -> Plan:
+async def _plan(
+    session: CommandSession, group: str, wanted: TargetOptions, scope: Scope, op_id: str
+) -> Plan:
     async with session.admin() as admin:
         if wanted.from_file is not None:
             with wanted.from_file.open(newline="") as lines:
@@ -332,7 +334,7 @@ def _export(plan: Plan) -> None:
 
 
 def _carry_out(
-    session: Session,
+    session: CommandSession,
     how: _How,
     work: Callable[[Resets, bool], Awaitable[Done]],
     notes: tuple[str, ...] = (),
@@ -346,7 +348,7 @@ def _carry_out(
     _tell(session, how, session.run(once()), notes)
 
 
-def _tell(session: Session, how: _How, done: Done, notes: tuple[str, ...]) -> None:
+def _tell(session: CommandSession, how: _How, done: Done, notes: tuple[str, ...]) -> None:
     steps = [asdict(step) for step in done.steps]
     item = {
         "op_id": how.operation.op_id if how.execute else None,

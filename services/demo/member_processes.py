@@ -21,7 +21,7 @@ class MemberFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MemberOptions:
     """What every member of one group is told.
 
     Attributes:
@@ -38,14 +38,14 @@ class Part:
     security: Security | None = None
 
 
-class Member:
+class MemberProcess:
     """One process; started, and idle until it is told to join.
 
     Attributes:
         handled: Messages it has handled, as it says.
     """
 
-    def __init__(self, part: Part, name: str) -> None:
+    def __init__(self, part: MemberOptions, name: str) -> None:
         self._part, self.name = part, name
         self.journal = part.folder / f"{name}.journal"
         self.handled = 0
@@ -112,11 +112,13 @@ class Member:
         self._process.stdin.write(line)
 
 
-class Crew:
+class MemberGroup:
     """All members of one group, present and future; use it as an async context manager."""
 
-    def __init__(self, part: Part, size: int) -> None:
-        self.members = [Member(part, f"{part.group}-{number}") for number in range(1, size + 1)]
+    def __init__(self, part: MemberOptions, size: int) -> None:
+        self.members = [
+            MemberProcess(part, f"{part.group}-{number}") for number in range(1, size + 1)
+        ]
         self._exits = AsyncExitStack()
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -147,7 +149,7 @@ class Crew:
             task.cancel()
         return await self._exits.__aexit__(kind, error, trace)
 
-    async def ended(self, members: list[Member]) -> None:
+    async def ended(self, members: list[MemberProcess]) -> None:
         """Until the processes of `members`, told to leave, have ended."""
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
             await asyncio.wait([self._running[member.name] for member in members])

@@ -11,15 +11,15 @@ import pytest
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
-from batonmq.cli.inputs import Parcel, from_json, from_text, parse_properties
+from batonmq.cli.outgoing_message import OutgoingMessage, from_json, from_text, parse_properties
 from batonmq.errors import InvalidArgument
 
-TEMPLATE = Parcel(
+TEMPLATE = OutgoingMessage(
     Message(b"", "T", ("k",), {"a": "1", "b": "2"}), "o", QueueRef("t", "b", 0), {"delay_level": 3}
 )
 
 
-def _read(**line: object) -> Parcel:
+def _read(**line: object) -> OutgoingMessage:
     return from_json("t", TEMPLATE)(7, json.dumps(line).encode())
 
 

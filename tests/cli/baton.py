@@ -21,7 +21,7 @@ BATON = (sys.executable, "-m", "batonmq.cli")
 
 
 @dataclass(frozen=True)
-class Finished:
+class CommandResult:
     """How a command ended."""
 
     code: int
@@ -46,16 +46,16 @@ class Finished:
         return [dict(zip(heading, line, strict=True)) for line in lines]
 
 
-def baton(*arguments: str) -> Finished:
+def baton(*arguments: str) -> CommandResult:
     """Run a command in this process, which saves the start of an interpreter."""
     result = CliRunner().invoke(app, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return Finished(result.exit_code, result.stdout, result.stderr)
+    return CommandResult(result.exit_code, result.stdout, result.stderr)
 
 
 @dataclass(frozen=True)
-class Up:
+class RunningCluster:
     """A `baton up` that has announced itself."""
 
     process: subprocess.Popen[bytes]
@@ -83,7 +83,7 @@ class Up:
         """What it has said on standard error."""
         return self.stderr.read_text()
 
-    def __call__(self, *arguments: str) -> Finished:
+    def __call__(self, *arguments: str) -> CommandResult:
         """Run a command against it."""
         return baton("--nameserver", self.nameserver, *arguments)
 
@@ -108,7 +108,7 @@ class Up:
 
 
 @contextmanager
-def up(data_dir: Path, *options: str) -> Iterator[Up]:
+def up(data_dir: Path, *options: str) -> Iterator[RunningCluster]:
     """`baton up` on `data_dir`, with more options; killed in the end if it still runs.
 
     Its nameserver has a port of its own from the first time on, not the one that every cluster
@@ -127,7 +127,7 @@ def up(data_dir: Path, *options: str) -> Iterator[Up]:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, stderr.read_text()
-            yield Up(process, json.loads(line), stderr)
+            yield RunningCluster(process, json.loads(line), stderr)
         finally:
             process.kill()
 

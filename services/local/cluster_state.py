@@ -1,4 +1,4 @@
-"""How a local cluster stands: which process leads, and what it lacks."""
+"""How a local cluster stands: which process leads, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster
 
 
-async def leading(
+async def leader_process(
     admin: Admin, cluster: LocalCluster, service: str, replica_set: str = ""
 ) -> str | None:
     """Name of the process that leads, if one does; of services without a leader any one.
@@ -31,7 +31,7 @@ async def leading(
     return next((name for name in names if cluster.addresses[name] == newest.address), None)
 
 
-async def lacks(admin: Admin, cluster: LocalCluster) -> str:
+async def first_problem(admin: Admin, cluster: LocalCluster) -> str:
     """Something that is not as it should be: who is not registered, does not lead, or is not in
     sync; empty if there is nothing.
     """

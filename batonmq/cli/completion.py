@@ -12,8 +12,8 @@ from batonmq._core.names import is_system_topic
 from batonmq.admin.admin import Admin
 from batonmq.cli import context_file
 from batonmq.cli.context_file import SECURITY, Context, ContextError
-from batonmq.cli.security import chosen, token_of_environment
 from batonmq.cli.session import DEFAULT_NAMESERVER
+from batonmq.cli.tls_options import choose_security, token_of_environment
 from batonmq.errors import BatonError
 
 _DEADLINE_S = 0.7
@@ -71,7 +71,8 @@ def _admin(context: typer.Context) -> Admin:
     given = context.params.get("nameserver") or front.get("nameserver") or said.nameserver
     told = {key: front.get(key) for key in SECURITY}
     return Admin(
-        str(given or DEFAULT_NAMESERVER), security=chosen(told, token_of_environment(), said)
+        str(given or DEFAULT_NAMESERVER),
+        security=choose_security(told, token_of_environment(), said),
     )
 
 

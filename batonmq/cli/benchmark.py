@@ -45,7 +45,7 @@ Told = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BenchLoad:
     """What is sent.
 
     Attributes:
@@ -66,7 +66,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BenchResult:
     """What came out.
 
     Attributes:
@@ -107,7 +107,7 @@ def percentiles_ms(latencies_s: Sequence[float]) -> dict[str, float] | None:
     return {name: round(float(value), 3) for name, value in zip(_PERCENTILES, found, strict=True)}
 
 
-def departures(load: Load, now_s: Callable[[], float]) -> Iterator[float | None]:
+def departures(load: BenchLoad, now_s: Callable[[], float]) -> Iterator[float | None]:
     """When each message is to leave; None for at once."""
     begin_s = now_s()
     if load.per_s is None:
@@ -140,7 +140,7 @@ class Bench:
         self._admin, self._nameserver, self._topic, self._told = admin, nameserver, topic, told
         self._security = security
 
-    async def produce(self, load: Load) -> Measured:
+    async def produce(self, load: BenchLoad) -> BenchResult:
         """Send, and measure the time until the receipt. One message goes ahead, unmeasured."""
         sent = _Sent(load.size_bytes)
         async with self._producers(load) as producers:
@@ -149,7 +149,7 @@ class Bench:
 
     async def consume(
         self, group: str, count: int, size_bytes: int, form: Literal["batch", "single"]
-    ) -> Measured:
+    ) -> BenchResult:
         """Receive `count` messages that are there, with a handler that does nothing.
 
         Time runs from the first queue that is granted. What the last call of the handler brings
@@ -176,9 +176,9 @@ class Bench:
                 note(len(messages))
 
             await (consumer.run_batches(several) if form == "batch" else consumer.run(one))
-        return Measured(got, end_s - granted_s[0] if got else 0, size_bytes)
+        return BenchResult(got, end_s - granted_s[0] if got else 0, size_bytes)
 
-    async def end_to_end(self, group: str, load: Load) -> Measured:
+    async def end_to_end(self, group: str, load: BenchLoad) -> BenchResult:
         """Send and receive at once; a latency ends when the handler is called."""
         sent, received, granted = _Sent(load.size_bytes), _Received(), asyncio.Event()
         async with (
@@ -192,7 +192,7 @@ class Bench:
                 await received.all_of(sent.stored)
                 consumer.stop()
         numbers = received.numbers
-        return Measured(
+        return BenchResult(
             count=len(numbers),
             seconds=received.last_s - sent.begin_s,
             size_bytes=load.size_bytes,
@@ -216,7 +216,7 @@ class Bench:
             ) from None
 
     @asynccontextmanager
-    async def _producers(self, load: Load) -> AsyncIterator[list[Producer]]:
+    async def _producers(self, load: BenchLoad) -> AsyncIterator[list[Producer]]:
         settings = replace(load.settings, security=self._security)
         async with AsyncExitStack() as stack:
             yield [
@@ -258,7 +258,9 @@ class _Sent:
         self.failures: Counter[str] = Counter()
         self.begin_s = self._end_s = 0.0
 
-    async def run(self, producers: Sequence[Producer], topic: str, load: Load, told: Told) -> None:
+    async def run(
+        self, producers: Sequence[Producer], topic: str, load: BenchLoad, told: Told
+    ) -> None:
         """Send everything."""
         now_s = asyncio.get_running_loop().time
         for producer in producers:
@@ -292,9 +294,9 @@ class _Sent:
             self.stored.add(number)
             told(len(self.stored))
 
-    def measured(self) -> Measured:
+    def measured(self) -> BenchResult:
         """The sending as a result."""
-        return Measured(
+        return BenchResult(
             count=len(self.stored),
             seconds=self._end_s - self.begin_s,
             size_bytes=self._size_bytes,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from batonmq_server.demo.demo_run import CARRIERS, run_demo
 from batonmq_server.demo.flights import load_flights
-from batonmq_server.demo.play import CARRIERS, play
 from tests.support.cluster import local_cluster
 
 
@@ -29,7 +29,7 @@ async def test_the_demo_finds_nothing_lost_and_nothing_twice(tmp_path: Path) -> 
     flights = load_flights()[:20_000]
     told: list[str] = []
     async with local_cluster(tmp_path / "cluster") as cluster:
-        result = await play(
+        result = await run_demo(
             cluster.nameserver,
             flights,
             tmp_path / "journals",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 _POLL_S = 0.05
-_TETHER = Path(__file__).with_name("tether.py")
+_WRAPPER = Path(__file__).with_name("parent_death.py")
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
 
@@ -51,7 +51,7 @@ class Program:
         return kept | dict(self.env)
 
 
-class Process(Protocol):
+class StartedProcess(Protocol):
     """A process that was started; see `subprocess.Popen` for what each of these does."""
 
     @property
@@ -64,16 +64,16 @@ class Process(Protocol):
     def kill(self) -> None: ...  # noqa: D102
 
 
-Start = Callable[[Program, BinaryIO], Process]
+ProcessStarter = Callable[[Program, BinaryIO], StartedProcess]
 """Starts a program that leads a session of its own, writes where it is told, and dies with the
 process that asks for it."""
 
 
-def execute(program: Program, log: BinaryIO) -> Process:
-    """Start a program as everybody does."""
-    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
+def start_program(program: Program, log: BinaryIO) -> StartedProcess:
+    """Start a program by fork and exec."""
+    wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]
     return subprocess.Popen(
-        [*tether, *program.command],
+        [*wrapper, *program.command],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -82,7 +82,7 @@ def execute(program: Program, log: BinaryIO) -> Process:
     )
 
 
-class Child:
+class ChildProcess:
     """A program that runs, has ended, or was not started yet.
 
     It leads a session of its own, so a terminal's Ctrl-C does not reach it: whoever started it
@@ -90,12 +90,12 @@ class Child:
     to live, since it dies with that thread.
     """
 
-    def __init__(self, program: Program, start: Start = execute) -> None:
+    def __init__(self, program: Program, start: ProcessStarter = start_program) -> None:
         self.program = program
         self._start = start
         self.wanted = False
         """True between `spawn` and the beginning of `stop`: an end in between is unasked for."""
-        self._process: Process | None = None
+        self._process: StartedProcess | None = None
         self._log_position = 0
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from batonmq.cli.complete import groups_that_begin, topics_that_begin
+from batonmq.cli.completion import groups_that_begin, topics_that_begin
 
 TopicArgument = Annotated[
     str,

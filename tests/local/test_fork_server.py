@@ -1,6 +1,6 @@
 """Goal: a forked process is like an executed one, to itself and to whoever started it.
 
-Method: a real nursery, and a program of a few lines that it has imported before.
+Method: a real fork_server, and a program of a few lines that it has imported before.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.local.child import Child, Program
-from batonmq_server.local.nursery import Nursery
+from batonmq_server.local.child_process import ChildProcess, Program
+from batonmq_server.local.fork_server import ForkServer
 from tests.support.waiting import lives, until
 
 PROGRAM = """
@@ -45,13 +45,13 @@ if __name__ == "__main__":
 PARENT = """
 import sys, time
 from pathlib import Path
-from batonmq_server.local.child import Child, Program
-from batonmq_server.local.nursery import Nursery
+from batonmq_server.local.child_process import ChildProcess, Program
+from batonmq_server.local.fork_server import ForkServer
 
 folder = Path(sys.argv[1])
 command = [sys.executable, "-m", "forked_program", "sleep"]
 program = Program(name="it", command=command, log_path=folder / "log", is_ready=None)
-child = Child(program, Nursery(["forked_program"], folder).start)
+child = ChildProcess(program, ForkServer(["forked_program"], folder).start)
 child.spawn()
 print(child.pid, flush=True)
 time.sleep(600)
@@ -65,12 +65,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def nursery(folder: Path) -> Iterator[Nursery]:
-    with Nursery(["forked_program"], folder) as nursery:
-        yield nursery
+def fork_server(folder: Path) -> Iterator[ForkServer]:
+    with ForkServer(["forked_program"], folder) as fork_server:
+        yield fork_server
 
 
-def child_of(nursery: Nursery, folder: Path, *command: str) -> Child:
+def child_of(fork_server: ForkServer, folder: Path, *command: str) -> ChildProcess:
     log_path = folder / "log"
 
     async def is_up() -> bool:
@@ -84,11 +84,11 @@ def child_of(nursery: Nursery, folder: Path, *command: str) -> Child:
         env={"GIVEN": "yes"},
         drop=("PRIVATE_",),
     )
-    return Child(program, nursery.start)
+    return ChildProcess(program, fork_server.start)
 
 
-def forked(nursery: Nursery, folder: Path, *arguments: str) -> Child:
-    return child_of(nursery, folder, sys.executable, "-m", "forked_program", *arguments)
+def forked(fork_server: ForkServer, folder: Path, *arguments: str) -> ChildProcess:
+    return child_of(fork_server, folder, sys.executable, "-m", "forked_program", *arguments)
 
 
 def parent_of(pid: int) -> int:
@@ -98,12 +98,12 @@ def parent_of(pid: int) -> int:
 
 
 async def test_it_has_a_session_an_output_and_an_environment_of_its_own(
-    nursery: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PRIVATE_THING", "no")
     monkeypatch.setenv("INHERITED", "yes")
-    child = forked(nursery, folder, "one", "two words")
+    child = forked(fork_server, folder, "one", "two words")
     child.spawn()
     pid = child.pid
     assert await child.ended() == 3
@@ -118,21 +118,21 @@ async def test_it_has_a_session_an_output_and_an_environment_of_its_own(
 
 
 async def test_an_error_is_in_its_log_and_in_its_exit_status(
-    nursery: Nursery, folder: Path
+    fork_server: ForkServer, folder: Path
 ) -> None:
-    child = forked(nursery, folder, "fail")
+    child = forked(fork_server, folder, "fail")
     child.spawn()
     assert await child.ended() == 1
     assert child.last_lines(1) == ["ValueError: as it was told"]
 
 
 async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
-    nursery: Nursery, folder: Path
+    fork_server: ForkServer, folder: Path
 ) -> None:
     children = []
     for number in range(6):
         own = folder / str(number)
-        children.append(forked(nursery, own, "sleep"))
+        children.append(forked(fork_server, own, "sleep"))
         children[-1].spawn()
     for child in children:
         await child.ready(20)
@@ -152,24 +152,24 @@ async def test_many_are_told_apart_and_each_can_be_stopped_paused_and_killed(
         child.kill_now()
 
 
-async def test_a_program_that_is_no_module_is_executed(nursery: Nursery, folder: Path) -> None:
-    child = child_of(nursery, folder, sys.executable, "-c", "raise SystemExit(4)")
+async def test_program_that_is_no_module_is_executed(fork_server: ForkServer, folder: Path) -> None:
+    child = child_of(fork_server, folder, sys.executable, "-c", "raise SystemExit(4)")
     child.spawn()
     assert await child.ended() == 4
 
 
 async def test_options_of_the_interpreter_are_not_overlooked(
-    nursery: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    child = child_of(nursery, folder, sys.executable, "-O", "-m", "forked_program")
+    child = child_of(fork_server, folder, sys.executable, "-O", "-m", "forked_program")
     child.spawn()
     assert await child.ended() == 3
     assert json.loads((folder / "log").read_text())["parent"] == os.getpid()
 
 
-async def test_a_large_environment_arrives_whole(nursery: Nursery, folder: Path) -> None:
-    child = forked(nursery, folder)
+async def test_a_large_environment_arrives_whole(fork_server: ForkServer, folder: Path) -> None:
+    child = forked(fork_server, folder)
     child.program = replace(child.program, env={"LARGE": "\u00e9" * 500_000})
     child.spawn()
     assert await child.ended() == 3
@@ -180,20 +180,20 @@ async def test_a_large_environment_arrives_whole(nursery: Nursery, folder: Path)
 
 async def test_a_program_that_can_not_be_imported_fails_by_itself(folder: Path) -> None:
     (folder / "broken_program.py").write_text("import nothing_of_this_name\n")
-    with Nursery(["broken_program", "forked_program"], folder) as nursery:
-        broken = child_of(nursery, folder / "broken", sys.executable, "-m", "broken_program")
+    with ForkServer(["broken_program", "forked_program"], folder) as fork_server:
+        broken = child_of(fork_server, folder / "broken", sys.executable, "-m", "broken_program")
         broken.spawn()
         assert await broken.ended() == 1
         assert "No module named 'nothing_of_this_name'" in broken.last_lines(1)[0]
-        sound = forked(nursery, folder / "sound")
+        sound = forked(fork_server, folder / "sound")
         sound.spawn()
         assert await sound.ended() == 3
 
 
 async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
-    nursery: Nursery, folder: Path
+    fork_server: ForkServer, folder: Path
 ) -> None:
-    child = forked(nursery, folder / "first", "sleep")
+    child = forked(fork_server, folder / "first", "sleep")
     child.spawn()
     await child.ready(20)
     assert child.pid is not None
@@ -201,10 +201,10 @@ async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
     limits = resource.prlimit(parent, resource.RLIMIT_NOFILE)
     resource.prlimit(parent, resource.RLIMIT_NOFILE, (4, limits[1]))
     with pytest.raises(OSError, match="could not be forked"):
-        forked(nursery, folder / "second", "sleep").spawn()
+        forked(fork_server, folder / "second", "sleep").spawn()
     resource.prlimit(parent, resource.RLIMIT_NOFILE, limits)
     assert child.returncode is None
-    third = forked(nursery, folder / "third")
+    third = forked(fork_server, folder / "third")
     third.spawn()
     assert await third.ended() == 3
     child.kill_now()
@@ -212,9 +212,9 @@ async def test_a_fork_that_fails_is_an_error_and_the_others_live_on(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
-    nursery: Nursery, folder: Path, number: signal.Signals
+    fork_server: ForkServer, folder: Path, number: signal.Signals
 ) -> None:
-    child = forked(nursery, folder, "sleep")
+    child = forked(fork_server, folder, "sleep")
     child.spawn()
     await child.ready(20)
     assert child.pid is not None
@@ -223,7 +223,7 @@ async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
     os.kill(parent, number)
     child.send(number)
     assert await child.ended() == -number
-    again = forked(nursery, folder / "again", "sleep")
+    again = forked(fork_server, folder / "again", "sleep")
     again.spawn()
     await again.ready(20)
     assert again.pid is not None
@@ -231,24 +231,24 @@ async def test_a_signal_for_everybody_ends_who_was_forked_and_not_who_forks(
     again.kill_now()
 
 
-async def test_all_of_them_end_with_the_nursery_and_it_begins_anew(
-    nursery: Nursery, folder: Path
+async def test_closed_fork_server_ends_its_children_and_can_start_again(
+    fork_server: ForkServer, folder: Path
 ) -> None:
-    child = forked(nursery, folder, "sleep")
+    child = forked(fork_server, folder, "sleep")
     child.spawn()
     await child.ready(20)
     assert child.pid is not None
     os.kill(parent_of(child.pid), signal.SIGKILL)
     assert await child.ended() == -signal.SIGKILL
-    again = forked(nursery, folder / "again", "sleep")
+    again = forked(fork_server, folder / "again", "sleep")
     again.spawn()
     await again.ready(20)
     again.kill_now()
 
 
 async def test_all_of_them_end_with_the_block(folder: Path) -> None:
-    with Nursery(["forked_program"], folder) as nursery:
-        child = forked(nursery, folder, "sleep")
+    with ForkServer(["forked_program"], folder) as fork_server:
+        child = forked(fork_server, folder, "sleep")
         child.spawn()
         await child.ready(20)
     assert await child.ended() == -signal.SIGKILL

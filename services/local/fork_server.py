@@ -1,8 +1,8 @@
-"""Processes that start by a fork instead of by half a second of imports.
+"""Start Python services by fork, which saves the imports of about half a second per process.
 
-One process (`forking`) imports what all of a cluster's services need, then becomes one of them
-whenever it is asked to: a process of its own, with its session, output, environment and death, that
-has merely not imported anything itself. Only Linux can do that and tie it to the cluster.
+A fork server process (`fork_server_main`) imports the modules of all services of a cluster once.
+For each start it forks, and the child runs the requested module with a session, an output, an
+environment and an exit status of its own. Linux only: elsewhere programs are executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from batonmq_server.local.child import Process, Program, execute
+from batonmq_server.local.child_process import Program, StartedProcess, start_program
 
 NUMBER_BYTES = 4
 """Of a process id, and of a wait status."""
@@ -28,7 +28,7 @@ _END_S = 1.0
 _FORKS = sys.platform == "linux"
 
 
-class Nursery(AbstractContextManager["Nursery"]):
+class ForkServer(AbstractContextManager["ForkServer"]):
     """Starts processes; all that still run end with the block.
 
     Args:
@@ -68,7 +68,7 @@ class Nursery(AbstractContextManager["Nursery"]):
         """Whether all is imported, so that a start does not wait for it."""
         return self._requests is None or bool(select.select([self._requests], [], [], 0)[0])
 
-    def start(self, program: Program, log: BinaryIO) -> Process:
+    def start(self, program: Program, log: BinaryIO) -> StartedProcess:
         """Start a program: forked if it is a module for this interpreter, else executed.
 
         Raises:
@@ -78,7 +78,7 @@ class Nursery(AbstractContextManager["Nursery"]):
             case [sys.executable, "-m", module, *arguments]:
                 pass
             case _:
-                return execute(program, log)
+                return start_program(program, log)
         request = {
             "name": program.name,
             "module": module,
@@ -100,7 +100,7 @@ class Nursery(AbstractContextManager["Nursery"]):
             return self._process is not None and self._process.wait(_END_S) is not None
         return False
 
-    def _ask(self, request: object, log: BinaryIO) -> _Forked | None:
+    def _ask(self, request: object, log: BinaryIO) -> ForkedProcess | None:
         news, theirs = socket.socketpair()
         with theirs, os.fdopen(os.memfd_create("request"), "wb") as text:
             text.write(json.dumps(request).encode())
@@ -110,7 +110,7 @@ class Nursery(AbstractContextManager["Nursery"]):
                 socket.send_fds(self._open(), [b"?"], fds)
         pid = int.from_bytes(news.recv(NUMBER_BYTES), "big")
         if pid:
-            return _Forked(pid, news)
+            return ForkedProcess(pid, news)
         news.close()
         return None
 
@@ -123,7 +123,7 @@ class Nursery(AbstractContextManager["Nursery"]):
                     [
                         sys.executable,
                         "-m",
-                        "batonmq_server.local.forking",
+                        "batonmq_server.local.fork_server_main",
                         str(fd),
                         *self._modules,
                     ],
@@ -137,7 +137,7 @@ class Nursery(AbstractContextManager["Nursery"]):
         return self._requests
 
 
-class _Forked:
+class ForkedProcess:
     """A process that was forked.
 
     Args:
@@ -182,7 +182,7 @@ class _Forked:
 
 
 def _kill(pid: int) -> None:
-    """Kill the orphan of a nursery, which is about to end anyway, and wait until it has."""
+    """Kill the orphan of a fork server, which is about to end anyway, and wait until it has."""
     with suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:

@@ -20,9 +20,10 @@ from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
-from batonmq_server.demo.crew import Crew, Member, Part
+from batonmq_server.demo.delivery_report import DeliveryReport, compare_deliveries, handovers_ms
 from batonmq_server.demo.flights import Flight
-from batonmq_server.demo.journal import Verdict, handovers_ms, judge, read
+from batonmq_server.demo.journal import read
+from batonmq_server.demo.member_processes import MemberGroup, MemberOptions, MemberProcess
 
 TOPIC = "flights"
 QUEUE_COUNT = 8
@@ -40,12 +41,12 @@ Progress = Callable[[str, int, int], None]
 """Told: what is going on, how much of it is done, out of how much."""
 
 
-class Stalled(Exception):
+class DemoStalled(Exception):
     """Nothing has moved for a long time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class DemoResult:
     """What the demo found; `ok` is its verdict.
 
     Attributes:
@@ -94,7 +95,7 @@ class Result:
         return asdict(self)
 
 
-async def play(
+async def run_demo(
     nameserver: str,
     flights: Sequence[Flight],
     folder: Path,
@@ -102,7 +103,7 @@ async def play(
     *,
     pace: int = 0,
     security: Security | None = None,
-) -> Result:
+) -> DemoResult:
     """Run the demo against a cluster that is up.
 
     Args:
@@ -112,7 +113,7 @@ async def play(
         pace: Messages a member handles in a second, at most; 0 for no limit.
 
     Raises:
-        Stalled: messages stopped flowing.
+        DemoStalled: messages stopped flowing.
         MemberFailed: a member's process died.
     """
     clock = Clock()
@@ -124,7 +125,7 @@ async def play(
         await publish(producer, flights, progress)
     publish_ms = clock.monotonic_ms() - started_ms
 
-    main = Part(
+    main = MemberOptions(
         nameserver=nameserver,
         group=GROUP,
         topic=TOPIC,
@@ -133,7 +134,7 @@ async def play(
         pace=pace,
         security=security,
     )
-    filtered = Part(
+    filtered = MemberOptions(
         nameserver=nameserver,
         group=FILTERED_GROUP,
         topic=TOPIC,
@@ -146,8 +147,8 @@ async def play(
     for part in (main, filtered):
         part.folder.mkdir(parents=True)
     async with AsyncExitStack() as crews:
-        crew = await crews.enter_async_context(Crew(main, _crew_size()))
-        other = await crews.enter_async_context(Crew(filtered, 1))
+        crew = await crews.enter_async_context(MemberGroup(main, _crew_size()))
+        other = await crews.enter_async_context(MemberGroup(filtered, 1))
         started_ms = clock.monotonic_ms()
         other.members[0].join()
         present = await _change_members(crew, len(flights), progress)
@@ -160,9 +161,12 @@ async def play(
     sent = {flight.flight_id: place for place, flight in enumerate(flights)}
     handled, events = read(crew.journals)
     filtered_handled, _ = read(other.journals)
-    verdict, filtered_verdict = judge(handled, sent), judge(filtered_handled, wanted)
+    verdict, filtered_verdict = (
+        compare_deliveries(handled, sent),
+        compare_deliveries(filtered_handled, wanted),
+    )
     took = handovers_ms(events)
-    return Result(
+    return DemoResult(
         published=len(flights),
         consumed=verdict.consumed,
         lost=verdict.lost,
@@ -197,10 +201,10 @@ async def publish(producer: Producer, flights: Sequence[Flight], progress: Progr
     progress("publish", len(flights), len(flights))
 
 
-async def _change_members(crew: Crew, count: int, progress: Progress) -> list[Member]:
+async def _change_members(crew: MemberGroup, count: int, progress: Progress) -> list[MemberProcess]:
     """Let the group grow and shrink while it consumes; the members that are left."""
     idle = list(crew.members)
-    present: list[Member] = []
+    present: list[MemberProcess] = []
     for phase, (size, share) in enumerate(zip(SIZES, (*SHARES, 1.0), strict=True), start=1):
         while len(present) < size:
             member = idle.pop(0)
@@ -215,11 +219,11 @@ async def _change_members(crew: Crew, count: int, progress: Progress) -> list[Me
     return present
 
 
-async def _until(crew: Crew, count: int, progress: Progress, what: str) -> None:
+async def _until(crew: MemberGroup, count: int, progress: Progress, what: str) -> None:
     """Until the crew has handled `count` messages.
 
     Raises:
-        Stalled: it handles no more.
+        DemoStalled: it handles no more.
     """
     loop = asyncio.get_running_loop()
     before, moved_s = -1, loop.time()
@@ -228,7 +232,7 @@ async def _until(crew: Crew, count: int, progress: Progress, what: str) -> None:
         if now != before:
             before, moved_s = now, loop.time()
         elif loop.time() - moved_s > STALL_S:
-            raise Stalled(f"{what}: {now} of {count} messages, and no more for {STALL_S:g} s")
+            raise DemoStalled(f"{what}: {now} of {count} messages, and no more for {STALL_S:g} s")
         await asyncio.sleep(TICK_S)
     progress(what, count, count)
 
@@ -238,7 +242,7 @@ def _crew_size() -> int:
     return sum(joins)
 
 
-def _wrong(verdict: Verdict) -> int:
+def _wrong(verdict: DeliveryReport) -> int:
     return verdict.lost + verdict.duplicated + verdict.misordered + verdict.foreign
 
 

@@ -1,8 +1,8 @@
-"""etcd in memory: one that never loses what it has stored, on a network that may lose anything.
+"""An etcd in memory: it never loses what it has stored, but its network may lose messages.
 
-`EtcdTwin` is the server, `TwinSession` what a process has of it in place of a connection. Leases
-run on the time of the loop; watches bring etcd's own messages, so `Mirror` and `Election` are the
-real ones on top. As at the real one, a call that is lost may have been carried out.
+`MemoryEtcd` is the server; `MemoryEtcdSession` replaces the connection of a process. Leases run on
+the time of the event loop. Watches deliver etcd's own messages, so `Mirror` and `Election` are the
+production classes. As with a real etcd, a call without an answer may have been carried out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from aetcd import rpc
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Lease, Put, Stored
-from batonmq_server.testing.network import Network
-from batonmq_server.testing.virtual_time import Host
+from batonmq_server.testing.memory_network import MemoryNetwork
+from batonmq_server.testing.virtual_time import VirtualHost
 
 NAME = "etcd"
 TIMEOUT_S = 3.0
@@ -42,14 +42,14 @@ class _Change:
     stored: Stored | None
 
 
-class EtcdTwin:
+class MemoryEtcd:
     """The server. Keys are relative to the cluster's prefix.
 
     Attributes:
         on_put: Called with each key as it is written.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.revision = 1
         self.on_put: list[Callable[[Stored], None]] = []
@@ -57,7 +57,7 @@ class EtcdTwin:
         self._leases: dict[int, _Lease] = {}
         self._lease_count = 0
         self._changes: list[_Change] = []
-        self._watches: dict[_Watch, None] = {}
+        self._watches: dict[_EtcdWatch, None] = {}
 
     def get(self, key: str) -> Stored | None:
         """The key as it is now."""
@@ -106,7 +106,7 @@ class EtcdTwin:
         if lease is not None and lease.keys:
             self._change({}, list(lease.keys))
 
-    def watch(self, watch: _Watch, prefix: str, revision: int) -> None:
+    def watch(self, watch: _EtcdWatch, prefix: str, revision: int) -> None:
         """Show `watch` what has changed since `revision`, and what will."""
         watch.prefix = prefix
         self._watches[watch] = None
@@ -115,7 +115,7 @@ class EtcdTwin:
         for number in sorted({change.revision for change in past}):
             self._show(watch, [c for c in past if c.revision == number])
 
-    def unwatch(self, watch: _Watch) -> None:
+    def unwatch(self, watch: _EtcdWatch) -> None:
         """Show it nothing more."""
         self._watches.pop(watch, None)
 
@@ -154,7 +154,7 @@ class EtcdTwin:
             tell(stored)
         return _Change(self.revision, put.key, stored)
 
-    def _show(self, watch: _Watch, changes: Sequence[_Change]) -> None:
+    def _show(self, watch: _EtcdWatch, changes: Sequence[_Change]) -> None:
         events = [_event(c, watch.absolute) for c in changes if c.key.startswith(watch.prefix)]
         if events:
             watch.push(rpc.WatchResponse(header=self._header(), events=events))
@@ -184,10 +184,10 @@ class EtcdTwin:
         return self.network.loop.time()
 
 
-class _Watch:
+class _EtcdWatch:
     """One watch: its events arrive in order; if one gets lost, the connection has broken."""
 
-    def __init__(self, network: Network, name: str, absolute: Callable[[str], bytes]) -> None:
+    def __init__(self, network: MemoryNetwork, name: str, absolute: Callable[[str], bytes]) -> None:
         self._network, self._name, self.absolute = network, name, absolute
         self.prefix = ""
         self.over = False
@@ -218,15 +218,15 @@ class _Watch:
         self._woken.set()
 
 
-class TwinSession(EtcdSession):
+class MemoryEtcdSession(EtcdSession):
     """What a process has of etcd. Only calls are played; see the base for their meaning."""
 
-    def __init__(self, server: EtcdTwin, host: Host, clock: Clock, random: Random) -> None:
+    def __init__(self, server: MemoryEtcd, host: VirtualHost, clock: Clock, random: Random) -> None:
         self._server, self._host = server, host
         self.clock, self.random = clock, random
         self.prefix = "/baton/memory/"
 
-    async def __aenter__(self) -> TwinSession:
+    async def __aenter__(self) -> MemoryEtcdSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -272,7 +272,7 @@ class TwinSession(EtcdSession):
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Any]:
         """See EtcdSession."""
         server, network = self._server, self._server.network
-        watch = _Watch(network, self._host.name, self._absolute)
+        watch = _EtcdWatch(network, self._host.name, self._absolute)
 
         def begin() -> None:
             if not watch.over:

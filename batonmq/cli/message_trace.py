@@ -14,7 +14,7 @@ from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.trace import Copy, GroupTrace, Trace, Tracer
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, counted, wall_time
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.errors import MessageNotFound
 
 _ENDLESS_MS = 1 << 62
@@ -105,7 +105,7 @@ def trace(
 
 
 async def _trace(
-    session: Session,
+    session: CommandSession,
     message_id: str | None,
     keyed: tuple[str, str],
     place: QueueRef | None,
@@ -125,7 +125,7 @@ async def _trace(
     session.output.problems(found.problems)
 
 
-async def _newest(session: Session, queries: Queries, topic: str, key: str) -> StoredMessage:
+async def _newest(session: CommandSession, queries: Queries, topic: str, key: str) -> StoredMessage:
     found = await queries.with_key(topic, key)
     if not found.messages:
         raise MessageNotFound(f"no message of topic {topic} has the key {key}")

@@ -1,4 +1,4 @@
-"""The process that imports and forks: `python -m batonmq_server.local.forking FD MODULE…`.
+"""The process that imports and forks: `python -m batonmq_server.local.fork_server_main FD MODULE…`.
 
 FD is a socket of packets. One goes out when all is imported. Each that comes in has three file
 descriptors: a file with a request in JSON, where the new process is to write, and a socket that is
@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any
 
 from batonmq._core import sql_parser
-from batonmq_server.local.nursery import NUMBER_BYTES
-from batonmq_server.local.tether import tie
+from batonmq_server.local.fork_server import NUMBER_BYTES
+from batonmq_server.local.parent_death import die_with_parent
 
 PR_SET_NAME = 15
 OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -154,7 +154,7 @@ def main() -> None:
     requests.send(b"!")
     request = Forks(requests).run()
     if request is not None:
-        tie(this)
+        die_with_parent(this)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, OTHERS)
         become(request)
 

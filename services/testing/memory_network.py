@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from batonmq_server.testing.virtual_time import Host
+from batonmq_server.testing.virtual_time import VirtualHost
 
 Metadata = Sequence[tuple[str, str | bytes]]
 RESET_MS = 20
@@ -47,27 +47,27 @@ class Faults:
     slow_ms_max: int = 8_000
 
 
-class Watcher:
+class NetworkObserver:
     """Sees what passes, as it happens; this one looks away."""
 
-    def called(self, call: Call, request: Any) -> None:
+    def called(self, call: MemoryCall, request: Any) -> None:
         """A call leaves its client."""
 
-    def answered(self, call: Call, request: Any, answer: Any) -> None:
+    def answered(self, call: MemoryCall, request: Any, answer: Any) -> None:
         """A servicer has answered; `answer` is the message, or the error."""
 
-    def told(self, call: Call, answer: Any) -> None:
+    def told(self, call: MemoryCall, answer: Any) -> None:
         """A client learns an answer; `answer` is the message, or the error."""
 
 
-class Server(Protocol):
+class CallReceiver(Protocol):
     """Who answers calls at an address."""
 
-    def arrive(self, call: Call, copy: int) -> None:
+    def arrive(self, call: MemoryCall, copy: int) -> None:
         """A call, or its second copy, comes in."""
 
 
-class Network:
+class MemoryNetwork:
     """Delivers between named nodes.
 
     Attributes:
@@ -78,14 +78,14 @@ class Network:
         random: Draws what happens to each message.
     """
 
-    def __init__(self, random: Random, watcher: Watcher) -> None:
+    def __init__(self, random: Random, watcher: NetworkObserver) -> None:
         self.loop, self.watcher, self._random = asyncio.get_running_loop(), watcher, random
         self.faults = Faults()
         self.cut: set[tuple[str, str]] = set()
-        self.gone: set[Host] = set()
+        self.gone: set[VirtualHost] = set()
         self.counts: Counter[str] = Counter()
-        self._servers: dict[str, Server] = {}
-        self._open: dict[Host, dict[Call, None]] = {}
+        self._servers: dict[str, CallReceiver] = {}
+        self._open: dict[VirtualHost, dict[MemoryCall, None]] = {}
         self._calls = 0
         self._over = False
 
@@ -119,11 +119,11 @@ class Network:
         self.later(self.delay_s(), deliver)
         return True
 
-    def serve(self, address: str, server: Server) -> None:
+    def serve(self, address: str, server: CallReceiver) -> None:
         """Let `server` answer at `address` from now on."""
         self._servers[address] = server
 
-    def crash(self, host: Host) -> None:
+    def crash(self, host: VirtualHost) -> None:
         """The calls that `host` waits for have no client any more; servers notice in time.
 
         It makes no new ones.
@@ -133,7 +133,7 @@ class Network:
             call.over = True
             self.later(self.delay_s(), call.cancel_at_server)
 
-    def break_streams(self, host: Host) -> int:
+    def break_streams(self, host: VirtualHost) -> int:
         """Every stream that `host` reads breaks, at both ends; how many there were."""
         broken = [call for call in self._open.get(host, ()) if call.streams and not call.over]
         for call in broken:
@@ -155,7 +155,7 @@ class Network:
         self._calls += 1
         return self._calls
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: MemoryCall) -> None:
         """Send the call to its server, perhaps twice."""
         self._open.setdefault(call.host, {})[call] = None
         if self._over or call.host in self.gone:
@@ -169,7 +169,7 @@ class Network:
         for copy in range(copies):
             self.send(call.source, call.target, partial(self._arrive, call, copy))
 
-    def end_call(self, call: Call) -> None:
+    def end_call(self, call: MemoryCall) -> None:
         """The client waits for no more answers; it tells the server if that still works."""
         if call.over:
             return
@@ -178,7 +178,7 @@ class Network:
         if not call.tasks or not all(task.done() for task in call.tasks):
             self.send(call.source, call.target, call.cancel_at_server)
 
-    def _arrive(self, call: Call, copy: int) -> None:
+    def _arrive(self, call: MemoryCall, copy: int) -> None:
         server = self._servers.get(call.address)
         if server is None:
             self.later(RESET_MS / 1000, lambda: call.settle(copy, UNAVAILABLE))
@@ -187,7 +187,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class CallStatus:
     """How a call failed."""
 
     code: grpc.StatusCode
@@ -200,20 +200,20 @@ class Status:
         return grpc.aio.AioRpcError(self.code, grpc.aio.Metadata(), trailing, self.details)
 
 
-UNAVAILABLE = Status(grpc.StatusCode.UNAVAILABLE, "connection refused or reset")
-END = Status(grpc.StatusCode.OK)
+UNAVAILABLE = CallStatus(grpc.StatusCode.UNAVAILABLE, "connection refused or reset")
+END = CallStatus(grpc.StatusCode.OK)
 """After the last answer of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallResponse:
     """What a servicer has answered, serialized, with its trailing metadata."""
 
     raw: bytes
     metadata: Metadata = ()
 
 
-class Call:
+class MemoryCall:
     """One call, at its client and at its server.
 
     Attributes:
@@ -223,7 +223,12 @@ class Call:
     """
 
     def __init__(
-        self, network: Network, host: Host, address: str, path: str, timeout_s: float | None
+        self,
+        network: MemoryNetwork,
+        host: VirtualHost,
+        address: str,
+        path: str,
+        timeout_s: float | None,
     ) -> None:
         self.network, self.host, self.address, self.path = network, host, address, path
         self.source, self.target = host.name, address.partition(":")[0]
@@ -234,11 +239,11 @@ class Call:
         self.streams = False
         self.over = False
         self.tasks: list[asyncio.Task[None]] = []
-        self._answers: deque[Answer | Status] = deque()
+        self._answers: deque[CallResponse | CallStatus] = deque()
         self._arrived = asyncio.Event()
         self._copy: int | None = None
 
-    async def next(self) -> Answer:
+    async def next(self) -> CallResponse:
         """The next answer.
 
         Raises:
@@ -251,11 +256,11 @@ class Call:
         answer = self._answers.popleft()
         if answer is END:
             raise StopAsyncIteration
-        if isinstance(answer, Status):
+        if isinstance(answer, CallStatus):
             raise answer.error()
         return answer
 
-    def settle(self, copy: int, answer: Answer | Status) -> None:
+    def settle(self, copy: int, answer: CallResponse | CallStatus) -> None:
         """An answer arrives at the client; only those of one copy of the call count."""
         if self.over or self._copy not in (None, copy):
             self.network.counts["late"] += 1
@@ -264,7 +269,7 @@ class Call:
         self._answers.append(answer)
         self._arrived.set()
 
-    def break_off(self, status: Status) -> None:
+    def break_off(self, status: CallStatus) -> None:
         """No more answers arrive at the client."""
         self._copy = -1
         self._answers.append(status)

@@ -26,9 +26,14 @@ from batonmq.admin.reports import CreatedTopic
 from batonmq.errors import BatonError, InvalidArgument, Retry
 from batonmq_server.storage.node import Node
 from batonmq_server.testing import services
-from batonmq_server.testing.etcd import NAME as ETCD
-from batonmq_server.testing.network import Faults
-from batonmq_server.testing.processes import Process, Service, ServiceProcess, World
+from batonmq_server.testing.memory_etcd import NAME as ETCD
+from batonmq_server.testing.memory_network import Faults
+from batonmq_server.testing.processes import (
+    MemoryEnvironment,
+    ServiceSpec,
+    SimulatedProcess,
+    SimulatedService,
+)
 
 Client = TypeVar("Client", Admin, Consumer, Producer, Puller)
 T = TypeVar("T")
@@ -75,17 +80,17 @@ class MemoryBroker:
         self._settings = settings or {}
         if unknown := sorted(self._settings.keys() - services.SETTINGS.keys()):
             raise InvalidArgument(f"there is no service {unknown[0]}", facts={"field": "settings"})
-        self._clients: WeakKeyDictionary[Admin | Consumer | Producer | Puller, Process] = (
+        self._clients: WeakKeyDictionary[Admin | Consumer | Producer | Puller, SimulatedProcess] = (
             WeakKeyDictionary()
         )
 
     async def __aenter__(self) -> Self:
         """Start everything; all services are registered then."""
-        world = self._world = _Watched(self._seed)
+        world = self._world = _BrokerEnvironment(self._seed)
         world.network.faults = self._quiet = _no_faults(delays=world.virtual)
-        self._running: dict[str, ServiceProcess] = {}
+        self._running: dict[str, SimulatedService] = {}
         self._client_count = 0
-        self._own = Process(world, "client", 0)
+        self._own = SimulatedProcess(world, "client", 0)
         self._admin = Admin(self.nameserver, surroundings=self.surroundings)
         try:
             for service in services.cluster(world, self._brokers, self._settings):
@@ -270,10 +275,10 @@ class MemoryBroker:
 
     # ---- services
 
-    def _start(self, service: Service) -> None:
+    def _start(self, service: ServiceSpec) -> None:
         before = self._running.get(service.name)
         life = 1 if before is None else before.life + 1
-        self._running[service.name] = ServiceProcess(self._world, service, life)
+        self._running[service.name] = SimulatedService(self._world, service, life)
 
     async def _registered(self) -> None:
         """Until clients can find every service."""
@@ -325,11 +330,11 @@ class MemoryBroker:
 
     # ---- clients and their progress
 
-    def _client(self) -> Process:
+    def _client(self) -> SimulatedProcess:
         self._client_count += 1
-        return Process(self._world, f"client-{self._client_count}", 0)
+        return SimulatedProcess(self._world, f"client-{self._client_count}", 0)
 
-    def _known(self, client: Client, process: Process) -> Client:
+    def _known(self, client: Client, process: SimulatedProcess) -> Client:
         self._clients[client] = process
         return client
 
@@ -365,7 +370,7 @@ class MemoryBroker:
         return ", ".join(progress.problems)
 
 
-class _Watched(World):
+class _BrokerEnvironment(MemoryEnvironment):
     """Knows what is in storage, and who has failed."""
 
     def __init__(self, seed: str) -> None:
@@ -374,11 +379,11 @@ class _Watched(World):
         self.errors: list[BaseException] = []
 
     def storage_opened(self, node_id: str, node: Node) -> None:
-        """See World."""
+        """See MemoryEnvironment."""
         self.nodes[node_id] = node
 
     def failed(self, process: str, error: BaseException) -> None:
-        """See World."""
+        """See MemoryEnvironment."""
         super().failed(process, error)
         self.errors.append(error)
 

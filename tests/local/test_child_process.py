@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.local.child import Child, NotReady, Program
+from batonmq_server.local.child_process import ChildProcess, NotReady, Program
 from tests.support.waiting import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
 
 
-def _child(tmp_path: Path, code: str, **env: str) -> Child:
+def _child(tmp_path: Path, code: str, **env: str) -> ChildProcess:
     log_path = tmp_path / "logs" / "child.log"
 
     async def is_up() -> bool:
         return log_path.exists() and "up" in log_path.read_text()
 
     command = [sys.executable, "-c", code]
-    return Child(
+    return ChildProcess(
         Program(
             name="child",
             command=command,
@@ -130,9 +130,9 @@ async def test_log_goes_on_after_a_restart_and_its_end_is_of_the_last_run(tmp_pa
 async def test_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent_code = f"""
 import pathlib, sys, time
-from batonmq_server.local.child import Child, Program
+from batonmq_server.local.child_process import ChildProcess, Program
 async def never(): return False
-child = Child(Program(name="c", command=[sys.executable, "-c", {STUBBORN!r}],
+child = ChildProcess(Program(name="c", command=[sys.executable, "-c", {STUBBORN!r}],
     log_path=pathlib.Path({str(tmp_path / "log")!r}), is_ready=never))
 child.spawn()
 print(child.pid, flush=True)

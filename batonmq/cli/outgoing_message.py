@@ -18,7 +18,7 @@ from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument
 
 
-class When(TypedDict, total=False):
+class DeliveryTime(TypedDict, total=False):
     """Which messages are delivered later: one of these, or none."""
 
     deliver_at_unix_ms: int
@@ -27,26 +27,26 @@ class When(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class OutgoingMessage:
     """A message, and where and when it goes; the parts an input leaves out are those of another."""
 
     message: Message
     ordering_key: str | None = None
     queue: QueueRef | None = None
-    when: When = field(default_factory=When)
+    when: DeliveryTime = field(default_factory=DeliveryTime)
 
 
-Parse = Callable[[int, bytes], Parcel]
+ParseLine = Callable[[int, bytes], OutgoingMessage]
 """From the number of a line, from 1, and the line."""
 
 
-def from_text(template: Parcel) -> Parse:
+def from_text(template: OutgoingMessage) -> ParseLine:
     """Lines that are bodies."""
     message = template.message
     return lambda _, line: replace(template, message=replace(message, body=line))
 
 
-def from_json(topic: str, template: Parcel) -> Parse:
+def from_json(topic: str, template: OutgoingMessage) -> ParseLine:
     """Lines that are JSON objects; raises InvalidArgument with the number of a line that is none.
 
     Args:
@@ -86,7 +86,7 @@ class _Line(BaseModel):
     attempts: object = None
 
 
-def _parcel(number: int, text: bytes, topic: str, template: Parcel) -> Parcel:
+def _parcel(number: int, text: bytes, topic: str, template: OutgoingMessage) -> OutgoingMessage:
     try:
         line = _Line.model_validate(json.loads(text))
         return _filled(line, topic, template)
@@ -100,13 +100,13 @@ def _parcel(number: int, text: bytes, topic: str, template: Parcel) -> Parcel:
         raise _bad(number, str(error)) from error
 
 
-def _filled(line: _Line, topic: str, template: Parcel) -> Parcel:
+def _filled(line: _Line, topic: str, template: OutgoingMessage) -> OutgoingMessage:
     asked = template.message
     queue = template.queue
     if line.queue is not None:
         broker, _, queue_id = line.queue.rpartition("/")
         queue = QueueRef(topic, broker, int(queue_id))
-    return Parcel(
+    return OutgoingMessage(
         Message(
             _body(line),
             asked.tag if line.tag is None else line.tag,
@@ -131,8 +131,8 @@ def _body(line: _Line) -> bytes:
         raise InvalidArgument(f"body_base64: {error}") from error
 
 
-def when(delay: str | None, deliver_at: str | int | None, delay_level: int | None) -> When:
-    """When to deliver, from one of three ways to say it, or none.
+def when(delay: str | None, deliver_at: str | int | None, delay_level: int | None) -> DeliveryTime:
+    """Return when to deliver, from at most one of the three options.
 
     Raises:
         InvalidArgument: it is not understood, or there are several.

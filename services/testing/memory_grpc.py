@@ -19,25 +19,35 @@ import grpc.aio
 
 from batonmq._common.rpc import from_rpc_error
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.testing.network import END, UNAVAILABLE, Answer, Call, Metadata, Network, Status
-from batonmq_server.testing.virtual_time import Host
+from batonmq_server.testing.memory_network import (
+    END,
+    UNAVAILABLE,
+    CallResponse,
+    CallStatus,
+    MemoryCall,
+    MemoryNetwork,
+    Metadata,
+)
+from batonmq_server.testing.virtual_time import VirtualHost
 
-_EXCEEDED = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+_EXCEEDED = CallStatus(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 Read = Callable[[bytes], Any]
 Write = Callable[[Any], bytes]
 
 
-def connector(network: Network, host: Host) -> Callable[[str], grpc.aio.Channel]:
+def memory_connector(
+    network: MemoryNetwork, host: VirtualHost
+) -> Callable[[str], grpc.aio.Channel]:
     """What makes the channels of `host`."""
-    return lambda address: Channel(network, host, address)  # type: ignore[return-value]
+    return lambda address: MemoryChannel(network, host, address)  # type: ignore[return-value]
 
 
-class Channel:
+class MemoryChannel:
     """What stubs ask of `grpc.aio.Channel`, for one host."""
 
-    def __init__(self, network: Network, host: Host, address: str) -> None:
+    def __init__(self, network: MemoryNetwork, host: VirtualHost, address: str) -> None:
         self._network, self._host, self._address = network, host, address
-        self._open: dict[Call, None] = {}
+        self._open: dict[MemoryCall, None] = {}
 
     def unary_unary(
         self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
@@ -65,7 +75,7 @@ class Channel:
         """As if there were always a connection: it is the calls that fail."""
         return grpc.ChannelConnectivity.READY
 
-    async def __aenter__(self) -> Channel:
+    async def __aenter__(self) -> MemoryChannel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -75,12 +85,12 @@ class Channel:
         """Give up every call under way."""
         for call in self._open:
             if not call.over:
-                call.settle(0, Status(grpc.StatusCode.CANCELLED, "channel closed"))
+                call.settle(0, CallStatus(grpc.StatusCode.CANCELLED, "channel closed"))
 
     def _begin(
         self, path: str, request: Any, raw: bytes, timeout_s: float | None, *, streams: bool = False
-    ) -> Call:
-        call = Call(self._network, self._host, self._address, path, timeout_s)
+    ) -> MemoryCall:
+        call = MemoryCall(self._network, self._host, self._address, path, timeout_s)
         call.raw, call.streams = raw, streams
         self._open = {one: None for one in self._open if not one.over} | {call: None}
         self._network.watcher.called(call, request)
@@ -91,7 +101,7 @@ class Channel:
 class _ClientCall:
     """A call as its client has it."""
 
-    def __init__(self, call: Call, read: Read) -> None:
+    def __init__(self, call: MemoryCall, read: Read) -> None:
         self._call, self._read = call, read
         now_s = call.network.loop.time()
         self._end_s = None if call.timeout_s is None else now_s + call.timeout_s
@@ -146,7 +156,7 @@ class StreamCall(_ClientCall):
 
 
 class _Aborted(grpc.aio.AbortError):
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: CallStatus) -> None:
         super().__init__(status.details)
         self.status = status
 
@@ -168,17 +178,19 @@ class _Context:
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
     ) -> None:
-        raise _Aborted(Status(code, details, tuple(trailing_metadata)))
+        raise _Aborted(CallStatus(code, details, tuple(trailing_metadata)))
 
 
-class Server:
+class MemoryServer:
     """What servicers are added to; `host` is the process, whose end is the server's."""
 
-    def __init__(self, network: Network, host: Host, address: str, edge: EdgeInterceptor) -> None:
+    def __init__(
+        self, network: MemoryNetwork, host: VirtualHost, address: str, edge: EdgeInterceptor
+    ) -> None:
         self.host, self._network, self._address, self._edge = host, network, address, edge
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._wrapped: dict[str, Any] = {}
-        self._open: dict[asyncio.Task[None], tuple[Call, int]] = {}
+        self._open: dict[asyncio.Task[None], tuple[MemoryCall, int]] = {}
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
         """The same handlers come by name as well."""
@@ -212,11 +224,11 @@ class Server:
                 refuse = partial(call.settle, copy, UNAVAILABLE)
                 self._network.send(call.target, call.source, refuse)
 
-    def arrive(self, call: Call, copy: int) -> None:
+    def arrive(self, call: MemoryCall, copy: int) -> None:
         """A call comes in."""
         self.host.post(self._accept, call, copy)
 
-    def _accept(self, call: Call, copy: int) -> None:
+    def _accept(self, call: MemoryCall, copy: int) -> None:
         task = self.host.spawn(self._answer(call, copy))
         call.tasks.append(task)
         self._open[task] = (call, copy)
@@ -227,8 +239,8 @@ class Server:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
 
-    async def _answer(self, call: Call, copy: int) -> None:
-        way = _Way(self._network, call, copy)
+    async def _answer(self, call: MemoryCall, copy: int) -> None:
+        way = _ResponsePath(self._network, call, copy)
         request: Any = None
         try:
             handler = await self._handler(call.path)
@@ -238,12 +250,12 @@ class Server:
                 if not call.streams:
                     answer = await handler.unary_unary(request, context)
                     self._network.watcher.answered(call, request, answer)
-                    way.send(Answer(handler.response_serializer(answer), context.trailing))
+                    way.send(CallResponse(handler.response_serializer(answer), context.trailing))
                     return
                 async with aclosing(handler.unary_stream(request, context)) as answers:
                     async for answer in answers:
                         self._network.watcher.answered(call, request, answer)
-                        way.send(Answer(handler.response_serializer(answer)))
+                        way.send(CallResponse(handler.response_serializer(answer)))
                 way.send(END)
         except _Aborted as aborted:
             error = from_rpc_error(aborted.status.error())
@@ -264,16 +276,16 @@ class Server:
         return self._wrapped[path]
 
 
-class _Way:
+class _ResponsePath:
     """The answers of one call on their way back: in order, and if one gets lost, so do the rest."""
 
-    def __init__(self, network: Network, call: Call, copy: int) -> None:
+    def __init__(self, network: MemoryNetwork, call: MemoryCall, copy: int) -> None:
         self._network, self._call, self._copy = network, call, copy
         self._last_s = 0.0
         self._broken = False
-        self._travelling: deque[Answer | Status] = deque()
+        self._travelling: deque[CallResponse | CallStatus] = deque()
 
-    def send(self, answer: Answer | Status) -> None:
+    def send(self, answer: CallResponse | CallStatus) -> None:
         network, call = self._network, self._call
         if self._broken:
             return

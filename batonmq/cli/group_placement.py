@@ -10,10 +10,10 @@ import typer
 
 from batonmq.admin.admin import Admin
 from batonmq.admin.placement import Move, locate_group, move_group
-from batonmq.cli.changes import DryRunOption
+from batonmq.cli.arguments import GroupArgument
+from batonmq.cli.change_options import DryRunOption
 from batonmq.cli.output import Columns, counted
-from batonmq.cli.places import GroupArgument
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.errors import BatonError
 
 ARRIVED_WITHIN_S = 30.0
@@ -69,7 +69,9 @@ def spread_groups(
     session.run(_move(session, None, "", dry_run=dry_run))
 
 
-async def _move(session: Session, names: list[str] | None, to_set: str, *, dry_run: bool) -> None:
+async def _move(
+    session: CommandSession, names: list[str] | None, to_set: str, *, dry_run: bool
+) -> None:
     moves: list[Move] = []
     problems: list[str] = []
     states: dict[str, str] = {}

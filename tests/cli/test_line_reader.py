@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq.cli.lines import read_lines
+from batonmq.cli.line_reader import read_lines
 
 
 async def _read(path: Path | None, bytes_max: int = 100) -> list[bytes]:

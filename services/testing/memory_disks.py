@@ -182,7 +182,7 @@ class MemoryDisk(Disk):
         return disk
 
 
-class OffsetsDisk:
+class MemoryOffsetsDisk:
     """What offsets has made durable.
 
     Args:
@@ -243,7 +243,7 @@ class OffsetsDisk:
             tell(entries)
 
 
-def away(random: Random, write_s: Callable[[Random], float]) -> InThread:
+def delayed_sync(random: Random, write_s: Callable[[Random], float]) -> InThread:
     """Makes the blocking calls of storage that sync, in no thread; `write_s` draws how long."""
 
     async def call(blocking: Callable[[Any], None], argument: Any) -> None:

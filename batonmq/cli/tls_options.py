@@ -63,7 +63,7 @@ TokenFileOption = Annotated[
         show_default=False,
     ),
 ]
-Given = Mapping[str, str | bool | None]
+TlsOptions = Mapping[str, str | bool | None]
 """By the names of `SECURITY`; None is not given."""
 
 
@@ -72,7 +72,7 @@ def token_of_environment() -> str:
     return os.environ.get("BATON_TOKEN", "")  # noqa: TID251  the one variable without an option
 
 
-def chosen(given: Given, token: str, context: Context) -> Security | None:
+def choose_security(given: TlsOptions, token: str, context: Context) -> Security | None:
     """What to use; None for no TLS.
 
     Args:

@@ -19,8 +19,8 @@ import pytest
 from batonmq._core.queues import QueueRef
 from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.resets import Done, Step
-from batonmq.cli.changes import operation
-from batonmq.cli.resets import Wanted, parse_offsets, planned
+from batonmq.cli.change_options import operation
+from batonmq.cli.group_resets import TargetOptions, parse_offsets, planned
 from batonmq.errors import InvalidArgument
 
 NOW = 1_000_000_000
@@ -110,21 +110,21 @@ def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
 @pytest.mark.parametrize(
     ("wanted", "target"),
     [
-        (Wanted(to_offset=0), ToOffset(0)),
-        (Wanted(shift_by=0), ShiftBy(0)),
-        (Wanted(shift_by=-3), ShiftBy(-3)),
-        (Wanted(to_current=True), ShiftBy(0)),
-        (Wanted(to_datetime="5"), ToTime(5)),
-        (Wanted(by_duration="10s"), ToTime(NOW - 10_000)),
-        (Wanted(to_earliest=True), ToEarliest()),
-        (Wanted(to_latest=True), ToLatest()),
+        (TargetOptions(to_offset=0), ToOffset(0)),
+        (TargetOptions(shift_by=0), ShiftBy(0)),
+        (TargetOptions(shift_by=-3), ShiftBy(-3)),
+        (TargetOptions(to_current=True), ShiftBy(0)),
+        (TargetOptions(to_datetime="5"), ToTime(5)),
+        (TargetOptions(by_duration="10s"), ToTime(NOW - 10_000)),
+        (TargetOptions(to_earliest=True), ToEarliest()),
+        (TargetOptions(to_latest=True), ToLatest()),
     ],
 )
-def test_what_is_typed_is_one_target(wanted: Wanted, target: Target) -> None:
+def test_what_is_typed_is_one_target(wanted: TargetOptions, target: Target) -> None:
     assert wanted.count == 1
     assert wanted.target(NOW) == target
 
 
 def test_nothing_typed_counts_as_nothing() -> None:
-    assert Wanted().count == 0
-    assert Wanted(to_offset=0, to_latest=True).count == 2
+    assert TargetOptions().count == 0
+    assert TargetOptions(to_offset=0, to_latest=True).count == 2
