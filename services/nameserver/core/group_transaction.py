@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from batonmq.errors import ClientIdInUse, Difference, GroupInUse, Overloaded
-from batonmq_server.nameserver.core.dealing import Strategy
-from batonmq_server.nameserver.core.differences import conflict, differences, longest_standing
+from batonmq_server.nameserver.core.assignment import AssignmentStrategy
+from batonmq_server.nameserver.core.differences import conflict_error, differences, longest_member
 from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
     Group,
     Heartbeat,
     Member,
     Pause,
-    Policy,
-    Staged,
+    StagedSubscription,
+    SubscriptionPolicy,
     Subscriptions,
     Terms,
-    assign,
-    begin,
+    assign_topics,
+    beginnings_of,
     hash_of,
 )
 from batonmq_server.nameserver.core.topics import Topic
@@ -34,7 +34,7 @@ from batonmq_server.nameserver.core.topics import Topic
 DRAIN_RETRY_MS = 1_000
 
 
-class VerdictKind(Enum):
+class SubscriptionVerdictKind(Enum):
     """What became of the subscription of a heartbeat that was accepted."""
 
     ACCEPTED = "ACCEPTED"
@@ -44,14 +44,14 @@ class VerdictKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SubscriptionVerdict:
     """What became of a subscription, and on what it differs from the group's."""
 
-    kind: VerdictKind
+    kind: SubscriptionVerdictKind
     differences: tuple[Difference, ...] = ()
 
 
-ACCEPTED = Verdict(VerdictKind.ACCEPTED)
+ACCEPTED = SubscriptionVerdict(SubscriptionVerdictKind.ACCEPTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,14 @@ class GroupSettings:
         paused: Whether an operator stops the deliveries; then `pause` says who and why.
     """
 
-    policy: Policy | None = None
+    policy: SubscriptionPolicy | None = None
     owned: bool | None = None
-    strategy: Strategy | None = None
+    strategy: AssignmentStrategy | None = None
     paused: bool | None = None
     pause: Pause | None = None
 
 
-class Ledger:
+class GroupTransaction:
     """One group's record, and what is asked of it in turn; `settled` is what it becomes.
 
     What raises has changed nothing.
@@ -212,8 +212,8 @@ class Ledger:
         """
         after = self.settled()
         topics = list(topics)
-        dealt = assign(after, topics, self._before)
-        after = replace(after, assignments=dealt, beginnings=begin(after, topics))
+        dealt = assign_topics(after, topics, self._before)
+        after = replace(after, assignments=dealt, beginnings=beginnings_of(after, topics))
         if after == self._before and not (self._wanted and self._stored is None):
             return self._stored
         return replace(after, generation=self._before.generation + 1)
@@ -223,11 +223,11 @@ class Ledger:
         dead = self._members.keys() - {member.client_id for member in self._living()}
         return tuple(self._members[client_id] for client_id in sorted(dead))
 
-    def verdict(self, heartbeat: Heartbeat, after: Group) -> Verdict:
+    def verdict(self, heartbeat: Heartbeat, after: Group) -> SubscriptionVerdict:
         """What became of a heartbeat that was accepted here; `after` is the record now."""
         replaced = self.replaced.get(heartbeat.client_id)
         if replaced and heartbeat.terms.subscriptions == target_of(after):
-            return Verdict(VerdictKind.REPLACED, replaced)
+            return SubscriptionVerdict(SubscriptionVerdictKind.REPLACED, replaced)
         return verdict_of(after, heartbeat)
 
     def _living(self) -> list[Member]:
@@ -306,17 +306,17 @@ class Ledger:
             counts: Also true if nobody else alive asks for what the group has.
         """
         asked, policy = heartbeat.terms.subscriptions, self._group.policy
-        if policy is Policy.WARN:
+        if policy is SubscriptionPolicy.WARN:
             if counts:
                 self._replace(heartbeat, others)
         elif not others:
             self._stage(asked, draining=True)
-        elif policy is Policy.REJECT:
+        elif policy is SubscriptionPolicy.REJECT:
             raise self._conflict(heartbeat, others, self._group.terms)
         elif self._group.draining:
             if is_new and asked != self._group.terms.subscriptions:
                 raise self._conflict(heartbeat, others, self._group.terms)
-        elif policy is Policy.STAGED_LATEST:
+        elif policy is SubscriptionPolicy.STAGED_LATEST:
             if counts:
                 self._stage(asked, draining=True)
         else:
@@ -338,9 +338,9 @@ class Ledger:
         """The refusal, with the differences to `terms`; while draining, to those that come."""
         if self._group.draining:
             terms = replace(terms, subscriptions=target_of(self._group))
-        named = longest_standing(others, hash_of(terms.subscriptions))
+        named = longest_member(others, hash_of(terms.subscriptions))
         retry_after_ms = DRAIN_RETRY_MS if self._group.draining else 0
-        return conflict(heartbeat, terms, named, retry_after_ms=retry_after_ms)
+        return conflict_error(heartbeat, terms, named, retry_after_ms=retry_after_ms)
 
     def _replace(self, heartbeat: Heartbeat, others: list[Member]) -> None:
         """Let the sender's subscription count at once, whatever the others want."""
@@ -350,14 +350,16 @@ class Ledger:
         else:
             self._subscribe(heartbeat.terms.subscriptions)
         if others:
-            named = longest_standing(others, hash_of(previous.subscriptions))
+            named = longest_member(others, hash_of(previous.subscriptions))
             found = differences(heartbeat, previous, named)
             self.replaced[heartbeat.client_id] = found
 
     def _stage(self, subscriptions: Subscriptions, *, draining: bool) -> None:
         before = self._group.staged
         since = before.since_unix_ms if before and before.draining else self._now_unix_ms
-        self._group = replace(self._group, staged=Staged(subscriptions, draining, since))
+        self._group = replace(
+            self._group, staged=StagedSubscription(subscriptions, draining, since)
+        )
 
     def _subscribe(self, subscriptions: Subscriptions) -> None:
         self._group = replace(
@@ -375,20 +377,20 @@ def target_of(group: Group) -> Subscriptions:
     return group.terms.subscriptions
 
 
-def verdict_of(group: Group, heartbeat: Heartbeat) -> Verdict:
+def verdict_of(group: Group, heartbeat: Heartbeat) -> SubscriptionVerdict:
     """What a member's subscription is in this record."""
     asked = heartbeat.terms.subscriptions
     if group.terms.broadcasting or (asked == group.terms.subscriptions and not group.draining):
         return ACCEPTED
     terms = group.terms
     if group.staged is not None and group.staged.subscriptions == asked:
-        kind = VerdictKind.STAGED
+        kind = SubscriptionVerdictKind.STAGED
     else:
-        kind = VerdictKind.OVERRULED
+        kind = SubscriptionVerdictKind.OVERRULED
         terms = replace(terms, subscriptions=target_of(group))
     others = [m for m in group.members if not heartbeat.is_from(m)]
-    named = longest_standing(others, hash_of(terms.subscriptions))
-    return Verdict(kind, differences(heartbeat, terms, named))
+    named = longest_member(others, hash_of(terms.subscriptions))
+    return SubscriptionVerdict(kind, differences(heartbeat, terms, named))
 
 
 def _paused(pause: Pause | None, settings: GroupSettings) -> Pause | None:
@@ -404,7 +406,7 @@ def _paused(pause: Pause | None, settings: GroupSettings) -> Pause | None:
     return pause if same else settings.pause
 
 
-def _still_staged(group: Group, members: tuple[Member, ...]) -> Staged | None:
+def _still_staged(group: Group, members: tuple[Member, ...]) -> StagedSubscription | None:
     """What is staged, now that these are the members."""
     staged = group.staged
     if staged is None or group.terms.broadcasting:
@@ -413,7 +415,9 @@ def _still_staged(group: Group, members: tuple[Member, ...]) -> Staged | None:
         return staged
     waiting = hash_of(staged.subscriptions)
     asking = [member.subscription_hash == waiting for member in members]
-    if group.policy not in (Policy.STAGED, Policy.STAGED_LATEST) or not any(asking):
+    if group.policy not in (SubscriptionPolicy.STAGED, SubscriptionPolicy.STAGED_LATEST) or not any(
+        asking
+    ):
         return None
-    decided = all(asking) or group.policy is Policy.STAGED_LATEST
+    decided = all(asking) or group.policy is SubscriptionPolicy.STAGED_LATEST
     return replace(staged, draining=decided)

@@ -7,8 +7,8 @@ import logging
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.convert_groups import refused_to_pb
 from batonmq_server.nameserver.core.groups import Heartbeat
+from batonmq_server.nameserver.group_proto import refused_to_pb
 from batonmq_server.runtime.etcd import EtcdSession
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ REFUSED_MAX = 100
 """Refused clients that are remembered per group."""
 
 
-class Refusals:
+class RefusedClients:
     """Notes refusals, and forgets those that are not repeated.
 
     Args:

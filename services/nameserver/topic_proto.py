@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.nameserver.choices import choice
 from batonmq_server.nameserver.core.topics import QueueSpread, Route, Topic
+from batonmq_server.nameserver.enum_values import enum_value
 
 _PERMISSIONS: Mapping[int, str] = {
     pb.TOPIC_PERMISSION_UNSPECIFIED: "READ_WRITE",
@@ -59,7 +59,7 @@ def permission_from_pb(request: pb.UpdateTopicRequest) -> str:
     """
     if not request.permission:
         return ""
-    return choice("permission", request.permission, _PERMISSIONS)
+    return enum_value("permission", request.permission, _PERMISSIONS)
 
 
 def route_to_pb(route: Route) -> pb.Route:

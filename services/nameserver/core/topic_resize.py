@@ -2,7 +2,8 @@
 
 The queues of a broker have the indexes [0, queue_count), so a broker gains and loses at the end.
 Growing is done at once. Shrinking takes two steps: first the last queues take no more messages,
-then, once they have been read, they are gone (`dropped`). Growing in between takes queues back.
+then, once they have been read, they are gone (`without_retiring_queues`). Growing in between takes
+queues back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 
 
 @dataclass(frozen=True, slots=True)
-class QueueEnd:
+class RetiringQueue:
     """A queue that takes no more messages, and holds the offsets [first_offset, next_offset)."""
 
     broker: str
@@ -25,7 +26,9 @@ class QueueEnd:
     next_offset: int
 
 
-def resized(topic: Topic, queue_count: int, brokers: Collection[str]) -> tuple[QueueSpread, ...]:
+def resized_spread(
+    topic: Topic, queue_count: int, brokers: Collection[str]
+) -> tuple[QueueSpread, ...]:
     """The spread of `topic` with so many queues that take messages, as even as it can be.
 
     Args:
@@ -50,7 +53,7 @@ def resized(topic: Topic, queue_count: int, brokers: Collection[str]) -> tuple[Q
     )
 
 
-def unread_count(end: QueueEnd, group: Group | None, topic: str, committed: int | None) -> int:
+def unread_count(end: RetiringQueue, group: Group | None, topic: str, committed: int | None) -> int:
     """Messages of the queue that the group still has to read before the queue may go.
 
     A group without progress on the queue is waited for if it may yet want the messages: it
@@ -70,7 +73,7 @@ def unread_count(end: QueueEnd, group: Group | None, topic: str, committed: int 
     return end.next_offset - end.first_offset if wants else 0
 
 
-def dropped(topic: Topic) -> Topic:
+def without_retiring_queues(topic: Topic) -> Topic:
     """`topic` without the queues that are being given up."""
     return replace(
         topic,

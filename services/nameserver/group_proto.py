@@ -10,24 +10,24 @@ from batonmq._common.rpc import differences_to_pb, error_to_pb
 from batonmq._core.names import check_client_id, check_group, check_host, check_topic
 from batonmq._core.subscription import parse_filter
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
-from batonmq_server.nameserver.choices import choice
-from batonmq_server.nameserver.core.dealing import Strategy
+from batonmq_server.nameserver.core.assignment import AssignmentStrategy
+from batonmq_server.nameserver.core.group_transaction import GroupSettings, SubscriptionVerdict
 from batonmq_server.nameserver.core.groups import (
     SUBSCRIPTIONS_MAX,
-    Beginning,
     BrokerAssignment,
     Group,
     Heartbeat,
     Member,
     Pause,
-    Policy,
-    Staged,
+    StagedSubscription,
     Subscription,
+    SubscriptionPolicy,
     Subscriptions,
     Terms,
     TopicAssignment,
+    TopicBeginning,
 )
-from batonmq_server.nameserver.core.ledger import GroupSettings, Verdict
+from batonmq_server.nameserver.enum_values import enum_value
 
 BY_CHARACTERS_MAX = 255
 REASON_CHARACTERS_MAX = 1_024
@@ -43,25 +43,25 @@ _STARTS: Mapping[int, str] = {
     pb.CONSUME_FROM_FIRST: "FIRST",
     pb.CONSUME_FROM_TIMESTAMP: "TIMESTAMP",
 }
-_POLICIES: Mapping[int, Policy | None] = {
+_POLICIES: Mapping[int, SubscriptionPolicy | None] = {
     pb.SUBSCRIPTION_POLICY_UNSPECIFIED: None,
-    pb.SUBSCRIPTION_POLICY_REJECT: Policy.REJECT,
-    pb.SUBSCRIPTION_POLICY_STAGED: Policy.STAGED,
-    pb.SUBSCRIPTION_POLICY_STAGED_LATEST: Policy.STAGED_LATEST,
-    pb.SUBSCRIPTION_POLICY_WARN: Policy.WARN,
+    pb.SUBSCRIPTION_POLICY_REJECT: SubscriptionPolicy.REJECT,
+    pb.SUBSCRIPTION_POLICY_STAGED: SubscriptionPolicy.STAGED,
+    pb.SUBSCRIPTION_POLICY_STAGED_LATEST: SubscriptionPolicy.STAGED_LATEST,
+    pb.SUBSCRIPTION_POLICY_WARN: SubscriptionPolicy.WARN,
 }
 _OWNED: Mapping[int, bool | None] = {
     pb.OWNERSHIP_UNSPECIFIED: None,
     pb.OWNERSHIP_ON: True,
     pb.OWNERSHIP_OFF: False,
 }
-_STRATEGIES: Mapping[int, Strategy | None] = {
+_STRATEGIES: Mapping[int, AssignmentStrategy | None] = {
     pb.STRATEGY_UNSPECIFIED: None,
-    pb.STRATEGY_STICKY: Strategy.STICKY,
-    pb.STRATEGY_AVERAGE: Strategy.AVERAGE,
-    pb.STRATEGY_AVERAGE_BY_CIRCLE: Strategy.AVERAGE_BY_CIRCLE,
-    pb.STRATEGY_CONSISTENT_HASH: Strategy.CONSISTENT_HASH,
-    pb.STRATEGY_MACHINE_ROOM: Strategy.MACHINE_ROOM,
+    pb.STRATEGY_STICKY: AssignmentStrategy.STICKY,
+    pb.STRATEGY_AVERAGE: AssignmentStrategy.AVERAGE,
+    pb.STRATEGY_AVERAGE_BY_CIRCLE: AssignmentStrategy.AVERAGE_BY_CIRCLE,
+    pb.STRATEGY_CONSISTENT_HASH: AssignmentStrategy.CONSISTENT_HASH,
+    pb.STRATEGY_MACHINE_ROOM: AssignmentStrategy.MACHINE_ROOM,
 }
 
 
@@ -115,7 +115,7 @@ def gate_of(group: Group) -> pb.Gate:
         subscription_generation=group.subscription_generation,
         model=_model_to_pb(group),
         ownership=_ownership_to_pb(group),
-        bound=group.policy is not Policy.WARN,
+        bound=group.policy is not SubscriptionPolicy.WARN,
         draining=group.draining,
         pause=_pause_to_pb(group.pause),
     )
@@ -146,9 +146,9 @@ def group_from_pb(group: pb.Group) -> Group:
             orderly=group.orderly,
         ),
         subscription_generation=group.subscription_generation,
-        policy=_POLICIES[group.policy] or Policy.REJECT,
+        policy=_POLICIES[group.policy] or SubscriptionPolicy.REJECT,
         owned=_OWNED[group.ownership] is not False,
-        strategy=_STRATEGIES[group.strategy] or Strategy.STICKY,
+        strategy=_STRATEGIES[group.strategy] or AssignmentStrategy.STICKY,
         assignments=tuple(
             TopicAssignment(
                 topic.topic,
@@ -156,7 +156,7 @@ def group_from_pb(group: pb.Group) -> Group:
             )
             for topic in group.assignments
         ),
-        staged=Staged(
+        staged=StagedSubscription(
             _subscriptions_from_pb(staged.subscriptions), staged.draining, staged.since_unix_ms
         )
         if group.HasField("staged")
@@ -165,7 +165,7 @@ def group_from_pb(group: pb.Group) -> Group:
         if group.HasField("pause")
         else None,
         beginnings=tuple(
-            Beginning(
+            TopicBeginning(
                 one.topic,
                 one.topic_id,
                 tuple((part.broker, part.queue_count) for part in one.spread),
@@ -190,8 +190,8 @@ def heartbeat_from_pb(request: pb.HeartbeatRequest) -> Heartbeat:
         room=_text("room", request.room, ROOM_CHARACTERS_MAX),
         terms=Terms(
             subscriptions=_checked_subscriptions(request.subscriptions),
-            model=choice("model", request.model, _MODELS),
-            consume_from=choice("consume_from", request.consume_from, _STARTS),
+            model=enum_value("model", request.model, _MODELS),
+            consume_from=enum_value("consume_from", request.consume_from, _STARTS),
             orderly=request.orderly,
         ),
     )
@@ -211,9 +211,9 @@ def settings_from_pb(request: pb.UpdateGroupRequest, now_unix_ms: int) -> GroupS
             "by is empty", remedy="Say who pauses or resumes the group.", facts={"field": "by"}
         )
     return GroupSettings(
-        policy=choice("policy", request.policy, _POLICIES),
-        owned=choice("ownership", request.ownership, _OWNED),
-        strategy=choice("strategy", request.strategy, _STRATEGIES),
+        policy=enum_value("policy", request.policy, _POLICIES),
+        owned=enum_value("ownership", request.ownership, _OWNED),
+        strategy=enum_value("strategy", request.strategy, _STRATEGIES),
         paused=paused,
         pause=Pause(by, reason, now_unix_ms) if paused else None,
     )
@@ -232,7 +232,7 @@ def refused_to_pb(heartbeat: Heartbeat, error: BatonError, since_unix_ms: int) -
 
 
 def verdict_to_pb(
-    verdict: Verdict,
+    verdict: SubscriptionVerdict,
 ) -> tuple[pb.Verdict.ValueType, list[error_pb2.SubscriptionDifference]]:
     """The kind of verdict, and the differences."""
     return (

@@ -17,16 +17,16 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._telemetry.events import EventHub
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.group_metrics import GroupMetrics
-from batonmq_server.nameserver.inspector import Diagnosis, Inspector, Target
-from batonmq_server.nameserver.questions import Key
+from batonmq_server.nameserver.inspector import GroupQueues, QueueDiagnosis, QueueInspector
+from batonmq_server.nameserver.queue_queries import Key
 
 log = logging.getLogger(__name__)
 
-LAGS_PER_S = 2_000
+LAG_EVENTS_PER_S_MAX = 2_000
 """Queues whose lag is told at once; the others wait for the next second."""
 
 
-class Lookout:
+class QueueMonitor:
     """Does the looking.
 
     Args:
@@ -36,7 +36,7 @@ class Lookout:
     def __init__(
         self,
         catalog: Catalog,
-        inspector: Inspector,
+        inspector: QueueInspector,
         metrics: GroupMetrics,
         hub: EventHub,
         *,
@@ -45,7 +45,7 @@ class Lookout:
     ) -> None:
         self._catalog, self._inspector, self._metrics = catalog, inspector, metrics
         self._hub, self._node_id, self._interval_ms = hub, node_id, interval_ms
-        self._told: dict[Key, Diagnosis] = {}
+        self._told: dict[Key, QueueDiagnosis] = {}
 
     async def run(self) -> None:
         """Look for ever; to be run as one task."""
@@ -62,7 +62,7 @@ class Lookout:
             return
         groups = self._catalog.groups
         targets = [
-            Target(group, self._inspector.queues_of(group))
+            GroupQueues(group, self._inspector.queues_of(group))
             for _, group in sorted(groups.items())
             if not group.terms.broadcasting
         ]
@@ -80,7 +80,7 @@ class Lookout:
         ]
         return min(nameservers, default="") == self._node_id
 
-    def _tell(self, found: list[Diagnosis]) -> None:
+    def _tell(self, found: list[QueueDiagnosis]) -> None:
         """Publish what has changed since the last look."""
         stuck = {d.key: d for d in found if d.finding.reason.stuck}
         changed = [
@@ -96,11 +96,11 @@ class Lookout:
             level = logging.WARNING if reason.stuck else logging.INFO
             log.log(level, "queues changed group=%s reason=%s queues=%d", group, reason, count)
 
-    async def _tell_lag(self, found: list[Diagnosis]) -> None:
+    async def _tell_lag(self, found: list[QueueDiagnosis]) -> None:
         for index, diagnosis in enumerate(found):
             if not self._hub.watched:
                 return
-            if index % LAGS_PER_S == LAGS_PER_S - 1:
+            if index % LAG_EVENTS_PER_S_MAX == LAG_EVENTS_PER_S_MAX - 1:
                 await asyncio.sleep(1)
             self._hub.publish(_lag(diagnosis))
 
@@ -109,7 +109,7 @@ class Lookout:
         return before.finding.reason if before else ""
 
 
-def _event(diagnosis: Diagnosis) -> metrics_pb.MetricEvent:
+def _event(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
     finding = diagnosis.finding
     return metrics_pb.MetricEvent(
         queue=_queue(diagnosis),
@@ -117,14 +117,14 @@ def _event(diagnosis: Diagnosis) -> metrics_pb.MetricEvent:
     )
 
 
-def _has_lag_to_tell(diagnosis: Diagnosis) -> bool:
+def _has_lag_to_tell(diagnosis: QueueDiagnosis) -> bool:
     e = diagnosis.evidence
     return (
         e.progress is not None and e.log is not None and (e.group.member_count or e.lag_count) > 0
     )
 
 
-def _lag(diagnosis: Diagnosis) -> metrics_pb.MetricEvent:
+def _lag(diagnosis: QueueDiagnosis) -> metrics_pb.MetricEvent:
     e = diagnosis.evidence
     assert e.progress is not None and e.log is not None
     return metrics_pb.MetricEvent(
@@ -140,7 +140,7 @@ def _lag(diagnosis: Diagnosis) -> metrics_pb.MetricEvent:
     )
 
 
-def _queue(diagnosis: Diagnosis) -> queue_pb2.GroupQueue:
+def _queue(diagnosis: QueueDiagnosis) -> queue_pb2.GroupQueue:
     group, queue = diagnosis.key
     return queue_pb2.GroupQueue(
         group=group,

@@ -12,7 +12,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.set_metrics import SetMetrics
 from batonmq_server.runtime.etcd import Stored
-from tests.nameserver.asked import Scene, scene
+from tests.nameserver.service_twins import Scene, scene
 
 Shown = dict[tuple[str, str], float]
 

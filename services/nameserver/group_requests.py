@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from batonmq.errors import BatonError, Difference
+from batonmq_server.nameserver.core.group_transaction import GroupTransaction, SubscriptionVerdict
 from batonmq_server.nameserver.core.groups import Group, Heartbeat, Member
-from batonmq_server.nameserver.core.ledger import Ledger, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class GroupChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class GroupOutcome:
     """What became of a call.
 
     Attributes:
@@ -48,12 +48,12 @@ class Outcome:
     group_revision: int
     live_revision: int = 0
     change: GroupChange | None = None
-    verdict: Verdict | None = None
+    verdict: SubscriptionVerdict | None = None
     left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class GroupWrite:
     """The record after a batch of calls; revision 0 if the race was lost."""
 
     group: Group | None
@@ -63,7 +63,7 @@ class Written:
 
 
 @dataclass(eq=False, slots=True)
-class Ask:
+class GroupRequest:
     """One call about a group; settled once it has an outcome or an error.
 
     Attributes:
@@ -72,33 +72,33 @@ class Ask:
         tends: Whether what is due is to be done.
     """
 
-    decide: Callable[[Ledger], bool | None]
+    decide: Callable[[GroupTransaction], bool | None]
     heartbeat: Heartbeat | None = None
     tends: bool = False
     left: bool = False
     error: BatonError | None = None
-    outcome: Outcome | None = None
+    outcome: GroupOutcome | None = None
 
     @property
     def is_settled(self) -> bool:
         """Whether it is known what became of it."""
         return self.error is not None or self.outcome is not None
 
-    def put_to(self, ledger: Ledger) -> None:
+    def put_to(self, ledger: GroupTransaction) -> None:
         """Let the ledger decide; a refusal is kept."""
         try:
             self.left = bool(self.decide(ledger))
         except BatonError as error:
             self.error = error
 
-    def settle(self, ledger: Ledger, written: Written) -> None:
+    def settle(self, ledger: GroupTransaction, written: GroupWrite) -> None:
         """Take what was written as the outcome, unless it was refused."""
         if self.error is not None:
             return
         verdict = None
         if self.heartbeat is not None and written.group is not None:
             verdict = ledger.verdict(self.heartbeat, written.group)
-        self.outcome = Outcome(
+        self.outcome = GroupOutcome(
             group=written.group,
             group_revision=written.revision,
             live_revision=written.live_revision,

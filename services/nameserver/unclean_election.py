@@ -16,7 +16,7 @@ BY_CHARS_MAX = 200
 _SERVICES = {pb.SERVICE_KIND_STORAGE: "storage", pb.SERVICE_KIND_OFFSETS: "offsets"}
 
 
-class Electing:
+class UncleanElection:
     """Reads etcd itself: nothing here may be older than the set."""
 
     def __init__(self, etcd: EtcdSession) -> None:

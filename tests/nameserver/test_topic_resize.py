@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonmq.errors import LimitExceeded, NoBroker
-from batonmq_server.nameserver.convert_topics import topic_from_bytes, topic_to_pb
 from batonmq_server.nameserver.core.groups import Group, Member, Subscription, Terms
+from batonmq_server.nameserver.core.topic_resize import (
+    RetiringQueue,
+    resized_spread,
+    unread_count,
+    without_retiring_queues,
+)
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
-from batonmq_server.nameserver.spread import QueueEnd, dropped, resized, unread_count
+from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_pb
 
 
 def topic(*spread: QueueSpread, topic_id: int = 0, permission: str = "READ_WRITE") -> Topic:
@@ -24,7 +29,7 @@ def topic(*spread: QueueSpread, topic_id: int = 0, permission: str = "READ_WRITE
 
 
 def changed(before: Topic, queue_count: int, *brokers: str) -> Topic:
-    spread = resized(before, queue_count, brokers)
+    spread = resized_spread(before, queue_count, brokers)
     return topic(*spread, topic_id=before.topic_id)
 
 
@@ -41,7 +46,7 @@ def test_a_broker_that_is_away_gains_nothing() -> None:
     before = topic(QueueSpread("a", 1), QueueSpread("gone", 1))
     assert changed(before, 5, "a").spread == (QueueSpread("a", 4), QueueSpread("gone", 1))
     with pytest.raises(NoBroker):
-        resized(before, 5, ())
+        resized_spread(before, 5, ())
 
 
 def test_shrinking_stops_writing_first() -> None:
@@ -49,7 +54,7 @@ def test_shrinking_stops_writing_first() -> None:
     after = changed(before, 5, "a", "b")
     assert after.spread == (QueueSpread("a", 4, 3), QueueSpread("b", 4, 2))
     assert (after.queue_count, after.shrinking) == (5, True)
-    gone = dropped(after)
+    gone = without_retiring_queues(after)
     assert gone.spread == (QueueSpread("a", 3), QueueSpread("b", 2))
     assert (gone.queue_count, gone.shrinking) == (5, False)
 
@@ -69,7 +74,7 @@ def test_rooms_stay_when_queues_come_and_go() -> None:
     before = topic(QueueSpread("a", 4, room="north"), QueueSpread("b", 4, room="south"))
     less = changed(before, 4, "a", "b")
     assert [part.room for part in less.spread] == ["north", "south"]
-    assert [part.room for part in dropped(less).spread] == ["north", "south"]
+    assert [part.room for part in without_retiring_queues(less).spread] == ["north", "south"]
 
 
 def test_each_broker_keeps_a_queue() -> None:
@@ -80,7 +85,7 @@ def test_each_broker_keeps_a_queue() -> None:
         QueueSpread("c", 1),
     )
     with pytest.raises(LimitExceeded) as refused:
-        resized(before, 2, ("a", "b", "c"))
+        resized_spread(before, 2, ("a", "b", "c"))
     assert refused.value.facts == {"field": "queue_count", "limit": "3", "actual": "2"}
 
 
@@ -110,7 +115,7 @@ def test_every_sequence_of_sizes_ends_even_with_all_queues_in_place(
         assert changed(state, size, *names) == state
 
 
-END = QueueEnd("a", 3, 10, 25)
+END = RetiringQueue("a", 3, 10, 25)
 
 
 def group(
@@ -148,4 +153,4 @@ def test_who_still_has_to_read_what(known: Group | None, committed: int | None, 
 
 
 def test_nobody_waits_for_a_queue_without_messages() -> None:
-    assert unread_count(QueueEnd("a", 0, 7, 7), group("c"), "t", None) == 0
+    assert unread_count(RetiringQueue("a", 0, 7, 7), group("c"), "t", None) == 0

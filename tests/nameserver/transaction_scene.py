@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from batonmq_server.nameserver.core.group_transaction import (
+    GroupSettings,
+    GroupTransaction,
+    SubscriptionVerdict,
+)
 from batonmq_server.nameserver.core.groups import (
     Group,
     Heartbeat,
-    Policy,
     Subscription,
+    SubscriptionPolicy,
     Subscriptions,
     Terms,
 )
-from batonmq_server.nameserver.core.ledger import GroupSettings, Ledger, Verdict
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 
 LEASE_MS = 30_000
@@ -67,7 +71,7 @@ class Scene:
 
     def beat(
         self, client_id: str, asked: Terms | str = "*", incarnation_id: int = 1, room: str = ""
-    ) -> Verdict:
+    ) -> SubscriptionVerdict:
         heartbeat = beat(client_id, asked, incarnation_id, room)
         ledger = self.ask(lambda ledger: ledger.join(heartbeat))
         return ledger.verdict(heartbeat, self.record)
@@ -82,10 +86,12 @@ class Scene:
     def tend(self, *, drained: bool = False) -> None:
         self.ask(lambda ledger: ledger.finish_draining() if drained else None)
 
-    def ask(self, *calls: Callable[[Ledger], object]) -> Ledger:
+    def ask(self, *calls: Callable[[GroupTransaction], object]) -> GroupTransaction:
         """Put calls to the ledger in turn; what raises changes nothing."""
         self.now_unix_ms += 1
-        ledger = Ledger("g", self.group, self.live, now_unix_ms=self.now_unix_ms, lease_ms=LEASE_MS)
+        ledger = GroupTransaction(
+            "g", self.group, self.live, now_unix_ms=self.now_unix_ms, lease_ms=LEASE_MS
+        )
         for call in calls:
             call(ledger)
         wanted = {s.topic for s in ledger.settled().terms.subscriptions}
@@ -118,7 +124,7 @@ class Scene:
         }
 
 
-def scene(policy: Policy, *members: str) -> Scene:
+def scene(policy: SubscriptionPolicy, *members: str) -> Scene:
     """A group with the policy whose members all want everything."""
     made = Scene(policy=policy)
     for client_id in members:

@@ -4,7 +4,8 @@ A function of the members, the queues and who has them now: it remembers nothing
 order nor a repetition of its input matters. All topics of a group are dealt together, so shares
 are equal for the group as a whole and not only per topic.
 
-Source: RocketMQ's AllocateMessageQueue strategies, which deal each topic by itself (deviation).
+Source: RocketMQ's AllocateMessageQueue strategies, which assign each topic by itself
+(deviation).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VIRTUAL_NODES = 10
 """Places of one member on the hash ring, as in RocketMQ."""
 
 
-class Strategy(Enum):
+class AssignmentStrategy(Enum):
     """How queues are dealt out. All but CONSISTENT_HASH give shares that differ by one at most."""
 
     STICKY = "STICKY"
@@ -36,7 +37,7 @@ class Strategy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class AssignableMember:
     """A member that may get queues.
 
     Attributes:
@@ -48,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class AssignableQueue:
     """A queue to be dealt; the same queue whatever its room.
 
     Attributes:
@@ -61,12 +62,12 @@ class Queue:
     room: str = field(default="", compare=False)
 
 
-def deal(
-    strategy: Strategy,
-    members: Sequence[Candidate],
-    queues: Sequence[Queue],
-    before: Mapping[Queue, str],
-) -> dict[Queue, str]:
+def assign_queues(
+    strategy: AssignmentStrategy,
+    members: Sequence[AssignableMember],
+    queues: Sequence[AssignableQueue],
+    before: Mapping[AssignableQueue, str],
+) -> dict[AssignableQueue, str]:
     """The client id that each queue goes to.
 
     Args:
@@ -80,40 +81,42 @@ def deal(
     rooms = {member.client_id: member.room for member in members}
     names, dealt = sorted(rooms), sorted(set(queues), key=_place)
     match strategy:
-        case Strategy.STICKY:
+        case AssignmentStrategy.STICKY:
             owners = _sticky(names, dealt, before)
-        case Strategy.AVERAGE:
+        case AssignmentStrategy.AVERAGE:
             owners = _average(names, dealt)
-        case Strategy.AVERAGE_BY_CIRCLE:
+        case AssignmentStrategy.AVERAGE_BY_CIRCLE:
             owners = {queue: names[i % len(names)] for i, queue in enumerate(dealt)}
-        case Strategy.CONSISTENT_HASH:
+        case AssignmentStrategy.CONSISTENT_HASH:
             owners = _by_ring(names, dealt)
-        case Strategy.MACHINE_ROOM:
+        case AssignmentStrategy.MACHINE_ROOM:
             owners = _by_room(rooms, dealt, before)
     return {queue: owners[queue] for queue in dealt}
 
 
-def _average(names: list[str], queues: list[Queue]) -> dict[Queue, str]:
+def _average(names: list[str], queues: list[AssignableQueue]) -> dict[AssignableQueue, str]:
     """Source: RocketMQ AllocateMessageQueueAveragely."""
     each, odd = divmod(len(queues), len(names))
     turns = [name for rank, name in enumerate(names) for _ in range(each + (rank < odd))]
     return dict(zip(queues, turns, strict=True))
 
 
-def _sticky(names: list[str], queues: list[Queue], before: Mapping[Queue, str]) -> dict[Queue, str]:
+def _sticky(
+    names: list[str], queues: list[AssignableQueue], before: Mapping[AssignableQueue, str]
+) -> dict[AssignableQueue, str]:
     """Equal shares, larger by one for those who have most: no other choice keeps more in place.
 
     Who has too many gives up some of each topic; what is free goes round like cards. So topics
     stay spread over the members.
     """
-    held: dict[str, list[Queue]] = {name: [] for name in names}
-    free: list[Queue] = []
+    held: dict[str, list[AssignableQueue]] = {name: [] for name in names}
+    free: list[AssignableQueue] = []
     for queue in queues:
         held.get(before.get(queue, ""), free).append(queue)
     each, odd = divmod(len(queues), len(names))
     by_wealth = sorted(names, key=lambda name: -len(held[name]))
     share = {name: each + (rank < odd) for rank, name in enumerate(by_wealth)}
-    owners: dict[Queue, str] = {}
+    owners: dict[AssignableQueue, str] = {}
     for name, has in held.items():
         keeps = min(len(has), share[name])
         for index, queue in enumerate(has):
@@ -128,8 +131,8 @@ def _sticky(names: list[str], queues: list[Queue], before: Mapping[Queue, str]) 
 
 
 def _by_room(
-    rooms: Mapping[str, str], queues: list[Queue], before: Mapping[Queue, str]
-) -> dict[Queue, str]:
+    rooms: Mapping[str, str], queues: list[AssignableQueue], before: Mapping[AssignableQueue, str]
+) -> dict[AssignableQueue, str]:
     """Each room by itself; queues of rooms without members, or of no room, to all members.
 
     Source: RocketMQ AllocateMachineRoomNearby, over the sticky strategy.
@@ -138,16 +141,16 @@ def _by_room(
     for name in sorted(rooms):
         if rooms[name]:
             inhabitants[rooms[name]].append(name)
-    by_room: dict[str, list[Queue]] = defaultdict(list)
+    by_room: dict[str, list[AssignableQueue]] = defaultdict(list)
     for queue in queues:
         by_room[queue.room if queue.room in inhabitants else ""].append(queue)
-    owners: dict[Queue, str] = {}
+    owners: dict[AssignableQueue, str] = {}
     for room, part in by_room.items():
         owners |= _sticky(inhabitants[room] if room else sorted(rooms), part, before)
     return owners
 
 
-def _by_ring(names: list[str], queues: list[Queue]) -> dict[Queue, str]:
+def _by_ring(names: list[str], queues: list[AssignableQueue]) -> dict[AssignableQueue, str]:
     """Each queue to the next place on the ring.
 
     Source: RocketMQ AllocateMessageQueueConsistentHash and ConsistentHashRouter, to the letter.
@@ -164,11 +167,11 @@ def _hash(key: str) -> int:
     return int.from_bytes(md5(key.encode(), usedforsecurity=False).digest()[:4], "big")
 
 
-def _java_name(queue: Queue) -> str:
+def _java_name(queue: AssignableQueue) -> str:
     return (
         f"MessageQueue [topic={queue.topic}, brokerName={queue.broker}, queueId={queue.queue_id}]"
     )
 
 
-def _place(queue: Queue) -> tuple[str, str, int]:
+def _place(queue: AssignableQueue) -> tuple[str, str, int]:
     return queue.topic, queue.broker, queue.queue_id

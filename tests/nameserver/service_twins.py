@@ -40,10 +40,10 @@ from batonmq._core.records import (
 from batonmq._core.subscription import TagFilter
 from batonmq.errors import BatonError, QueueNotFound
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.core.groups import Group, Member, Subscription, Terms, assign
+from batonmq_server.nameserver.core.groups import Group, Member, Subscription, Terms, assign_topics
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
-from batonmq_server.nameserver.inspector import Inspector
-from batonmq_server.nameserver.questions import Brokers, Questions
+from batonmq_server.nameserver.inspector import QueueInspector
+from batonmq_server.nameserver.queue_queries import BrokerChannels, QueueQueries
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.mirror import Mirror
 from tests.support.serving import serving_at
@@ -179,7 +179,7 @@ class BrokerTwin(Manners, storage_grpc.StorageServiceServicer, query_grpc.QueryS
 class Scene:
     """An inspector and everything it asks. `brokers` are "a" and "b"."""
 
-    inspector: Inspector
+    inspector: QueueInspector
     catalog: Catalog
     nodes: Mirror
     clock: Clock
@@ -212,7 +212,7 @@ class Scene:
     def dealt(self, group: Group) -> Group:
         """The group with its queues dealt out."""
         topics = [self.catalog.topics[s.topic] for s in group.terms.subscriptions]
-        dealt = replace(group, assignments=assign(group, topics, group))
+        dealt = replace(group, assignments=assign_topics(group, topics, group))
         self.catalog.groups[group.name] = dealt
         return dealt
 
@@ -274,16 +274,16 @@ async def scene() -> AsyncIterator[Scene]:
             )
             for name, twin in twins.items()
         }
-        brokers = Brokers(lambda: addresses, connect)
+        brokers = BrokerChannels(lambda: addresses, connect)
         stack.push_async_callback(brokers.close)
         refused: list[pb.RefusedClient] = []
-        questions = Questions(
+        questions = QueueQueries(
             lambda: lockmgr_grpc.LockmgrServiceStub(channel),
             lambda _: offsets_grpc.OffsetsServiceStub(channel),
             brokers,
             timeout_s=TIMEOUT_S,
         )
-        inspector = Inspector(catalog, lambda _: refused, questions, clock)
+        inspector = QueueInspector(catalog, lambda _: refused, questions, clock)
         yield Scene(inspector, catalog, nodes, clock, lockmgr, offsets, twins, refused)
 
 

@@ -25,11 +25,11 @@ from batonmq.errors import (
     SubscriptionConflict,
     TopicExists,
 )
-from batonmq_server.nameserver.asks import GroupChange
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.core.groups import Group, Heartbeat, Subscription, Terms
+from batonmq_server.nameserver.group_requests import GroupChange
 from batonmq_server.nameserver.group_store import BATCH_MAX, GroupStore
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.nameserver.turns import Turns
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
 
 BROKERS = {"broker-a": ""}
@@ -91,7 +91,7 @@ class Race:
 async def race(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Race]:
     session = OvertakenSession(etcd_endpoint, cluster, Clock())
     async with session:
-        turns, other_turns = Turns(Random(1), tries_max=4), Turns(Random(2))
+        turns, other_turns = CompareAndSwap(Random(1), tries_max=4), CompareAndSwap(Random(2))
         topics, other_topics = TopicStore(session, turns), TopicStore(etcd, other_turns)
         yield Race(
             store_of(session, turns, topics),
@@ -103,7 +103,7 @@ async def race(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIter
         )
 
 
-def store_of(session: EtcdSession, turns: Turns, topics: TopicStore) -> GroupStore:
+def store_of(session: EtcdSession, turns: CompareAndSwap, topics: TopicStore) -> GroupStore:
     def told(change: GroupChange) -> None:
         assert change.before is None or change.group.generation == change.before.generation + 1
 

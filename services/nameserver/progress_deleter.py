@@ -14,7 +14,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, GroupInUse, OffsetsUnreachable, Unreachable
-from batonmq_server.nameserver.turns import at_once
+from batonmq_server.nameserver.compare_and_swap import run_concurrently
 from batonmq_server.runtime.places import Places
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ CALL_TIMEOUT_S = 2.0
 Answer = TypeVar("Answer", pb.DeleteTopicResponse, pb.DeleteGroupResponse)
 
 
-class Progress:
+class ProgressDeleter:
     """The groups' progress at offsets.
 
     Args:
@@ -45,7 +45,9 @@ class Progress:
             OffsetsUnreachable: not known whether it has ended.
         """
         sets = sorted(self._places.sets()) or [self._places.set_of("")]
-        counts = await at_once([partial(self._forget, name, topic, topic_id) for name in sets])
+        counts = await run_concurrently(
+            [partial(self._forget, name, topic, topic_id) for name in sets]
+        )
         if sum(counts):
             log.info("progress forgotten topic=%s queues=%d", topic, sum(counts))
 

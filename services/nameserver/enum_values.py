@@ -10,7 +10,7 @@ from batonmq.errors import InvalidArgument
 Value = TypeVar("Value")
 
 
-def choice(field: str, number: int, values: Mapping[int, Value]) -> Value:
+def enum_value(field: str, number: int, values: Mapping[int, Value]) -> Value:
     """What `number` stands for.
 
     Raises:

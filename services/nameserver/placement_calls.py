@@ -16,15 +16,15 @@ from batonmq._core.keyed_queues import highest
 from batonmq._core.names import check_group, check_offsets_set
 from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
 from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.nameserver.group_store import GroupStore, group_not_found
-from batonmq_server.nameserver.turns import Turns, as_read
 from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
 from batonmq_server.runtime.places import PREFIX, Place, Places, place_of
 
 log = logging.getLogger(__name__)
 
 
-class Placing:
+class PlacementCalls:
     """Gives groups a place, and moves them.
 
     Args:
@@ -32,7 +32,12 @@ class Placing:
     """
 
     def __init__(
-        self, etcd: EtcdSession, turns: Turns, catalog: Catalog, places: Places, store: GroupStore
+        self,
+        etcd: EtcdSession,
+        turns: CompareAndSwap,
+        catalog: Catalog,
+        places: Places,
+        store: GroupStore,
     ) -> None:
         self._etcd, self._turns, self._catalog = etcd, turns, catalog
         self._places, self._store = places, store
@@ -75,7 +80,7 @@ class Placing:
                 return before, after, 0
             key = PREFIX + group
             revision = await self._etcd.txn(
-                compare=[as_read(key, stored)], put=[Put(key, after.encode())]
+                compare=[unchanged(key, stored)], put=[Put(key, after.encode())]
             )
             return (before, after, revision) if revision is not None else None
 
@@ -128,7 +133,9 @@ class Placing:
             if stored is not None:
                 return place_of(stored), stored
             chosen = Place(self._chosen(group))
-            if await self._etcd.txn(compare=[as_read(key, None)], put=[Put(key, chosen.encode())]):
+            if await self._etcd.txn(
+                compare=[unchanged(key, None)], put=[Put(key, chosen.encode())]
+            ):
                 log.info("group placed group=%s offsets_set=%s", group, chosen.offsets_set)
 
     def _chosen(self, group: str) -> str:

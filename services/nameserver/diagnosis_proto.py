@@ -7,10 +7,14 @@ from collections.abc import Iterable
 from baton.common.v1 import error_pb2, queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq_server.nameserver.core.diagnosis import Finding
-from batonmq_server.nameserver.core.evidence import Evidence, Refused, Unlike
+from batonmq_server.nameserver.core.evidence import (
+    ExcludedClient,
+    QueueEvidence,
+    SubscriptionMismatch,
+)
 
 
-def diagnosis_to_pb(e: Evidence, finding: Finding) -> pb.Diagnosis:
+def diagnosis_to_pb(e: QueueEvidence, finding: Finding) -> pb.Diagnosis:
     """As sent."""
     return pb.Diagnosis(
         queue=queue_pb2.GroupQueue(
@@ -30,14 +34,14 @@ def diagnosis_to_pb(e: Evidence, finding: Finding) -> pb.Diagnosis:
     )
 
 
-def refused_from_pb(clients: Iterable[pb.RefusedClient]) -> list[Refused]:
+def refused_from_pb(clients: Iterable[pb.RefusedClient]) -> list[ExcludedClient]:
     """Those that are refused for their subscription."""
     return [
-        Refused(
+        ExcludedClient(
             client.incarnation.client_id,
             client.error.differences[0].member_client_id,
             tuple(
-                Unlike(d.topic or d.setting, d.newcomer_value, d.member_value)
+                SubscriptionMismatch(d.topic or d.setting, d.newcomer_value, d.member_value)
                 for d in client.error.differences
             ),
         )

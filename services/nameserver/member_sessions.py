@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from batonmq._common.aio import wait_until
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.core.sessions import Silence, next_look_ms, silence_of
+from batonmq_server.nameserver.core.member_silence import Silence, next_look_ms, silence_of
+from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.nameserver.telemetry import Telemetry
 from batonmq_server.runtime.etcd import EtcdSession
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class SessionKey:
     incarnation_id: int
 
 
-class Sessions:
+class MemberSessions:
     """Follows the sessions that are open at this replica.
 
     Args:
@@ -49,7 +49,7 @@ class Sessions:
         etcd: EtcdSession,
         catalog: Catalog,
         store: GroupStore,
-        telemetry: Telemetry,
+        telemetry: GroupEvents,
         *,
         grace_ms: int,
     ) -> None:

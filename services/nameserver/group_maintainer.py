@@ -13,8 +13,8 @@ from random import Random
 from batonmq._common.backoff import Backoff
 from batonmq.errors import BatonError, NoQuorum, Overloaded
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.core.dealing import Strategy
-from batonmq_server.nameserver.core.groups import is_dealt_out
+from batonmq_server.nameserver.core.assignment import AssignmentStrategy
+from batonmq_server.nameserver.core.groups import is_fully_assigned
 from batonmq_server.nameserver.group_store import GroupStore
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _BACKOFF = Backoff(first_ms=100, delay_ms_max=2_000)
 
 
-class Tending:
+class GroupMaintainer:
     """Watches live keys vanish, queues lose their owner, and topics change.
 
     Args:
@@ -74,7 +74,7 @@ class Tending:
         by_room = {
             name
             for name in touched
-            if self._catalog.groups[name].strategy is Strategy.MACHINE_ROOM
+            if self._catalog.groups[name].strategy is AssignmentStrategy.MACHINE_ROOM
             and self._catalog.groups[name].members
         }
         self._suspect(by_room)
@@ -97,7 +97,7 @@ class Tending:
     def _is_due(self, name: str) -> bool:
         group = self._catalog.groups[name]
         drained = group.draining and name not in self._catalog.owned
-        return drained or not is_dealt_out(group, self._catalog.topics)
+        return drained or not is_fully_assigned(group, self._catalog.topics)
 
     def _has_dead(self, name: str) -> bool:
         live, members = self._catalog.live.values, self._catalog.groups[name].members

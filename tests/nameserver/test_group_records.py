@@ -11,29 +11,29 @@ from dataclasses import replace
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.nameserver.convert_groups import gate_of, group_from_pb, group_to_pb
-from batonmq_server.nameserver.core.dealing import Queue, Strategy
+from batonmq_server.nameserver.core.assignment import AssignableQueue, AssignmentStrategy
 from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
-    Beginning,
     BrokerAssignment,
     Group,
     Member,
     Pause,
-    Policy,
-    Staged,
+    StagedSubscription,
     Subscription,
+    SubscriptionPolicy,
     Terms,
     TopicAssignment,
-    assign,
+    TopicBeginning,
+    assign_topics,
+    assigned_members,
     hash_of,
-    is_dealt_out,
-    owners_of,
+    is_fully_assigned,
 )
-from batonmq_server.nameserver.core.sessions import Silence, next_look_ms, silence_of
+from batonmq_server.nameserver.core.member_silence import Silence, next_look_ms, silence_of
 from batonmq_server.nameserver.core.topics import QUEUES_MAX, QueueSpread, Topic
+from batonmq_server.nameserver.group_proto import gate_of, group_from_pb, group_to_pb
 from batonmq_server.nameserver.group_store import RECORD_BYTES_MAX
-from tests.nameserver.ledger_scene import subscribed, terms
+from tests.nameserver.transaction_scene import subscribed, terms
 
 
 def topic(name: str, *spread: QueueSpread) -> Topic:
@@ -46,13 +46,13 @@ FULL = Group(
     members=(Member("a", 2**64 - 1, "h", 5, "north", 2**63, differs=True), Member("b", 2, "", 6)),
     terms=terms("x", model="BROADCASTING", consume_from="FIRST", orderly=True),
     subscription_generation=3,
-    policy=Policy.STAGED_LATEST,
+    policy=SubscriptionPolicy.STAGED_LATEST,
     owned=False,
-    strategy=Strategy.MACHINE_ROOM,
+    strategy=AssignmentStrategy.MACHINE_ROOM,
     assignments=(TopicAssignment("flights", (BrokerAssignment("a", (1, 0, 2)),)),),
-    staged=Staged(subscribed("y"), draining=True, since_unix_ms=9),
+    staged=StagedSubscription(subscribed("y"), draining=True, since_unix_ms=9),
     pause=Pause("op", "disk", 8),
-    beginnings=(Beginning("flights", 7, (("a", 3), ("b", 1))),),
+    beginnings=(TopicBeginning("flights", 7, (("a", 3), ("b", 1))),),
 )
 
 
@@ -61,9 +61,9 @@ FULL = Group(
     [
         FULL,
         Group(name="g", generation=1),
-        *(replace(FULL, policy=policy) for policy in Policy),
-        *(replace(FULL, strategy=strategy) for strategy in Strategy),
-        replace(FULL, staged=Staged(subscribed("y"), draining=False, since_unix_ms=9)),
+        *(replace(FULL, policy=policy) for policy in SubscriptionPolicy),
+        *(replace(FULL, strategy=strategy) for strategy in AssignmentStrategy),
+        replace(FULL, staged=StagedSubscription(subscribed("y"), draining=False, since_unix_ms=9)),
     ],
 )
 def test_a_record_survives_storing(group: Group) -> None:
@@ -73,7 +73,11 @@ def test_a_record_survives_storing(group: Group) -> None:
 
 def test_a_record_of_an_earlier_version_has_the_default_settings() -> None:
     group = group_from_pb(pb.Group(name="g", generation=3))
-    assert (group.policy, group.owned, group.strategy) == (Policy.REJECT, True, Strategy.STICKY)
+    assert (group.policy, group.owned, group.strategy) == (
+        SubscriptionPolicy.REJECT,
+        True,
+        AssignmentStrategy.STICKY,
+    )
 
 
 def test_the_gate_tells_what_others_act_on_and_nothing_of_the_members() -> None:
@@ -87,56 +91,58 @@ def test_the_gate_tells_what_others_act_on_and_nothing_of_the_members() -> None:
         pause=pb.Pause(by="op", reason="disk", since_unix_ms=8),
     )
     assert gate_of(replace(FULL, members=(), assignments=(), generation=78)) == gate
-    assert not gate_of(replace(FULL, policy=Policy.WARN)).bound
+    assert not gate_of(replace(FULL, policy=SubscriptionPolicy.WARN)).bound
 
 
 def test_owners_are_places_among_the_members() -> None:
     members = tuple(Member(client_id, 1, "", 0) for client_id in ("a", "b"))
     group = Group(name="g", members=members, terms=terms("*", "t", "u"))
     topics = [topic("u", QueueSpread("x", 1)), topic("t", QueueSpread("x", 2), QueueSpread("y", 1))]
-    assignments = assign(group, topics, group)
+    assignments = assign_topics(group, topics, group)
     assert [(a.topic, [(p.broker, len(p.owners)) for p in a.brokers]) for a in assignments] == [
         ("t", [("x", 2), ("y", 1)]),
         ("u", [("x", 1)]),
     ]
     dealt = replace(group, assignments=assignments)
-    assert sorted(owners_of(dealt).values()) == ["a", "a", "b", "b"]
-    assert assign(dealt, topics, dealt) == assignments, "what is dealt stays"
+    assert sorted(assigned_members(dealt).values()) == ["a", "a", "b", "b"]
+    assert assign_topics(dealt, topics, dealt) == assignments, "what is dealt stays"
 
 
 def test_queues_stay_with_their_members_when_places_shift() -> None:
     members = tuple(Member(client_id, 1, "", 0) for client_id in ("b", "c"))
     group = Group(name="g", members=members, terms=terms("*", "t"))
     topics = [topic("t", QueueSpread("x", 4))]
-    before = replace(group, assignments=assign(group, topics, group))
+    before = replace(group, assignments=assign_topics(group, topics, group))
     after = replace(before, members=(Member("a", 1, "", 0), *members))
-    after = replace(after, assignments=assign(after, topics, before))
-    had, has = owners_of(before), owners_of(after)
+    after = replace(after, assignments=assign_topics(after, topics, before))
+    had, has = assigned_members(before), assigned_members(after)
     moved = {queue: has[queue] for queue in had if had[queue] != has[queue]}
     assert list(moved.values()) == ["a"]
 
 
 def test_machine_room_strategy_keeps_queues_in_the_room() -> None:
     members = (Member("a", 1, "", 0, "north"), Member("b", 1, "", 0, "south"))
-    group = Group(name="g", members=members, terms=terms("*", "t"), strategy=Strategy.MACHINE_ROOM)
+    group = Group(
+        name="g", members=members, terms=terms("*", "t"), strategy=AssignmentStrategy.MACHINE_ROOM
+    )
     spread = (QueueSpread("x", 3, room="south"), QueueSpread("y", 1, room="north"))
-    dealt = replace(group, assignments=assign(group, [topic("t", *spread)], group))
-    assert owners_of(dealt) == {
-        **{Queue("t", "x", queue_id): "b" for queue_id in range(3)},
-        Queue("t", "y", 0): "a",
+    dealt = replace(group, assignments=assign_topics(group, [topic("t", *spread)], group))
+    assert assigned_members(dealt) == {
+        **{AssignableQueue("t", "x", queue_id): "b" for queue_id in range(3)},
+        AssignableQueue("t", "y", 0): "a",
     }
 
 
 def test_assignments_that_miss_or_keep_a_queue_are_noticed() -> None:
     group = Group(name="g", members=(Member("a", 1, "", 0),), terms=terms("*", "t", "gone"))
     two, three = topic("t", QueueSpread("x", 2)), topic("t", QueueSpread("x", 3))
-    dealt = replace(group, assignments=assign(group, [two], group))
-    assert not is_dealt_out(group, {"t": two})
-    assert is_dealt_out(dealt, {"t": two})
-    assert not is_dealt_out(dealt, {"t": three})
-    assert not is_dealt_out(dealt, {"t": two, "gone": topic("gone", QueueSpread("x", 1))})
-    assert not is_dealt_out(dealt, {})
-    assert is_dealt_out(replace(dealt, members=(), assignments=()), {"t": two})
+    dealt = replace(group, assignments=assign_topics(group, [two], group))
+    assert not is_fully_assigned(group, {"t": two})
+    assert is_fully_assigned(dealt, {"t": two})
+    assert not is_fully_assigned(dealt, {"t": three})
+    assert not is_fully_assigned(dealt, {"t": two, "gone": topic("gone", QueueSpread("x", 1))})
+    assert not is_fully_assigned(dealt, {})
+    assert is_fully_assigned(replace(dealt, members=(), assignments=()), {"t": two})
 
 
 def test_the_largest_group_fits_into_etcd() -> None:
@@ -170,7 +176,7 @@ def test_the_largest_group_fits_into_etcd() -> None:
         members=members,
         terms=Terms(subscriptions=subscriptions),
         assignments=assignments,
-        staged=Staged(subscriptions, draining=True, since_unix_ms=2**40),
+        staged=StagedSubscription(subscriptions, draining=True, since_unix_ms=2**40),
     )
     size = group_to_pb(group).ByteSize()
     assert size < RECORD_BYTES_MAX / 2

@@ -12,10 +12,16 @@ from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.rpc import differences_to_pb
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError, SubscriptionConflict
-from batonmq_server.nameserver.asks import GroupChange
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.core.differences import longest_standing
-from batonmq_server.nameserver.core.groups import Group, Heartbeat, Policy, hash_of, owners_of
+from batonmq_server.nameserver.core.differences import longest_member
+from batonmq_server.nameserver.core.groups import (
+    Group,
+    Heartbeat,
+    SubscriptionPolicy,
+    assigned_members,
+    hash_of,
+)
+from batonmq_server.nameserver.group_requests import GroupChange
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +29,7 @@ MOVES_MAX = 1_000
 """Queues in one event that change hands; more are told in several."""
 
 
-class Telemetry:
+class GroupEvents:
     """Counts and publishes; the replica that made a change is the one that tells of it.
 
     Args:
@@ -162,7 +168,7 @@ class Telemetry:
         self._subscription_changes.labels(group.policy.value).inc()
         client_id = _author(change)
         differences = change.replaced.get(client_id, ())
-        if group.policy is Policy.WARN and differences:
+        if group.policy is SubscriptionPolicy.WARN and differences:
             self._replacements.inc()
             log.warning(
                 "subscription replaced group=%s subscription_generation=%d client_id=%s",
@@ -184,7 +190,7 @@ def _author(change: GroupChange) -> str:
     group = change.group
     if change.replaced:
         return [*change.replaced][-1]
-    return longest_standing(group.members, hash_of(group.terms.subscriptions))
+    return longest_member(group.members, hash_of(group.terms.subscriptions))
 
 
 def _of(group: str) -> queue_pb2.GroupQueue:
@@ -195,7 +201,7 @@ def _rebalanced(before: Group | None, group: Group) -> Iterator[pb.MetricEvent]:
     """The queues that were dealt to others than before; nothing if none was."""
     if before is not None and before.assignments == group.assignments:
         return
-    old, new = owners_of(before) if before else {}, owners_of(group)
+    old, new = assigned_members(before) if before else {}, assigned_members(group)
     moved = [
         (queue, old.get(queue, ""), new.get(queue, ""))
         for queue in dict.fromkeys((*old, *new))

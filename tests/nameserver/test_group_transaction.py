@@ -19,23 +19,23 @@ from batonmq.errors import (
     Overloaded,
     SubscriptionConflict,
 )
+from batonmq_server.nameserver.core.group_transaction import SubscriptionVerdictKind, target_of
 from batonmq_server.nameserver.core.groups import (
     MEMBERS_MAX,
-    Beginning,
     Group,
     Member,
     Pause,
-    Policy,
     Subscription,
+    SubscriptionPolicy,
     Terms,
+    TopicBeginning,
     hash_of,
 )
-from batonmq_server.nameserver.core.ledger import VerdictKind, target_of
 from batonmq_server.nameserver.core.topics import QueueSpread
-from tests.nameserver.ledger_scene import TOPIC, Scene, beat, scene, subscribed, terms
+from tests.nameserver.transaction_scene import TOPIC, Scene, beat, scene, subscribed, terms
 
-ACCEPTED, STAGED, REPLACED, OVERRULED = VerdictKind
-BOUND = (Policy.REJECT, Policy.STAGED, Policy.STAGED_LATEST)
+ACCEPTED, STAGED, REPLACED, OVERRULED = SubscriptionVerdictKind
+BOUND = (SubscriptionPolicy.REJECT, SubscriptionPolicy.STAGED, SubscriptionPolicy.STAGED_LATEST)
 
 
 def test_first_member_sets_the_subscription() -> None:
@@ -93,7 +93,7 @@ def test_every_difference_is_listed() -> None:
 
 
 def test_conflict_names_the_longest_standing_live_member() -> None:
-    group = scene(Policy.REJECT, "c2", "c1", "c0")
+    group = scene(SubscriptionPolicy.REJECT, "c2", "c1", "c0")
     for dead, named in (("", "c2"), ("c2", "c1")):
         group.die(dead)
         with pytest.raises(SubscriptionConflict) as refused:
@@ -102,20 +102,20 @@ def test_conflict_names_the_longest_standing_live_member() -> None:
 
 
 def test_agreeing_member_joins_and_members_stay_sorted() -> None:
-    group = scene(Policy.REJECT, "c2", "c10")
+    group = scene(SubscriptionPolicy.REJECT, "c2", "c10")
     assert group.ids == ["c10", "c2"]
     assert group.record.subscription_generation == 1
 
 
 def test_repeated_heartbeat_changes_nothing() -> None:
-    group = scene(Policy.REJECT, "c1")
+    group = scene(SubscriptionPolicy.REJECT, "c1")
     before = group.record
     group.beat("c1")
     assert group.record is before
 
 
 def test_member_whose_lease_ended_unnoticed_stays_one() -> None:
-    group = scene(Policy.REJECT, "c1", "c2")
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     before = group.record
     group.die("c1")
     group.beat("c1")
@@ -124,7 +124,9 @@ def test_member_whose_lease_ended_unnoticed_stays_one() -> None:
 
 
 @pytest.mark.parametrize("policy", BOUND)
-def test_a_change_nobody_objects_to_waits_only_until_no_queue_has_an_owner(policy: Policy) -> None:
+def test_a_change_nobody_objects_to_waits_only_until_no_queue_has_an_owner(
+    policy: SubscriptionPolicy,
+) -> None:
     group = scene(policy)
     group.beat("c1", "tag1")
     verdict = group.beat("c1", "tag2")
@@ -141,7 +143,7 @@ def test_a_change_nobody_objects_to_waits_only_until_no_queue_has_an_owner(polic
 
 @pytest.mark.parametrize("policy", BOUND)
 def test_group_whose_members_have_all_died_takes_a_new_subscription_after_their_owners(
-    policy: Policy,
+    policy: SubscriptionPolicy,
 ) -> None:
     """They may be alive, and own queues, without reaching a nameserver."""
     group = scene(policy, "c1")
@@ -152,17 +154,19 @@ def test_group_whose_members_have_all_died_takes_a_new_subscription_after_their_
 
 
 def test_settings_change_without_the_subscription_generation() -> None:
-    group = scene(Policy.REJECT, "c1")
+    group = scene(SubscriptionPolicy.REJECT, "c1")
     group.beat("c1", terms(orderly=True))
     assert group.record.terms.orderly
     assert group.record.subscription_generation == 1
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", SubscriptionPolicy)
 @pytest.mark.parametrize(
     "asked", [terms(model="BROADCASTING"), terms(consume_from="FIRST"), terms(orderly=True)]
 )
-def test_settings_never_differ_whatever_the_policy(policy: Policy, asked: Terms) -> None:
+def test_settings_never_differ_whatever_the_policy(
+    policy: SubscriptionPolicy, asked: Terms
+) -> None:
     group = scene(policy, "c1")
     before = group.record
     with pytest.raises(SubscriptionConflict) as refused:
@@ -173,7 +177,7 @@ def test_settings_never_differ_whatever_the_policy(policy: Policy, asked: Terms)
 
 
 def test_rejected_member_stays_what_it_was() -> None:
-    group = scene(Policy.REJECT, "c1", "c2")
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     before = group.record
     with pytest.raises(SubscriptionConflict):
         group.beat("c2", "x")
@@ -181,7 +185,7 @@ def test_rejected_member_stays_what_it_was() -> None:
 
 
 def test_reject_lets_nobody_in_on_the_terms_that_are_going() -> None:
-    group = scene(Policy.REJECT, "c1")
+    group = scene(SubscriptionPolicy.REJECT, "c1")
     group.beat("c1", "x")
     with pytest.raises(SubscriptionConflict) as refused:
         group.beat("c2", "*")
@@ -191,7 +195,7 @@ def test_reject_lets_nobody_in_on_the_terms_that_are_going() -> None:
 
 
 def test_staged_waits_until_every_live_member_asks_for_it() -> None:
-    group = scene(Policy.STAGED, "c1", "c2", "c3")
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2", "c3")
     verdict = group.beat("c1", "x")
     assert verdict.kind is STAGED
     assert verdict.differences == (Difference("flights", "expression", "c1", "x", "c2", "*"),)
@@ -210,7 +214,7 @@ def test_staged_waits_until_every_live_member_asks_for_it() -> None:
 
 @pytest.mark.parametrize("how", ["leave", "die"])
 def test_staged_starts_when_the_last_one_of_the_old_has_gone(how: str) -> None:
-    group = scene(Policy.STAGED, "c1", "c2")
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
     if how == "leave":
         group.leave("c2")
@@ -222,7 +226,7 @@ def test_staged_starts_when_the_last_one_of_the_old_has_gone(how: str) -> None:
 
 def test_staged_is_forgotten_when_nobody_asks_for_it_any_more() -> None:
     for how in ("leave", "die", "back"):
-        group = scene(Policy.STAGED, "c1", "c2")
+        group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
         group.beat("c1", "x")
         if how == "back":
             assert group.beat("c1", "*").kind is ACCEPTED
@@ -235,7 +239,7 @@ def test_staged_is_forgotten_when_nobody_asks_for_it_any_more() -> None:
 
 
 def test_a_third_subscription_is_refused_with_the_difference_to_the_staged_one() -> None:
-    group = scene(Policy.STAGED, "c1", "c2")
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
     before = group.record
     with pytest.raises(SubscriptionConflict) as refused:
@@ -245,15 +249,15 @@ def test_a_third_subscription_is_refused_with_the_difference_to_the_staged_one()
 
 
 def test_who_alone_asked_for_the_staged_one_may_ask_for_another() -> None:
-    group = scene(Policy.STAGED, "c1", "c2")
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
     assert group.beat("c1", "y").kind is STAGED
     assert group.record.staged is not None
     assert group.record.staged.subscriptions == subscribed("y")
 
 
-@pytest.mark.parametrize("policy", [Policy.STAGED, Policy.STAGED_LATEST])
-def test_what_is_decided_is_done_whoever_comes_meanwhile(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [SubscriptionPolicy.STAGED, SubscriptionPolicy.STAGED_LATEST])
+def test_what_is_decided_is_done_whoever_comes_meanwhile(policy: SubscriptionPolicy) -> None:
     group = scene(policy, "c1")
     group.beat("c1", "x")
     assert group.beat("old", "*").kind is OVERRULED
@@ -267,7 +271,7 @@ def test_what_is_decided_is_done_whoever_comes_meanwhile(policy: Policy) -> None
 
 
 def test_staged_latest_waits_for_owners_only_and_old_members_get_nothing() -> None:
-    group = scene(Policy.STAGED_LATEST, "c1", "c2")
+    group = scene(SubscriptionPolicy.STAGED_LATEST, "c1", "c2")
     assert group.beat("c3", "x").kind is STAGED
     assert (group.record.draining, group.owners) == (True, set())
     group.tend(drained=True)
@@ -282,7 +286,7 @@ def test_staged_latest_waits_for_owners_only_and_old_members_get_nothing() -> No
 
 
 def test_warn_lets_the_last_change_win_and_says_against_whom() -> None:
-    group = scene(Policy.WARN, "c1", "c2")
+    group = scene(SubscriptionPolicy.WARN, "c1", "c2")
     verdict = group.beat("c2", "x")
     assert verdict.kind is REPLACED
     assert verdict.differences == (Difference("flights", "expression", "c2", "x", "c1", "*"),)
@@ -299,7 +303,7 @@ def test_warn_lets_the_last_change_win_and_says_against_whom() -> None:
 
 
 def test_warn_goes_back_to_the_old_when_who_replaced_it_has_left() -> None:
-    group = scene(Policy.WARN, "c1")
+    group = scene(SubscriptionPolicy.WARN, "c1")
     group.beat("c2", "x")
     group.leave("c2")
     assert group.beat("c1", "*").kind is ACCEPTED
@@ -307,7 +311,7 @@ def test_warn_goes_back_to_the_old_when_who_replaced_it_has_left() -> None:
 
 
 def test_of_two_who_replace_at_once_the_first_is_overruled() -> None:
-    group = scene(Policy.WARN, "c0")
+    group = scene(SubscriptionPolicy.WARN, "c0")
     first, second = beat("c1", "x"), beat("c2", "y")
     ledger = group.ask(lambda it: it.join(first), lambda it: it.join(second))
     assert ledger.verdict(first, group.record).kind is OVERRULED
@@ -325,18 +329,18 @@ def test_broadcasting_members_filter_for_themselves() -> None:
 
 
 def test_policy_that_changes_forgets_what_waited_and_finishes_what_is_decided() -> None:
-    group = scene(Policy.STAGED, "c1", "c2")
+    group = scene(SubscriptionPolicy.STAGED, "c1", "c2")
     group.beat("c1", "x")
-    group.update(policy=Policy.REJECT)
+    group.update(policy=SubscriptionPolicy.REJECT)
     assert (group.record.staged, group.waiting, group.owners) == (None, {"c1"}, {"c2"})
-    group = scene(Policy.STAGED_LATEST, "c1", "c2")
+    group = scene(SubscriptionPolicy.STAGED_LATEST, "c1", "c2")
     group.beat("c1", "x")
-    group.update(policy=Policy.REJECT)
+    group.update(policy=SubscriptionPolicy.REJECT)
     assert group.record.draining
 
 
 def test_group_that_all_have_left_keeps_its_terms_and_generations() -> None:
-    group = scene(Policy.REJECT, "c1")
+    group = scene(SubscriptionPolicy.REJECT, "c1")
     before = group.record
     group.leave("c1")
     assert (group.ids, group.record.assignments) == ([], ())
@@ -346,7 +350,7 @@ def test_group_that_all_have_left_keeps_its_terms_and_generations() -> None:
 
 
 def test_dead_members_are_taken_out_by_the_change_that_notices() -> None:
-    group = scene(Policy.REJECT, "c1", "c2")
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     group.die("c1")
     group.beat("c3")
     assert group.ids == ["c2", "c3"]
@@ -354,7 +358,7 @@ def test_dead_members_are_taken_out_by_the_change_that_notices() -> None:
 
 
 def test_client_id_of_a_live_process_is_refused_with_its_host() -> None:
-    group = scene(Policy.REJECT, "c1")
+    group = scene(SubscriptionPolicy.REJECT, "c1")
     with pytest.raises(ClientIdInUse) as refused:
         group.beat("c1", "x", incarnation_id=2)
     assert refused.value.facts == {"client_id": "c1", "host": "host-of-c1"}
@@ -363,7 +367,7 @@ def test_client_id_of_a_live_process_is_refused_with_its_host() -> None:
 
 
 def test_client_id_of_a_dead_process_passes_on_with_its_queues() -> None:
-    group = scene(Policy.REJECT, "c1", "c2")
+    group = scene(SubscriptionPolicy.REJECT, "c1", "c2")
     before = group.record.assignments
     group.die("c1")
     group.beat("c1", incarnation_id=2)
@@ -372,7 +376,7 @@ def test_client_id_of_a_dead_process_passes_on_with_its_queues() -> None:
 
 
 def test_leave_of_another_incarnation_changes_nothing() -> None:
-    group = scene(Policy.REJECT, "c1")
+    group = scene(SubscriptionPolicy.REJECT, "c1")
     before = group.record
     group.leave("c1", 2)
     group.leave("c2", 1)
@@ -405,7 +409,7 @@ def test_group_takes_no_more_members_than_its_limit() -> None:
 
 
 def test_settings_make_a_group_and_ownership_changes_only_without_members() -> None:
-    group = Scene(owned=False, policy=Policy.STAGED)
+    group = Scene(owned=False, policy=SubscriptionPolicy.STAGED)
     assert (group.record.generation, group.record.owned) == (1, False)
     group.update(owned=True)
     group.beat("c1")
@@ -417,11 +421,15 @@ def test_settings_make_a_group_and_ownership_changes_only_without_members() -> N
     assert group.record is before, "what stays as it is may be said"
     group.die("c1")
     group.update(owned=False)
-    assert (group.ids, group.record.owned, group.record.policy) == ([], False, Policy.STAGED)
+    assert (group.ids, group.record.owned, group.record.policy) == (
+        [],
+        False,
+        SubscriptionPolicy.STAGED,
+    )
 
 
 def test_pause_is_kept_until_it_is_lifted() -> None:
-    group = scene(Policy.REJECT, "c1")
+    group = scene(SubscriptionPolicy.REJECT, "c1")
     group.update(paused=True, pause=Pause("op", "disk", 5))
     group.update(paused=True, pause=Pause("op", "disk", 9))
     assert group.record.pause == Pause("op", "disk", 5)
@@ -443,16 +451,18 @@ STEPS = st.lists(
         st.tuples(st.just("leave"), st.sampled_from(CLIENTS), st.integers(1, 2), st.just("")),
         st.tuples(st.just("die"), st.sampled_from(CLIENTS), st.just(0), st.just("")),
         st.tuples(st.just("tend"), st.just(""), st.integers(0, 1), st.just("")),
-        st.tuples(st.just("policy"), st.just(""), st.just(0), st.sampled_from([*Policy])),
+        st.tuples(
+            st.just("policy"), st.just(""), st.just(0), st.sampled_from([*SubscriptionPolicy])
+        ),
     ),
     max_size=40,
 )
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Policy), STEPS)
+@given(st.sampled_from(SubscriptionPolicy), STEPS)
 def test_one_subscription_at_a_time_and_every_queue_dealt(
-    policy: Policy, steps: list[tuple[str, str, int, str | Policy]]
+    policy: SubscriptionPolicy, steps: list[tuple[str, str, int, str | SubscriptionPolicy]]
 ) -> None:
     group = scene(policy)
     wanted: dict[str, str] = {}
@@ -482,16 +492,16 @@ def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool
     assert scene.live.keys() <= set(scene.ids)
     if record is not before:
         assert scene.live.keys() == set(scene.ids), "a change takes out the dead"
-    if record.draining and not before.draining and record.policy is Policy.STAGED:
+    if record.draining and not before.draining and record.policy is SubscriptionPolicy.STAGED:
         assert {subscribed(wanted[c]) for c in scene.ids} == {target_of(record)}, "all agree"
     mine = record.terms.subscriptions
     assert scene.waiting == {c for c in scene.ids if subscribed(wanted[c]) != mine}
     changed = record.subscription_generation - before.subscription_generation
     assert changed == (mine != before.terms.subscriptions) or (drained and changed == 1)
-    if changed and before.subscription_generation and record.policy is not Policy.WARN:
+    if changed and before.subscription_generation and record.policy is not SubscriptionPolicy.WARN:
         assert before.draining, "decided before"
         assert drained, "and no queue had an owner"
-    without = set() if record.policy is Policy.WARN else scene.waiting
+    without = set() if record.policy is SubscriptionPolicy.WARN else scene.waiting
     may_own = set() if record.draining else set(scene.ids) - without
     owners = [o for t in record.assignments for part in t.brokers for o in part.owners]
     assert len(owners) == (5 if record.members else 0)
@@ -505,7 +515,7 @@ def _check(scene: Scene, before: Group, wanted: dict[str, str], *, drained: bool
 
 
 def test_queues_that_come_later_are_told_from_those_of_the_beginning() -> None:
-    began = (Beginning("flights", 1, (("a", 3), ("b", 2))),)
+    began = (TopicBeginning("flights", 1, (("a", 3), ("b", 2))),)
     group = Scene()
     group.beat("c1")
     assert group.record.beginnings == began
@@ -523,7 +533,7 @@ def test_topic_created_again_is_begun_with_anew() -> None:
     group.leave("c1")
     group.topics = (replace(TOPIC, topic_id=2, spread=(QueueSpread("a", 5),)),)
     group.beat("c1", incarnation_id=2)
-    assert group.record.beginnings == (Beginning("flights", 2, (("a", 5),)),)
+    assert group.record.beginnings == (TopicBeginning("flights", 2, (("a", 5),)),)
 
 
 def test_topic_that_a_group_comes_to_later_has_a_beginning_of_its_own() -> None:
@@ -534,8 +544,8 @@ def test_topic_that_a_group_comes_to_later_has_a_beginning_of_its_own() -> None:
     group.beat("c2", terms("*", "flights", "weather"))
     group.tend(drained=True)
     assert group.record.beginnings == (
-        Beginning("flights", 1, (("a", 3), ("b", 2))),
-        Beginning("weather", 7, (("b", 1),)),
+        TopicBeginning("flights", 1, (("a", 3), ("b", 2))),
+        TopicBeginning("weather", 7, (("b", 1),)),
     )
 
 

@@ -18,7 +18,7 @@ _BACKOFF = Backoff(first_ms=5, delay_ms_max=250)
 Outcome = TypeVar("Outcome")
 
 
-class Turns:
+class CompareAndSwap:
     """Lets the calls about one key take turns, so that only other replicas can win a race."""
 
     def __init__(self, random: Random, *, tries_max: int = TRIES_MAX) -> None:
@@ -45,12 +45,12 @@ class Turns:
         )
 
 
-def as_read(key: str, stored: Stored | None) -> Compare:
+def unchanged(key: str, stored: Stored | None) -> Compare:
     """The condition that the key is still as it was read."""
     return Compare(key, mod_revision=stored.mod_revision if stored else 0)
 
 
-async def at_once(calls: Sequence[Callable[[], Awaitable[Outcome]]]) -> list[Outcome]:
+async def run_concurrently(calls: Sequence[Callable[[], Awaitable[Outcome]]]) -> list[Outcome]:
     """The outcomes of calls that run at one time, in order.
 
     Raises:

@@ -21,8 +21,12 @@ from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
 from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq.errors import BatonError, NotServing, Unreachable
 from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.core.topic_resize import (
+    RetiringQueue,
+    unread_count,
+    without_retiring_queues,
+)
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
-from batonmq_server.nameserver.spread import QueueEnd, dropped, unread_count
 from batonmq_server.nameserver.topic_store import TopicStore
 
 log = logging.getLogger(__name__)
@@ -30,7 +34,7 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5
 
 
-class Shrinking:
+class TopicShrinker:
     """Looks after the topics that give up queues.
 
     Args:
@@ -84,10 +88,10 @@ class Shrinking:
         waiting = await self._waiting(topic, ends)
         if waiting:
             self._tell(name, waiting)
-        elif await self._store.replace(dropped(topic), revision):
+        elif await self._store.replace(without_retiring_queues(topic), revision):
             log.info("topic has shrunk topic=%s queues=%d", name, topic.queue_count)
 
-    async def _waiting(self, topic: Topic, ends: Sequence[QueueEnd]) -> str:
+    async def _waiting(self, topic: Topic, ends: Sequence[RetiringQueue]) -> str:
         """Who has to read what before the queues may go; empty if nobody."""
         for name in sorted(self._catalog.groups):
             committed = await self._committed(name, topic.name)
@@ -109,7 +113,7 @@ class Shrinking:
             if found.queue.queue.topic == topic
         }
 
-    async def _ends(self, topic: Topic, part: QueueSpread, revision: int) -> list[QueueEnd]:
+    async def _ends(self, topic: Topic, part: QueueSpread, revision: int) -> list[RetiringQueue]:
         """What the queues that `part` gives up hold, finally.
 
         Raises:
@@ -141,7 +145,7 @@ class Shrinking:
             if outcome.HasField("error"):
                 raise error_from_pb(outcome.error)
         return [
-            QueueEnd(part.broker, queue_id, o.offsets.first_offset, o.offsets.next_offset)
+            RetiringQueue(part.broker, queue_id, o.offsets.first_offset, o.offsets.next_offset)
             for queue_id, o in zip(queue_ids, answer.outcomes, strict=True)
         ]
 

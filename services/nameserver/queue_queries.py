@@ -25,14 +25,19 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, Unreachable
-from batonmq_server.nameserver.core.evidence import Lock, Log, Progress, Scan
+from batonmq_server.nameserver.core.evidence import (
+    FilterScan,
+    LockEvidence,
+    LogExtent,
+    ProgressEvidence,
+)
 
 CALL_TIMEOUT_S = 4.0
 CALLS_MAX = 32
 """Calls under way at a time."""
 QUEUES_MAX = 10_000
 """Queues in one question to a broker."""
-SCANS_MAX = 4
+FILTER_READS_MAX = 4
 """Reads of one queue to find a message that passes a filter; each covers thousands of messages."""
 
 Value = TypeVar("Value")
@@ -41,7 +46,7 @@ Key = tuple[str, QueueRef]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[Value]):
+class QueryResult(Generic[Value]):
     """What a service said, or why it said nothing."""
 
     value: Value | None = None
@@ -54,7 +59,7 @@ class Answer(Generic[Value]):
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class MessageStamp:
     """A stored message, without what is in it."""
 
     offset: int
@@ -62,7 +67,7 @@ class Stamp:
     store_unix_ms: int
 
 
-class Brokers:
+class BrokerChannels:
     """Channels to the storage nodes, made when needed.
 
     Args:
@@ -105,7 +110,7 @@ class Brokers:
         return self._channels[address]
 
 
-class Questions:
+class QueueQueries:
     """Asks with a deadline, and not too much at a time.
 
     Args:
@@ -118,7 +123,7 @@ class Questions:
         self,
         lockmgr: Callable[[], lockmgr_grpc.LockmgrServiceAsyncStub],
         offsets: Callable[[str], offsets_grpc.OffsetsServiceAsyncStub],
-        brokers: Brokers,
+        brokers: BrokerChannels,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
@@ -126,78 +131,84 @@ class Questions:
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(CALLS_MAX)
 
-    async def locks(self, group: str) -> Answer[dict[Key, Lock]]:
+    async def locks(self, group: str) -> QueryResult[dict[Key, LockEvidence]]:
         """The lock entries of a group; of all groups if it is empty."""
         request = lockmgr_pb.ListRequest(group=group)
         answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
         if answer.value is None:
-            return Answer(failure=answer.failure)
-        return Answer({_key(entry.queue): _lock(entry) for entry in answer.value.entries})
+            return QueryResult(failure=answer.failure)
+        return QueryResult({_key(entry.queue): _lock(entry) for entry in answer.value.entries})
 
-    async def lock(self, group: str, queue: QueueRef) -> Answer[Lock]:
+    async def lock(self, group: str, queue: QueueRef) -> QueryResult[LockEvidence]:
         """One lock entry with everything known about it."""
         request = lockmgr_pb.DescribeRequest(queue=_group_queue(group, queue))
         answer = await self._ask(lambda: self._lockmgr().Describe(request, timeout=self._timeout_s))
         if answer.value is None:
-            return Answer(failure=answer.failure)
-        return Answer(_described(answer.value))
+            return QueryResult(failure=answer.failure)
+        return QueryResult(_described(answer.value))
 
-    async def progress(self, group: str) -> Answer[dict[QueueRef, Progress]]:
+    async def progress(self, group: str) -> QueryResult[dict[QueueRef, ProgressEvidence]]:
         """The progress of a group, by queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
         answer = await self._ask(
             lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
         )
         if answer.value is None:
-            return Answer(failure=answer.failure)
-        return Answer({_key(found.queue)[1]: _progress(found) for found in answer.value.queues})
+            return QueryResult(failure=answer.failure)
+        return QueryResult(
+            {_key(found.queue)[1]: _progress(found) for found in answer.value.queues}
+        )
 
-    async def logs(self, broker: str, queues: Sequence[QueueRef]) -> dict[QueueRef, Answer[Log]]:
+    async def logs(
+        self, broker: str, queues: Sequence[QueueRef]
+    ) -> dict[QueueRef, QueryResult[LogExtent]]:
         """What queues of a broker hold, each with an answer of its own."""
-        found: dict[QueueRef, Answer[Log]] = {}
+        found: dict[QueueRef, QueryResult[LogExtent]] = {}
         for first in range(0, len(queues), QUEUES_MAX):
             found |= await self._logs(broker, queues[first : first + QUEUES_MAX])
         return found
 
-    async def message_at(self, queue: QueueRef, offset: int) -> Answer[Stamp]:
+    async def message_at(self, queue: QueueRef, offset: int) -> QueryResult[MessageStamp]:
         """The message at an offset; neither value nor failure if there is none any more."""
         answer = await self._read(queue, offset, "")
         if answer.value is None or not answer.value.batches:
-            return Answer(failure=answer.failure)
+            return QueryResult(failure=answer.failure)
         header = read_header(answer.value.batches[0])
         index = offset - header.first_offset
         if not 0 <= index < header.count:
-            return Answer()
+            return QueryResult()
         message_id = f"{queue.broker}-{header.position:x}-{index:x}"
-        return Answer(Stamp(offset, message_id, header.store_unix_ms))
+        return QueryResult(MessageStamp(offset, message_id, header.store_unix_ms))
 
-    async def unwanted(self, queue: QueueRef, offset: int, expression: str) -> Scan | None:
+    async def unwanted(self, queue: QueueRef, offset: int, expression: str) -> FilterScan | None:
         """How many messages there are from `offset` to the end, if none passes the filter.
 
         None if one does, or there are too many to tell.
         """
         at = offset
-        for _ in range(SCANS_MAX):
+        for _ in range(FILTER_READS_MAX):
             answer = await self._read(queue, at, expression)
             if answer.value is None or answer.value.batches:
                 return None
             at = answer.value.next_offset
             if at >= answer.value.queue_next_offset:
-                return Scan(at - offset)
+                return FilterScan(at - offset)
         return None
 
-    async def _logs(self, broker: str, queues: Sequence[QueueRef]) -> dict[QueueRef, Answer[Log]]:
+    async def _logs(
+        self, broker: str, queues: Sequence[QueueRef]
+    ) -> dict[QueueRef, QueryResult[LogExtent]]:
         request = storage_pb.QueryOffsetsRequest(queues=map(_queue, queues))
         answer = await self._ask(
             lambda: self._brokers.storage(broker).QueryOffsets(request, timeout=self._timeout_s)
         )
         if answer.value is None:
-            return dict.fromkeys(queues, Answer(failure=answer.failure))
+            return dict.fromkeys(queues, QueryResult(failure=answer.failure))
         return dict(zip(queues, map(_log, answer.value.outcomes), strict=True))
 
     async def _read(
         self, queue: QueueRef, offset: int, expression: str
-    ) -> Answer[query_pb.ReadResponse]:
+    ) -> QueryResult[query_pb.ReadResponse]:
         """The first batch from `offset` on that has a message that passes."""
         request = query_pb.ReadRequest(
             queue=_queue(queue), offset=offset, expression=expression, bytes_max=1, messages_max=1
@@ -206,14 +217,14 @@ class Questions:
             lambda: self._brokers.query(queue.broker).Read(request, timeout=self._timeout_s)
         )
 
-    async def _ask(self, call: Callable[[], Awaitable[Value]]) -> Answer[Value]:
+    async def _ask(self, call: Callable[[], Awaitable[Value]]) -> QueryResult[Value]:
         async with self._slots:
             try:
-                return Answer(await call())
+                return QueryResult(await call())
             except grpc.aio.AioRpcError as error:
-                return Answer(failure=from_rpc_error(error))
+                return QueryResult(failure=from_rpc_error(error))
             except BatonError as error:  # nobody to ask
-                return Answer(failure=error)
+                return QueryResult(failure=error)
 
 
 def _key(queue: queue_pb2.GroupQueue) -> Key:
@@ -228,9 +239,9 @@ def _group_queue(group: str, queue: QueueRef) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=group, queue=_queue(queue))
 
 
-def _lock(entry: lockmgr_pb.LockEntry) -> Lock:
+def _lock(entry: lockmgr_pb.LockEntry) -> LockEvidence:
     pending = entry.state == lockmgr_pb.LOCK_STATE_PENDING
-    return Lock(
+    return LockEvidence(
         owner=entry.owner.client_id,
         token=entry.token,
         held_ms=entry.held_ms,
@@ -240,7 +251,7 @@ def _lock(entry: lockmgr_pb.LockEntry) -> Lock:
     )
 
 
-def _described(answer: lockmgr_pb.DescribeResponse) -> Lock:
+def _described(answer: lockmgr_pb.DescribeResponse) -> LockEvidence:
     lock = _lock(answer.entry)
     last = error_from_pb(answer.denials[0].error) if answer.denials else None
     return replace(
@@ -252,14 +263,14 @@ def _described(answer: lockmgr_pb.DescribeResponse) -> Lock:
     )
 
 
-def _log(outcome: storage_pb.QueryOffsetsOutcome) -> Answer[Log]:
+def _log(outcome: storage_pb.QueryOffsetsOutcome) -> QueryResult[LogExtent]:
     if outcome.HasField("error"):
-        return Answer(failure=error_from_pb(outcome.error))
-    return Answer(Log(outcome.offsets.first_offset, outcome.offsets.next_offset))
+        return QueryResult(failure=error_from_pb(outcome.error))
+    return QueryResult(LogExtent(outcome.offsets.first_offset, outcome.offsets.next_offset))
 
 
-def _progress(found: offsets_pb.Progress) -> Progress:
-    return Progress(
+def _progress(found: offsets_pb.Progress) -> ProgressEvidence:
+    return ProgressEvidence(
         token=found.token,
         committed_offset=found.committed_offset,
         unacked_count=found.unacked_count,
