@@ -15,9 +15,9 @@ from dataclasses import replace
 import pytest
 
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
-from batonmq._consumer.results import RetryLater
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer

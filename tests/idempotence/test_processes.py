@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import pytest
 
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
 from batonmq.idempotence import idempotent
 from tests.idempotence.messages import message
 from tests.idempotence.racer import CLAIM_MS, DONE_MS

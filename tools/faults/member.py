@@ -18,8 +18,9 @@ import signal
 from pathlib import Path
 
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._consumer.session import OwnershipEvent
 from batonmq._process import logs
 from batonmq.errors import BatonError
 from tests.support.member import FAILED, KEEP_ALIVE_MS, Lines, now_us
