@@ -91,7 +91,7 @@ faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON
 
 check: lint k8s test ## what CI runs
 
-bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and docs/performance.md
+bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and docs/explanation/performance.md
 	python -m bench
 
 demo: $(SETUP)  ## the main job: a real data set, moving queues, nothing lost, nothing twice
@@ -145,7 +145,7 @@ minikube-down:
 minikube-test:
 	deploy/k8s/scripts/test.sh baton minikube$(if $(SECURE),-secure)
 
-e2e-containers: $(SETUP) ## containers killed, paused and cut off under load, with TLS and access; PAGE=1 writes docs/containers.md
+e2e-containers: $(SETUP) ## containers killed, paused and cut off under load, with TLS and access; PAGE=1 writes docs/reference/containers.md
 	python -m tools.containers $(if $(PAGE),--page)
 
 clean:          ## forget everything that was made here

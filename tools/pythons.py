@@ -54,11 +54,8 @@ def environment(version: str, python: Path) -> Path:
         check=True,
     )
     inside = folder / "bin" / "python"
-    subprocess.run(
-        ["uv", "pip", "install", "--quiet", "--python", inside, "--constraint", constraints]
-        + [str(ROOT), f"{ROOT / 'services'}[local]", *NEEDED],
-        check=True,
-    )
+    install = ["uv", "pip", "install", "--quiet", "--python", inside, "--constraint", constraints]
+    subprocess.run([*install, ROOT, f"{ROOT / 'services'}[local]", *NEEDED], check=True)
     return inside
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CLIENT_PACKAGES_MAX = 11
 CLIENT_BYTES_MAX = 60 * 1024 * 1024
-PROGRAM = '''
+PROGRAM = """
 import asyncio, sys
 from batonmq import Consumer, Producer
 from batonmq.admin import Admin
@@ -42,7 +42,7 @@ async def main(nameserver: str) -> None:
     print(sorted(seen) == list(range(20)))
 
 asyncio.run(main(sys.argv[1]))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,9 @@ def test_program_with_the_client_wheel_uses_a_cluster_of_the_server_wheel(
 ) -> None:
     with cluster(server) as nameserver:
         assert client.run("python", "-c", PROGRAM, nameserver).strip() == "True"
-        listed = client.run("baton", "--nameserver", nameserver, "--format", "json", "topic", "list")
+        listed = client.run(
+            "baton", "--nameserver", nameserver, "--format", "json", "topic", "list"
+        )
         assert "orders" in listed
 
 
