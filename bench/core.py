@@ -12,10 +12,10 @@ from time import monotonic, perf_counter
 from batonmq._core.records import tag_hash
 from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
-from batonmq_server.storage.core.filter import HashFilter
 from batonmq_server.storage.core.store import TopicQueues, Wanted, check
+from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.node import Node, opened
-from batonmq_server.storage.requests import filter_of
+from batonmq_server.storage.validation import filter_of
 from bench.figures import MIB, Figure, Goal, figure, interleaved
 from bench.setup import BATCH_BYTES, TOPIC, Setup, batch
 

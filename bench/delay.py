@@ -16,7 +16,7 @@ from batonmq.admin.admin import Admin
 from batonmq_server.local.child import execute
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
-from batonmq_server.storage.core.delay import Delayed, DelayLevels
+from batonmq_server.storage.core.delay_queue import Delayed, DelayLevels
 from bench.figures import Figure, Goal, figure
 from bench.setup import TOPIC, Setup
 

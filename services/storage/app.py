@@ -24,23 +24,23 @@ from batonmq_server.runtime.process import App, Runtime
 from batonmq_server.runtime.replicas import check_alone
 from batonmq_server.runtime.stuck import Stuck
 from batonmq_server.storage.access import RULES
+from batonmq_server.storage.components import Serving, Surroundings, serve
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.copies import Copy
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.recovery import RecoveryReport
-from batonmq_server.storage.deliveries import Deliveries
-from batonmq_server.storage.delivery_sets import DeliverySets
+from batonmq_server.storage.delivery_recorder import Deliveries
+from batonmq_server.storage.delivery_router import DeliverySets
 from batonmq_server.storage.disk import RealDisk, locked
-from batonmq_server.storage.flush import InThread, in_thread
-from batonmq_server.storage.following import Following
-from batonmq_server.storage.guarantee import Alone
+from batonmq_server.storage.flusher import InThread, in_thread
+from batonmq_server.storage.log_copy import Copy
+from batonmq_server.storage.log_follower import Following
+from batonmq_server.storage.metric_stream import StorageStream
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import Node, opened, recovered
+from batonmq_server.storage.node_role import Alone
 from batonmq_server.storage.replication_server import Front, ReplicationServicer
 from batonmq_server.storage.role import Role
-from batonmq_server.storage.serving import Serving, Surroundings, serve
-from batonmq_server.storage.stream import StorageStream
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.topic_cache import Topics
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
 from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.storage.components import Serving
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import Range
 from batonmq_server.storage.core.epochs import History, common_point
-from batonmq_server.storage.core.shipping import read_whole
-from batonmq_server.storage.flush import InThread
-from batonmq_server.storage.serving import Serving
-from batonmq_server.storage.stream import REPLICATION, StorageStream
+from batonmq_server.storage.core.log_transfer import read_whole
+from batonmq_server.storage.flusher import InThread
+from batonmq_server.storage.metric_stream import REPLICATION, StorageStream
 
 log = logging.getLogger(__name__)
 

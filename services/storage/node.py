@@ -23,7 +23,7 @@ from pathlib import Path
 from batonmq.errors import DataLoss
 from batonmq_server.runtime.position import Position
 from batonmq_server.storage.core import checkpoint, epochs, floors
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import Checkpointing
 from batonmq_server.storage.core.commitlog import FOLDER as LOG
 from batonmq_server.storage.core.commitlog import CommitLog, Range, Unsynced, segment_path
 from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE

@@ -25,12 +25,12 @@ from batonmq.errors import (
 )
 from batonmq_server.runtime.access import consume
 from batonmq_server.runtime.guard import Require
-from batonmq_server.storage import requests
+from batonmq_server.storage import validation as requests
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import Match, Matches, Queries, Window
 from batonmq_server.storage.core.store import Reading, Store, Wanted, check_queue, check_readable
-from batonmq_server.storage.damage import Damage
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.damage_tracker import Damage
+from batonmq_server.storage.topic_cache import Topics
 
 FOUND_MAX = 1_000
 FOUND_DEFAULT = 64

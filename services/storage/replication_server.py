@@ -18,10 +18,10 @@ from batonmq.errors import (
 )
 from batonmq_server.runtime.role import WhileLeader
 from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.storage.components import Serving
 from batonmq_server.storage.core.epochs import History, read_history
 from batonmq_server.storage.leadership import Wish
 from batonmq_server.storage.role import Role
-from batonmq_server.storage.serving import Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000

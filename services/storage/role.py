@@ -14,15 +14,15 @@ from batonmq.errors import BatonError, NotEnoughReplicas, NotServing
 from batonmq_server.runtime import role
 from batonmq_server.runtime.member import Member
 from batonmq_server.runtime.process import Runtime
+from batonmq_server.storage.components import Serving
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.copies import Copy
-from batonmq_server.storage.flush import InThread
-from batonmq_server.storage.following import Following
-from batonmq_server.storage.guarantee import Guarantee
+from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.log_copy import Copy
+from batonmq_server.storage.log_follower import Following
+from batonmq_server.storage.metric_stream import StorageStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.serving import Serving
-from batonmq_server.storage.stream import StorageStream
+from batonmq_server.storage.node_role import Guarantee
 
 log = logging.getLogger(__name__)
 

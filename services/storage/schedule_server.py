@@ -17,10 +17,10 @@ from batonmq._core.records import read_header, read_topic
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
 from batonmq_server.runtime.access import produce
 from batonmq_server.runtime.guard import Require
-from batonmq_server.storage import requests
-from batonmq_server.storage.appending import Appender
+from batonmq_server.storage import validation as requests
+from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import schedule
-from batonmq_server.storage.core.delay import Key
+from batonmq_server.storage.core.delay_queue import Key
 from batonmq_server.storage.core.producers import QueueKey, Receipt
 from batonmq_server.storage.core.schedule import (
     FIRST,
@@ -29,7 +29,7 @@ from batonmq_server.storage.core.schedule import (
     encode_withdrawn,
 )
 from batonmq_server.storage.core.store import Checked, TopicQueues, check, check_queue, check_takes
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.topic_cache import Topics
 
 SYSTEM_TOPICS: Mapping[str, TopicQueues | BatonError] = {
     schedule.TOPIC: TopicQueues(schedule.TOPIC_ID, 2)

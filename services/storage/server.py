@@ -18,8 +18,8 @@ from batonmq._core.records import read_header
 from batonmq._core.route import TOPICS_REVISION
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.runtime.gates import Gates
-from batonmq_server.storage import requests
-from batonmq_server.storage.appending import Appender
+from batonmq_server.storage import validation as requests
+from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.producers import QueueKey, Receipt
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
@@ -31,16 +31,16 @@ from batonmq_server.storage.core.store import (
     check_queue,
     check_readable,
 )
-from batonmq_server.storage.damage import Damage
-from batonmq_server.storage.deliveries import Delivery, Verdict
-from batonmq_server.storage.delivery_sets import DeliverySets
-from batonmq_server.storage.flush import Flusher
-from batonmq_server.storage.guarantee import Guarantee
-from batonmq_server.storage.losses import Losses
+from batonmq_server.storage.damage_tracker import Damage
+from batonmq_server.storage.delivery_recorder import Delivery, Verdict
+from batonmq_server.storage.delivery_router import DeliverySets
+from batonmq_server.storage.flusher import Flusher
+from batonmq_server.storage.long_polls import ParkedPulls
+from batonmq_server.storage.metric_stream import APPEND, PULL, StorageStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.pulls import ParkedPulls
-from batonmq_server.storage.stream import APPEND, PULL, StorageStream
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.node_role import Guarantee
+from batonmq_server.storage.retention_losses import Losses
+from batonmq_server.storage.topic_cache import Topics
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """A disk that is full later than in ten years is not in sight of being full."""

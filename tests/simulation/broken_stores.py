@@ -10,13 +10,13 @@ import pytest
 from baton.storage.v1 import replication_service_pb2 as replication_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq_server.storage import node
+from batonmq_server.storage.components import Serving, serve
 from batonmq_server.storage.core.epochs import History, common_point
 from batonmq_server.storage.core.producers import ProducerTable
-from batonmq_server.storage.flush import Flusher, InThread
-from batonmq_server.storage.following import Following
+from batonmq_server.storage.flusher import Flusher, InThread
 from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.log_follower import Following
 from batonmq_server.storage.role import Role
-from batonmq_server.storage.serving import Serving, serve
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from batonmq._core.subscription import SqlFilter
 from batonmq.errors import BatonError
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import FileCache
-from batonmq_server.storage.core.filter import HashFilter
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
 from batonmq_server.storage.core.store import Store, TopicQueues, Wanted, check
+from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.disks import MemoryDisk
 
 TOPIC = "orders"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from batonmq._core.records import Message
 from batonmq_server.storage.core import floors
-from batonmq_server.storage.core.checkpointing import Checkpointing
-from batonmq_server.storage.core.delay import Delayed
+from batonmq_server.storage.core.checkpoint_writer import Checkpointing
+from batonmq_server.storage.core.delay_queue import Delayed
 from batonmq_server.storage.core.floors import Floor
 from batonmq_server.storage.core.recovery import encode_synced
 from batonmq_server.storage.core.schedule import TOPIC as SCHEDULE_TOPIC

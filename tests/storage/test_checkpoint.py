@@ -18,7 +18,7 @@ from batonmq._core.records import Message
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import Checkpointing
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.floors import Floor
 from batonmq_server.storage.core.keyindex import OpenRun, Stretch

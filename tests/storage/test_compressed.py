@@ -18,13 +18,13 @@ from batonmq._core.records import (
     encode_record,
 )
 from batonmq.errors import BadBatch, LimitExceeded
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import Checkpointing
 from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.testing.disks import MemoryDisk
 from tests.core.test_compressed_batches import repacked
 from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
-from tests.storage.delay_scene import scene
-from tests.storage.running import running
+from tests.storage.running_node import running
+from tests.storage.schedule_scene import scene
 from tests.storage.test_query_server import asking, body
 
 PACKED = pytest.mark.parametrize("compression", [Compression.LZ4, Compression.ZSTD])

@@ -3,7 +3,7 @@
 Goal: it answers for nothing that may not be on its disk, gives way to who can go on, and comes
 back by itself, with the bytes of the others; a sync that has failed is never believed afterwards.
 Method: real nodes in one process (tests/storage/replicas.py); calls of their disks raise what the
-kernel would (tests/storage/failing.py). T26 and T28 of the standing test list.
+kernel would (tests/storage/failing_disk.py). T26 and T28 of the standing test list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from batonmq_server.storage.node import Node
 from tests.storage.batches import batch
-from tests.storage.failing import Disks, Failing, failing_disks
+from tests.storage.failing_disk import Disks, Failing, failing_disks
 from tests.storage.replicas import Replica, Scene, replica_set
 from tests.storage.test_replication import numbered, others, three
 from tests.support.waiting import until

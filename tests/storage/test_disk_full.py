@@ -26,7 +26,7 @@ from batonmq_server.storage.core.producers import Receipt
 from batonmq_server.storage.core.retention import DiskState, Usage
 from batonmq_server.storage.core.store import check
 from batonmq_server.testing.disks import MemoryDisk, MemoryFile
-from tests.storage import delay_scene
+from tests.storage import schedule_scene as delay_scene
 from tests.storage.batches import (
     NOW,
     TOPIC,
@@ -38,7 +38,7 @@ from tests.storage.batches import (
     stored,
     sync,
 )
-from tests.storage.running import BROKER, TIMEOUT_S, Running, running
+from tests.storage.running_node import BROKER, TIMEOUT_S, Running, running
 from tests.support.tmpfs import fill_up, small_file_system
 from tests.support.waiting import until
 

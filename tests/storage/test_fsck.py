@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from batonmq._core.records import Message
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import Checkpointing
 from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.fsck import Fsck, FsckReport
 from batonmq_server.storage.core.recovery import encode_synced

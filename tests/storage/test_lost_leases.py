@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.storage.flush import Flusher
+from batonmq_server.storage.flusher import Flusher
 from tests.storage.batches import batch
 from tests.storage.replicas import Scene, replica_set
 from tests.storage.test_replication import numbered, others, three

@@ -35,7 +35,7 @@ from batonmq.errors import (
     WrongBroker,
 )
 from tests.storage.batches import TOPIC, batch, tagged
-from tests.storage.running import GROUP, TIMEOUT_S, Running, pull_request, running
+from tests.storage.running_node import GROUP, TIMEOUT_S, Running, pull_request, running
 from tests.support.waiting import until
 
 LONG_MS = 30_000

@@ -30,10 +30,10 @@ from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.position import NOWHERE
 from batonmq_server.runtime.replicas import ReplicaSet
-from batonmq_server.storage import scrub
-from batonmq_server.storage.copies import Copy
+from batonmq_server.storage import scrubber as scrub
 from batonmq_server.storage.core.epochs import History, decode
-from batonmq_server.storage.following import Following
+from batonmq_server.storage.log_copy import Copy
+from batonmq_server.storage.log_follower import Following
 from batonmq_server.storage.role import Role
 from tests.offsets.replicas import LEASE_MS
 from tests.storage.batches import batch

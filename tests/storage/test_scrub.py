@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core import scrub as core
 from batonmq_server.storage.core.scrub import Scrub
-from batonmq_server.storage.damage import Damage
+from batonmq_server.storage.damage_tracker import Damage
 from batonmq_server.storage.node import opened
-from batonmq_server.storage.scrub import Scrubber
+from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
 from tests.support.waiting import until

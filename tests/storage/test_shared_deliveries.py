@@ -15,10 +15,10 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._connection.channels import MESSAGE_BYTES_MAX
 from batonmq.errors import BatonError, DeliveryUnrecorded
-from batonmq_server.storage import deliveries
-from batonmq_server.storage.deliveries import CALL_BYTES_MAX, Deliveries, Delivery
+from batonmq_server.storage import delivery_recorder as deliveries
+from batonmq_server.storage.delivery_recorder import CALL_BYTES_MAX, Deliveries, Delivery
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.test_deliveries import HOLDER, asking, refusal_of
+from tests.storage.test_delivery_recorder import HOLDER, asking, refusal_of
 from tests.support.waiting import until
 
 PATIENT_MS = 20_000

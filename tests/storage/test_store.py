@@ -22,9 +22,9 @@ from batonmq.errors import (
     SequenceGap,
     TopicNotFound,
 )
-from batonmq_server.storage.core.filter import HashFilter
 from batonmq_server.storage.core.producers import Receipt
 from batonmq_server.storage.core.store import SCANNED_MAX, QueueRange, TopicQueues, check
+from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import (
     NOW,

@@ -28,13 +28,13 @@ from prometheus_client import CollectorRegistry
 from batonmq._common.clock import Clock
 from batonmq._core.records import Message, decode_records, read_header, tag_hash
 from batonmq.errors import DataLoss, OffsetAheadOfLog
-from batonmq_server.storage.cleaning import Bounds, Cleaner
 from batonmq_server.storage.core.commitlog import FILLER
-from batonmq_server.storage.core.filter import HashFilter
 from batonmq_server.storage.core.producers import BATCHES_KEPT, Receipt
 from batonmq_server.storage.core.query import Queries, Window
 from batonmq_server.storage.core.retention import Policy, Retention
 from batonmq_server.storage.core.store import Wanted
+from batonmq_server.storage.core.tag_filter import HashFilter
+from batonmq_server.storage.log_cleaner import Bounds, Cleaner
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import Node, recovered
 from batonmq_server.testing.disks import MemoryDisk

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from batonmq_server.storage.core.delay import ROW as DELAY_ROW
+from batonmq_server.storage.core.delay_queue import ROW as DELAY_ROW
 from batonmq_server.storage.core.keyindex import OpenRun, Stretch
 from batonmq_server.storage.core.producers import ProducerState, Receipt, StoredBatch
 

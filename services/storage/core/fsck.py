@@ -13,7 +13,7 @@ from batonmq._core.records import Header
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core import checkpoint
 from batonmq_server.storage.core.checkpoint import Checkpoint
-from batonmq_server.storage.core.checkpointing import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import Checkpointing
 from batonmq_server.storage.core.commitlog import FOLDER as LOG_FOLDER
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import Disk, File, FileCache

@@ -28,7 +28,7 @@ from batonmq._core.records import (
 )
 from batonmq.errors import BatonError, DataLoss, LimitExceeded
 from batonmq_server.storage.core.commitlog import CommitLog
-from batonmq_server.storage.core.delay import Delayed, DelayLevels, Key
+from batonmq_server.storage.core.delay_queue import Delayed, DelayLevels, Key
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
 from batonmq_server.storage.core.scan import examine
 

@@ -45,12 +45,12 @@ from batonmq_server.storage.core.consumequeue import (
     topic_of,
 )
 from batonmq_server.storage.core.files import FileCache
-from batonmq_server.storage.core.filter import HashFilter, batch_starts, select
 from batonmq_server.storage.core.floors import Floor
 from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
-from batonmq_server.storage.core.properties import find_passing
+from batonmq_server.storage.core.property_filter import find_passing
 from batonmq_server.storage.core.schedule import Schedule
+from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
 
 SCANNED_MAX = 16_384
 """Entries one read looks at, unless the caller wants more messages than that."""

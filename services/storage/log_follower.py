@@ -1,0 +1,190 @@
+"""A follower's part: fetch what the leader has written, make it durable, ask for more.
+
+Asking tells the leader how far the follower has come. Where the two logs have parted the follower cuts
+its own; where the leader has nothing so old any more it begins anew. It never goes back to an older
+epoch. What comes is checked like a log at a start, before anything of it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TypeAlias
+
+import grpc.aio
+
+from baton.storage.v1 import replication_service_pb2 as pb
+from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
+from batonmq._common.backoff import Backoff
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch
+from batonmq_server.runtime.peers import Peer
+from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.storage.components import Serving
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core import checkpoint
+from batonmq_server.storage.core.commitlog import NO_SPACE, Range
+from batonmq_server.storage.core.epochs import History, read_history
+from batonmq_server.storage.core.log_transfer import check_received
+from batonmq_server.storage.log_copy import Copy
+from batonmq_server.storage.node import Beginning
+
+log = logging.getLogger(__name__)
+
+ReplicationPeer: TypeAlias = "Peer[pb_grpc.ReplicationServiceAsyncStub]"
+CALL_TIMEOUT_S = 5.0
+_BACKOFF = Backoff(first_ms=50, delay_ms_max=500)
+
+
+class Following:
+    """Keeps this node's copy like the leader's.
+
+    Attributes:
+        first_position: Of the leader's log, by its last answer.
+    """
+
+    def __init__(
+        self,
+        copy: Copy,
+        peer: ReplicationPeer,
+        settings: StorageSettings,
+        runtime: Runtime,
+        stuck: Stuck,
+    ) -> None:
+        self._copy, self._peer, self._runtime, self._stuck = copy, peer, runtime, stuck
+        self._node_id, self._broker = settings.node_id, settings.broker_name
+        self._hold_ms = settings.replica_policy.hold_ms
+        self.first_position = 0
+        self._heard_ms: int | None = None
+
+    def hears(self) -> bool:
+        """Whether the leader has answered lately."""
+        now_ms = self._runtime.clock.monotonic_ms()
+        return self._heard_ms is not None and now_ms - self._heard_ms < 2 * self._hold_ms
+
+    async def run(self) -> None:
+        """Follow for ever; waits while this node writes by itself. To be run as one task."""
+        failures = 0
+        while True:
+            try:
+                await self._step()
+                self._stuck.passed()
+                failures = 0
+            except OSError as error:
+                self._copy.fail(error)
+            except BatonError as error:
+                self._stuck.met(error)
+                level = logging.WARNING if failures in (10, 1_000) else logging.DEBUG
+                log.log(level, "not following position=%s error=%s", self._copy.position, error)
+                delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)
+                await asyncio.sleep(delay_ms / 1000)
+                failures += 1
+
+    async def _step(self) -> None:
+        async with self._copy.writing:
+            await self._copy.mend()
+            serving = self._copy.serving
+            history, end = serving.node.history, serving.node.store.log.next_position
+        request = pb.FetchRequest(
+            node_id=self._node_id,
+            broker=self._broker,
+            position=end,
+            history=[pb.EpochStart(epoch=epoch, position=at) for epoch, at in history.starts],
+            hold_ms=self._hold_ms,
+            problem=self._stuck.problem,
+        )
+        try:
+            answer = await self._peer.stub().Fetch(
+                request, timeout=self._hold_ms / 1000 + CALL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if answer.epoch < history.epoch:
+            raise OldEpoch(
+                f"the leader has epoch {answer.epoch}, this node {history.epoch}",
+                facts={"epoch": answer.epoch, "current": history.epoch},
+            )
+        theirs = read_history((start.epoch, start.position) for start in answer.history)
+        async with self._copy.writing:
+            now = self._copy.serving.node
+            if now is not serving.node or (now.history, now.store.log.next_position) != (
+                history,
+                end,
+            ):
+                return  # it was leader meanwhile
+            self._heard_ms = self._runtime.clock.monotonic_ms()
+            await self._obey(serving, answer, theirs)
+
+    async def _obey(self, serving: Serving, answer: pb.FetchResponse, theirs: History) -> None:
+        log_, position = serving.node.store.log, answer.position
+        segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
+        rotten = serving.damage.rotten
+        if rotten is not None and rotten >= log_.first_position:
+            # There is a leader from which to fetch it anew.
+            await self._copy.cut(rotten, damaged=True)
+        elif answer.HasField("floors"):
+            await self._copy.begin_anew(Beginning(answer.floors, segment, theirs.until(position)))
+            if (known := checkpoint.decode(answer.producers)) is not None:
+                self._copy.serving.node.store.producers.load(known.producers)
+        elif position < log_.first_position:
+            await self._copy.begin_anew(Beginning())
+        elif position < log_.next_position:
+            await self._copy.cut(position)
+        elif position > log_.next_position:
+            raise DataLoss(f"the leader sent {position} after {log_.next_position}")
+        else:
+            self.first_position = answer.first_position
+            await self._adopt(serving, theirs)
+            if answer.data:
+                await self._write(serving, answer.data, segment)
+            serving.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
+            await self._settle(serving, answer)
+
+    async def _adopt(self, serving: Serving, theirs: History) -> None:
+        """Take over the epochs that this log has all of that was written before them."""
+        node = serving.node
+        adopted = theirs.until(node.store.log.next_position)
+        await self._keep(serving, replace(adopted, damaged=node.history.damaged))
+
+    async def _settle(self, serving: Serving, answer: pb.FetchResponse) -> None:
+        """Once nothing that was confirmed is missing any more, this node may be leader again."""
+        node = serving.node
+        whole = node.store.log.synced_position >= answer.confirmed_position
+        if node.history.damaged and node.history.epoch == answer.epoch and whole:
+            log.info("copy is whole again position=%d", node.store.log.next_position)
+            await self._keep(serving, replace(node.history, damaged=False))
+
+    async def _keep(self, serving: Serving, history: History) -> None:
+        if history == serving.node.history:
+            return
+        try:
+            await self._copy.in_thread(serving.node.keep, history)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise DiskFull("no space on disk for the epochs of the log") from error
+
+    async def _write(self, serving: Serving, data: bytes, segment: Range) -> None:
+        """Write what the leader has sent, and let everything that is derived from it follow.
+
+        Raises:
+            DataLoss, DiskFull: nothing was written.
+            OSError: the disk has failed.
+        """
+        serving.flusher.check()
+        recovery, log_ = serving.node.recovery, serving.node.store.log
+        batches = check_received(recovery, log_.next_position, data, segment)
+        try:
+            log_.copy(data, segment)
+        except OSError as error:
+            serving.flusher.fail(error)
+            raise
+        try:
+            for header, batch in batches:
+                recovery.take(header, batch)
+        except Exception as error:
+            serving.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            raise
+        await serving.flusher.sync()
