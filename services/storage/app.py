@@ -24,23 +24,27 @@ from batonmq_server.runtime.process import App, Runtime
 from batonmq_server.runtime.replicas import check_alone
 from batonmq_server.runtime.stuck import Stuck
 from batonmq_server.storage.access import RULES
-from batonmq_server.storage.components import Serving, Surroundings, serve
+from batonmq_server.storage.components import (
+    StorageComponents,
+    StorageEnvironment,
+    build_components,
+)
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.recovery import RecoveryReport
-from batonmq_server.storage.delivery_recorder import Deliveries
-from batonmq_server.storage.delivery_router import DeliverySets
+from batonmq_server.storage.delivery_recorder import DeliveryRecorder
+from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.disk import RealDisk, locked
 from batonmq_server.storage.flusher import InThread, in_thread
-from batonmq_server.storage.log_copy import Copy
-from batonmq_server.storage.log_follower import Following
-from batonmq_server.storage.metric_stream import StorageStream
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
+from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node, opened, recovered
-from batonmq_server.storage.node_role import Alone
-from batonmq_server.storage.replication_server import Front, ReplicationServicer
+from batonmq_server.storage.node import StorageNode, opened, recovered
+from batonmq_server.storage.node_role import StandaloneRole
+from batonmq_server.storage.replication_server import CurrentServicer, ReplicationServicer
 from batonmq_server.storage.role import Role
-from batonmq_server.storage.topic_cache import Topics
+from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +81,7 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 
 @asynccontextmanager
 async def served(
-    settings: StorageSettings, runtime: Runtime, node: Node, in_thread: InThread = in_thread
+    settings: StorageSettings, runtime: Runtime, node: StorageNode, in_thread: InThread = in_thread
 ) -> AsyncIterator[App]:
     """The app that serves `node`, which has no replicas.
 
@@ -85,7 +89,7 @@ async def served(
         in_thread: Calls what blocks away from the event loop.
     """
     async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        serving = serve(node, around, Alone(node.store))
+        serving = build_components(node, around, StandaloneRole(node.store))
         mirrors.wake(serving)
 
         async def drain() -> None:
@@ -126,7 +130,7 @@ async def replicated(
     runtime: Runtime,
     disk: Disk,
     in_thread: InThread = in_thread,
-    on_open: Callable[[Node], None] = lambda _: None,
+    on_open: Callable[[StorageNode], None] = lambda _: None,
 ) -> AsyncIterator[App]:
     """The app of a node that is leader at times, and follower at others.
 
@@ -145,10 +149,10 @@ async def replicated(
     async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
         role = Role(settings, runtime, around.metrics, around.stream, in_thread)
 
-        def on(node: Node) -> Serving:
+        def on(node: StorageNode) -> StorageComponents:
             _log_report(node.report)
             on_open(node)
-            serving = serve(node, around, role, role.followed)
+            serving = build_components(node, around, role, role.followed)
             mirrors.wake(serving)
             return serving
 
@@ -160,8 +164,8 @@ async def replicated(
             accept_loss=settings.accept_loss,
             replicated=True,
         )
-        copy = Copy(disk, opening, on, in_thread)
-        following = Following(copy, peer, settings, runtime, Stuck(around.metrics.stuck))
+        copy = LogCopy(disk, opening, on, in_thread)
+        following = LogFollower(copy, peer, settings, runtime, Stuck(around.metrics.stuck))
         role.begin(copy, following)
         try:
             await copy.open()
@@ -171,7 +175,7 @@ async def replicated(
                         pb_grpc.add_StorageServiceServicer_to_server,
                         cast(
                             pb_grpc.StorageServiceServicer,
-                            Front(
+                            CurrentServicer(
                                 role,
                                 lambda one: one.servicer,
                                 anywhere=frozenset({"Describe", "Pull"}),
@@ -182,14 +186,14 @@ async def replicated(
                         query_grpc.add_QueryServiceServicer_to_server,
                         cast(
                             query_grpc.QueryServiceServicer,
-                            Front(role, lambda one: one.queries, anywhere=_QUERIES),
+                            CurrentServicer(role, lambda one: one.queries, anywhere=_QUERIES),
                         ),
                     ),
                     SCHEDULE_SERVICE: partial(
                         schedule_grpc.add_ScheduleServiceServicer_to_server,
                         cast(
                             schedule_grpc.ScheduleServiceServicer,
-                            Front(role, lambda one: one.scheduling),
+                            CurrentServicer(role, lambda one: one.scheduling),
                         ),
                     ),
                     REPLICATION_SERVICE: partial(
@@ -226,11 +230,11 @@ class _Mirrors:
 
     def __init__(self, topics: Mirror, gates: Mirror, places: Mirror) -> None:
         self.topics, self.gates, self.places = topics, gates, places
-        self._serving: Serving | None = None
+        self._serving: StorageComponents | None = None
         self.topics.on_change.append(self._topics_changed)
         self.gates.on_change.append(self._gates_changed)
 
-    def wake(self, serving: Serving) -> None:
+    def wake(self, serving: StorageComponents) -> None:
         """From now on the pulls of `serving`."""
         self._serving = serving
 
@@ -246,7 +250,7 @@ class _Mirrors:
 @asynccontextmanager
 async def _surroundings(
     settings: StorageSettings, runtime: Runtime, in_thread: InThread
-) -> AsyncIterator[tuple[Surroundings, _Mirrors]]:
+) -> AsyncIterator[tuple[StorageEnvironment, _Mirrors]]:
     peers = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
     topics_mirror, gates_mirror, places_mirror = (
         Mirror(runtime.etcd, "topics/"),
@@ -254,15 +258,15 @@ async def _surroundings(
         Mirror(runtime.etcd, PLACES_PREFIX),
     )
 
-    def deliveries(offsets_set: str) -> Deliveries:
-        return Deliveries(
+    def deliveries(offsets_set: str) -> DeliveryRecorder:
+        return DeliveryRecorder(
             partial(peers.stub, offsets_set),
             runtime.clock,
             age_ms_max=settings.verdict_age_ms_max,
             offsets_set=offsets_set,
         )
 
-    topics = Topics(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
+    topics = TopicCache(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
     mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
     gates, metrics = Gates(gates_mirror), StorageMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
@@ -273,14 +277,14 @@ async def _surroundings(
     gates_mirror.on_change.append(
         lambda _: traffic.keep_groups(lambda name: gates.get(name) is not None)
     )
-    around = Surroundings(
+    around = StorageEnvironment(
         settings=settings,
         runtime=runtime,
         metrics=metrics,
-        stream=StorageStream(runtime.hub, settings.broker_name),
+        stream=StorageMetricStream(runtime.hub, settings.broker_name),
         topics=topics,
         gates=gates,
-        deliveries=DeliverySets(Places(places_mirror, runtime.nodes), deliveries),
+        deliveries=DeliveryRouter(Places(places_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )
     try:

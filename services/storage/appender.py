@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DiskFull
-from batonmq_server.storage.core.producers import Receipt
-from batonmq_server.storage.core.retention import DiskState, Retention, Usage
-from batonmq_server.storage.core.store import Checked, Store, TopicQueues
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.retention import DiskState, DiskUsage, Retention
+from batonmq_server.storage.core.store import CheckedBatch, Store, TopicQueues
 from batonmq_server.storage.flusher import Flusher
-from batonmq_server.storage.metric_stream import StorageStream
+from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node_role import Guarantee
+from batonmq_server.storage.node_role import NodeRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +30,17 @@ class Appender:
     space: Callable[[], tuple[int, int]]
     flusher: Flusher
     retention: Retention
-    guarantee: Guarantee
+    guarantee: NodeRole
     metrics: StorageMetrics
-    stream: StorageStream
+    stream: StorageMetricStream
     clock: Clock
 
     def append(
         self,
-        batches: Sequence[Checked],
+        batches: Sequence[CheckedBatch],
         topics: Mapping[str, TopicQueues | BatonError],
         members_min: int = 1,
-    ) -> list[Receipt | BatonError]:
+    ) -> list[StoreReceipt | BatonError]:
         """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
 
         Args:
@@ -65,11 +65,13 @@ class Appender:
         self.flusher.wrote()
         return [self._with_numbers(one) for one in outcomes]
 
-    def tell(self, batches: Sequence[Checked], outcomes: Sequence[Receipt | BatonError]) -> None:
+    def tell(
+        self, batches: Sequence[CheckedBatch], outcomes: Sequence[StoreReceipt | BatonError]
+    ) -> None:
         """Count what was appended to queues that consumers read."""
         messages: dict[tuple[str, int], tuple[int, int, int]] = {}
         for checked, outcome in zip(batches, outcomes, strict=True):
-            if not isinstance(outcome, Receipt):
+            if not isinstance(outcome, StoreReceipt):
                 continue
             if outcome.duplicate:
                 self.metrics.duplicate_batches.inc()
@@ -88,7 +90,7 @@ class Appender:
             if self.stream.hub.watched:
                 self.stream.appended(topic, queue_id, sums)
 
-    def _with_numbers(self, outcome: Receipt | BatonError) -> Receipt | BatonError:
+    def _with_numbers(self, outcome: StoreReceipt | BatonError) -> StoreReceipt | BatonError:
         """`outcome`; if the disk has refused it just now, with what is known of the disk."""
         if not isinstance(outcome, DiskFull) or outcome.facts:
             return outcome
@@ -98,5 +100,5 @@ class Appender:
     def _refusal(self) -> DiskFull | None:
         """Why nothing may be written, with the numbers of now and not of the last look."""
         if self.retention.state is DiskState.FULL:
-            self.retention.usage = Usage(*self.space())
+            self.retention.usage = DiskUsage(*self.space())
         return self.retention.refusal()

@@ -8,7 +8,7 @@ import logging
 from batonmq.errors import BatonError
 from batonmq_server.storage.core.commitlog import NO_SPACE
 from batonmq_server.storage.flusher import Flusher, InThread
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Checkpointer:
         one_at_a_time: Held while a checkpoint is taken.
     """
 
-    def __init__(self, node: Node, flusher: Flusher, in_thread: InThread) -> None:
+    def __init__(self, node: StorageNode, flusher: Flusher, in_thread: InThread) -> None:
         self._log, self._steps = node.store.log, node.checkpointing
         self._flusher, self._in_thread = flusher, in_thread
         self.one_at_a_time = asyncio.Lock()

@@ -14,28 +14,28 @@ from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core.retention import Retention
-from batonmq_server.storage.damage_tracker import Damage
-from batonmq_server.storage.delivery_router import DeliverySets
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.flusher import Flusher, InThread
-from batonmq_server.storage.log_cleaner import Bounds, Cleaner
-from batonmq_server.storage.long_polls import ParkedPulls
-from batonmq_server.storage.metric_stream import FSYNC, StorageStream
+from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
+from batonmq_server.storage.long_polls import LongPolls
+from batonmq_server.storage.metric_stream import FSYNC, StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node
-from batonmq_server.storage.node_role import Guarantee
+from batonmq_server.storage.node import StorageNode
+from batonmq_server.storage.node_role import NodeRole
 from batonmq_server.storage.query_server import QueryServicer
-from batonmq_server.storage.retention_losses import Losses
+from batonmq_server.storage.retention_losses import RetentionLosses
 from batonmq_server.storage.schedule_server import ScheduleServicer
-from batonmq_server.storage.scheduled_deliverer import DueBatches
+from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
 from batonmq_server.storage.scrubber import Scrubber
-from batonmq_server.storage.server import Parts, StorageServicer
-from batonmq_server.storage.topic_cache import Topics
+from batonmq_server.storage.server import ServicerParts, StorageServicer
+from batonmq_server.storage.topic_cache import TopicCache
 
 EXPIRE_INTERVAL_S = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class StorageEnvironment:
     """What stays while a data directory is closed and opened again.
 
     Attributes:
@@ -46,15 +46,15 @@ class Surroundings:
     settings: StorageSettings
     runtime: Runtime
     metrics: StorageMetrics
-    stream: StorageStream
-    topics: Topics
+    stream: StorageMetricStream
+    topics: TopicCache
     gates: Gates
-    deliveries: DeliverySets
+    deliveries: DeliveryRouter
     in_thread: InThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class StorageComponents:
     """See the module.
 
     Attributes:
@@ -62,13 +62,13 @@ class Serving:
         due: and this one only where batches for later are delivered.
     """
 
-    node: Node
+    node: StorageNode
     flusher: Flusher
-    pulls: ParkedPulls
+    pulls: LongPolls
     checkpointer: Checkpointer
-    cleaner: Cleaner
-    due: DueBatches
-    damage: Damage
+    cleaner: LogCleaner
+    due: ScheduledDeliverer
+    damage: DamageTracker
     servicer: StorageServicer
     queries: QueryServicer
     scheduling: ScheduleServicer
@@ -87,12 +87,12 @@ class Serving:
         self.pulls.end(NotLeader(why, retry_after_ms=100))
 
 
-def serve(
-    node: Node,
-    around: Surroundings,
-    guarantee: Guarantee,
+def build_components(
+    node: StorageNode,
+    around: StorageEnvironment,
+    guarantee: NodeRole,
     followed: Callable[[], int | None] = lambda: None,
-) -> Serving:
+) -> StorageComponents:
     """All parts of a storage node on `node`.
 
     Args:
@@ -102,7 +102,7 @@ def serve(
     settings, runtime, metrics = around.settings, around.runtime, around.metrics
     in_thread, topics, stream = around.in_thread, around.topics, around.stream
     require = runtime.guard.require if runtime.guard.on else None
-    pulls = ParkedPulls(
+    pulls = LongPolls(
         around.deliveries.touch,
         metrics.parked_pulls,
         parked_max=settings.parked_pulls_max,
@@ -118,14 +118,14 @@ def serve(
     retention = Retention(settings.retention_policy(), settings.segment_bytes)
     stream.usage = lambda: retention.usage
     checkpointer = Checkpointer(node, flusher, in_thread)
-    damage = Damage(metrics.damaged_batches)
+    damage = DamageTracker(metrics.damaged_batches)
     scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=in_thread)
     store = node.store
-    cleaner = Cleaner(
+    cleaner = LogCleaner(
         store,
         node.disk,
         retention,
-        Bounds(
+        CleaningBounds(
             needed_from=(
                 store.schedule.waiting.oldest_position,
                 lambda: store.readable_position,
@@ -153,9 +153,9 @@ def serve(
         stream=stream,
         clock=runtime.clock,
     )
-    due = DueBatches(appender, topics, age_ms_max=settings.retention_ms)
+    due = ScheduledDeliverer(appender, topics, age_ms_max=settings.retention_ms)
     servicer = StorageServicer(
-        Parts(
+        ServicerParts(
             broker=settings.broker_name,
             syncs_at_once=settings.flush == "fsync",
             store=store,
@@ -167,7 +167,7 @@ def serve(
             deliveries=around.deliveries,
             retention=retention,
             guarantee=guarantee,
-            losses=Losses(metrics.traffic),
+            losses=RetentionLosses(metrics.traffic),
             damage=damage,
             scrubbed=lambda: scrubber.position,
             metrics=metrics,
@@ -181,7 +181,7 @@ def serve(
             await asyncio.sleep(EXPIRE_INTERVAL_S)
             store.producers.expire(runtime.clock.unix_ms())
 
-    return Serving(
+    return StorageComponents(
         node=node,
         flusher=flusher,
         pulls=pulls,
@@ -205,6 +205,6 @@ def serve(
     )
 
 
-def _synced(metrics: StorageMetrics, stream: StorageStream, seconds: float) -> None:
+def _synced(metrics: StorageMetrics, stream: StorageMetricStream, seconds: float) -> None:
     metrics.fsync_seconds.observe(seconds)
     stream.took_us(FSYNC, int(seconds * 1e6))

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from batonmq_server.runtime.keeper import ReplicaPolicy
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.storage.core.retention import Policy
+from batonmq_server.storage.core.retention import RetentionPolicy
 
 
 class StorageSettings(ServiceSettings):
@@ -130,9 +130,9 @@ class StorageSettings(ServiceSettings):
             hold_ms=self.replica_lag_ms_max // 4,
         )
 
-    def retention_policy(self) -> Policy:
+    def retention_policy(self) -> RetentionPolicy:
         """What is kept, and when the disk is full."""
-        return Policy(
+        return RetentionPolicy(
             age_ms_max=self.retention_ms,
             hours=_hours(self.retention_hours),
             log_bytes_max=self.retention_bytes,

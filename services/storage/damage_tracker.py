@@ -11,7 +11,7 @@ from batonmq.errors import DataLoss
 log = logging.getLogger(__name__)
 
 
-class Damage:
+class DamageTracker:
     """What was found since the node started.
 
     Args:

@@ -19,7 +19,7 @@ from batonmq._common.batcher import Batcher
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq.errors import BatonError, DeliveryUnrecorded
-from batonmq_server.storage.long_polls import Holder
+from batonmq_server.storage.long_polls import QueueOwner
 
 ITEMS_MAX = 256
 CALL_BYTES_MAX = 8 * 1024 * 1024
@@ -28,7 +28,7 @@ TOUCHES_MAX = 1_024
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class PendingDelivery:
     """A range that is about to be delivered.
 
     Attributes:
@@ -38,7 +38,7 @@ class Delivery:
         offsets_set: That keeps the group, as far as the puller knows; empty for the one that does.
     """
 
-    holder: Holder
+    holder: QueueOwner
     first_offset: int
     next_offset: int
     offsets_epoch: int
@@ -48,7 +48,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RecordedDelivery:
     """The delivery is recorded.
 
     Attributes:
@@ -63,7 +63,7 @@ class Verdict:
     offsets_set: str = ""
 
 
-class Deliveries:
+class DeliveryRecorder:
     """Talks to the leader of one replica set of offsets.
 
     Args:
@@ -83,7 +83,7 @@ class Deliveries:
         self._stub, self._clock, self._age_ms_max = stub, clock, age_ms_max
         self._set = offsets_set
         self._epoch = 0
-        self._batcher: Batcher[Delivery, Verdict | BatonError] = Batcher(
+        self._batcher: Batcher[PendingDelivery, RecordedDelivery | BatonError] = Batcher(
             self._send, items_max=ITEMS_MAX
         )
 
@@ -91,7 +91,7 @@ class Deliveries:
         """Send for ever; to be run as one task."""
         await self._batcher.run()
 
-    async def record(self, delivery: Delivery) -> Verdict:
+    async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
         """Record a delivery; to be acted upon at once, before anything else is awaited.
 
         Raises:
@@ -106,7 +106,7 @@ class Deliveries:
             raise DeliveryUnrecorded(f"the answer of offsets is {age_ms} ms old")
         return verdict
 
-    async def touch(self, holders: Sequence[Holder]) -> list[BatonError | None]:
+    async def touch(self, holders: Sequence[QueueOwner]) -> list[BatonError | None]:
         """Tell offsets that `holders` are alive; None or the refusal for each.
 
         Raises:
@@ -130,21 +130,25 @@ class Deliveries:
             ]
         return verdicts
 
-    async def _send(self, deliveries: Sequence[Delivery]) -> list[Verdict | BatonError]:
+    async def _send(
+        self, deliveries: Sequence[PendingDelivery]
+    ) -> list[RecordedDelivery | BatonError]:
         """Verdicts in order. For an epoch that a puller claims only its own verdict has to answer:
         a claim may be wrong.
         """
-        verdicts: list[Verdict | BatonError] = []
+        verdicts: list[RecordedDelivery | BatonError] = []
         for items in _calls([_item(one) for one in deliveries]):
             verdicts += await self._ask(items)
         return [
             unrecorded(_over(verdict.offsets_epoch))
-            if isinstance(verdict, Verdict) and verdict.offsets_epoch < one.offsets_epoch
+            if isinstance(verdict, RecordedDelivery) and verdict.offsets_epoch < one.offsets_epoch
             else verdict
             for one, verdict in zip(deliveries, verdicts, strict=True)
         ]
 
-    async def _ask(self, items: Sequence[pb.DeliveryItem]) -> Sequence[Verdict | BatonError]:
+    async def _ask(
+        self, items: Sequence[pb.DeliveryItem]
+    ) -> Sequence[RecordedDelivery | BatonError]:
         request = pb.RecordDeliveredRequest(offsets_epoch=self._epoch, items=items)
         sent_ms = self._clock.monotonic_ms()
         try:
@@ -157,7 +161,9 @@ class Deliveries:
         return [
             error_from_pb(outcome.error)
             if outcome.HasField("error")
-            else Verdict(outcome.delivered.maybe_seen, answer.offsets_epoch, sent_ms, self._set)
+            else RecordedDelivery(
+                outcome.delivered.maybe_seen, answer.offsets_epoch, sent_ms, self._set
+            )
             for outcome in answer.outcomes
         ]
 
@@ -169,7 +175,7 @@ class Deliveries:
         self._epoch = epoch
 
 
-def _item(delivery: Delivery) -> pb.DeliveryItem:
+def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
     return pb.DeliveryItem(
         queue=delivery.holder.queue(),
         token=delivery.holder.token,

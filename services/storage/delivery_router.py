@@ -1,4 +1,4 @@
-"""Deliveries of all groups: each is recorded at the offsets replica set that keeps its group."""
+"""DeliveryRecorder of all groups: each is recorded at the offsets replica set that keeps its group."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from dataclasses import replace
 from batonmq.errors import BatonError, GroupMoved, NotServing
 from batonmq_server.runtime.by_set import BySet
 from batonmq_server.runtime.places import Places
-from batonmq_server.storage.delivery_recorder import Deliveries, Delivery, Verdict, unrecorded
-from batonmq_server.storage.long_polls import Holder
+from batonmq_server.storage.delivery_recorder import (
+    DeliveryRecorder,
+    PendingDelivery,
+    RecordedDelivery,
+    unrecorded,
+)
+from batonmq_server.storage.long_polls import QueueOwner
 
 log = logging.getLogger(__name__)
 _ELSEWHERE = (GroupMoved, NotServing)
 """Refusals of a set that does not keep the group, or not yet: nothing is said of the token."""
 
 
-class DeliverySets:
-    """A `Deliveries` for each set, so that the groups of one don't wait for another.
+class DeliveryRouter:
+    """A `DeliveryRecorder` for each set, so that the groups of one don't wait for another.
 
     Args:
         make: Of the set of this name.
     """
 
-    def __init__(self, places: Places, make: Callable[[str], Deliveries]) -> None:
+    def __init__(self, places: Places, make: Callable[[str], DeliveryRecorder]) -> None:
         self._places, self._sets = places, BySet(make)
 
     async def run(self) -> None:
@@ -37,8 +42,8 @@ class DeliverySets:
         """The set that is asked about a group."""
         return self._places.set_of(group)
 
-    async def record(self, delivery: Delivery) -> Verdict:
-        """See `Deliveries.record`. An epoch that the puller has seen at another set says nothing.
+    async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
+        """See `DeliveryRecorder.record`. An epoch that the puller has seen at another set says nothing.
 
         Raises:
             DeliveryUnrecorded: also if the group is not at the set that was asked.
@@ -51,14 +56,14 @@ class DeliverySets:
         except _ELSEWHERE as error:
             raise unrecorded(error) from error
 
-    async def touch(self, holders: Sequence[Holder]) -> list[BatonError | None]:
-        """See `Deliveries.touch`; None also for those whose set does not answer."""
-        by_set: dict[str, list[Holder]] = defaultdict(list)
+    async def touch(self, holders: Sequence[QueueOwner]) -> list[BatonError | None]:
+        """See `DeliveryRecorder.touch`; None also for those whose set does not answer."""
+        by_set: dict[str, list[QueueOwner]] = defaultdict(list)
         for holder in holders:
             by_set[self.set_of(holder.group)].append(holder)
-        verdicts: dict[Holder, BatonError | None] = {}
+        verdicts: dict[QueueOwner, BatonError | None] = {}
 
-        async def touch(name: str, some: Sequence[Holder]) -> None:
+        async def touch(name: str, some: Sequence[QueueOwner]) -> None:
             try:
                 found = await self._sets[name].touch(some)
             except BatonError as error:

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from batonmq.errors import NotServing
-from batonmq_server.storage.core.commitlog import Unsynced
+from batonmq_server.storage.core.commitlog import UnsyncedFiles
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Flusher:
 
     def __init__(
         self,
-        node: Node,
+        node: StorageNode,
         grown: Callable[[frozenset[QueueKey]], None],
         took: Callable[[float], None],
         interval_ms: int = 0,
@@ -172,7 +172,7 @@ class Flusher:
                 call(unsynced.position)
             self._release()
 
-    def _sync(self, unsynced: Unsynced) -> None:
+    def _sync(self, unsynced: UnsyncedFiles) -> None:
         try:
             self._node.sync(unsynced)
         except OSError as error:

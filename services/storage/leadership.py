@@ -17,13 +17,13 @@ from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
 from batonmq_server.runtime.keeper import Keeper
-from batonmq_server.storage.components import Serving
+from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
-from batonmq_server.storage.core.commitlog import Range
-from batonmq_server.storage.core.epochs import History, common_point
+from batonmq_server.storage.core.commitlog import PositionRange
+from batonmq_server.storage.core.epochs import EpochHistory, common_point
 from batonmq_server.storage.core.log_transfer import read_whole
 from batonmq_server.storage.flusher import InThread
-from batonmq_server.storage.metric_stream import REPLICATION, StorageStream
+from batonmq_server.storage.metric_stream import REPLICATION, StorageMetricStream
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ PRODUCER_QUEUES_MAX = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
+class FetchResult:
     """What a follower gets.
 
     Attributes:
@@ -44,7 +44,7 @@ class Shipment:
 
     position: int
     data: bytes
-    segment: Range
+    segment: PositionRange
     floors: bytes | None = None
     producers: bytes = b""
 
@@ -60,7 +60,7 @@ class Leadership:
     """
 
     def __init__(
-        self, keeper: Keeper, serving: Serving, clock: Clock, stream: StorageStream
+        self, keeper: Keeper, serving: StorageComponents, clock: Clock, stream: StorageMetricStream
     ) -> None:
         self.keeper, self.serving, self._clock = keeper, serving, clock
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
@@ -74,7 +74,7 @@ class Leadership:
         return self.keeper.epoch
 
     @property
-    def history(self) -> History:
+    def history(self) -> EpochHistory:
         """Of the log."""
         return self._node.history
 
@@ -104,7 +104,9 @@ class Leadership:
             flusher.on_sync.remove(self._synced)
         self.keeper.on_news.clear()
 
-    async def fetch(self, name: str, end: int, theirs: History, wish: Wish) -> Shipment:
+    async def fetch(
+        self, name: str, end: int, theirs: EpochHistory, wish: FetchLimits
+    ) -> FetchResult:
         """What follower `name` is to do next, whose log with that history ends at `end`.
 
         Raises:
@@ -118,7 +120,7 @@ class Leadership:
             return self._beginning()
         if point < end:
             self.keeper.books.forget(name)
-            return Shipment(point, b"", (0, 0))
+            return FetchResult(point, b"", (0, 0))
         has_epoch = theirs.epoch == self.epoch
         self.keeper.books.heard(name, end + has_epoch, self._clock.monotonic_ms())
         self.keeper.looked_at()
@@ -132,13 +134,13 @@ class Leadership:
         except DataLoss as error:
             self.serving.damage.met(error)
             raise
-        return Shipment(end, data, self._segment(end))
+        return FetchResult(end, data, self._segment(end))
 
-    def _beginning(self) -> Shipment:
+    def _beginning(self) -> FetchResult:
         store = self._node.store
         position = store.log.first_position
         known = store.producers.below(position, PRODUCER_QUEUES_MAX)
-        return Shipment(
+        return FetchResult(
             position,
             b"",
             self._segment(position),
@@ -146,7 +148,7 @@ class Leadership:
             checkpoint.of_producers(position, known),
         )
 
-    def _segment(self, position: int) -> Range:
+    def _segment(self, position: int) -> PositionRange:
         if position >= self._log.end_position:
             return position, self._log.segment_end(position)
         return self._log.segment_of(position)[1:]
@@ -167,7 +169,7 @@ class Leadership:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class FetchLimits:
     """How a follower wants to be answered: held so long if there is nothing, with so much at most."""
 
     hold_ms: int

@@ -22,8 +22,14 @@ from batonmq_server.storage.core import floors
 from batonmq_server.storage.core.commitlog import NO_SPACE
 from batonmq_server.storage.core.consumequeue import topic_of
 from batonmq_server.storage.core.files import Disk
-from batonmq_server.storage.core.floors import Floor
-from batonmq_server.storage.core.retention import DiskState, Moment, Retention, Sealed, Usage
+from batonmq_server.storage.core.floors import QueueFloor
+from batonmq_server.storage.core.retention import (
+    CleaningTime,
+    DiskState,
+    DiskUsage,
+    Retention,
+    SealedSegment,
+)
 from batonmq_server.storage.core.store import Store
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.metrics import StorageMetrics
@@ -37,7 +43,7 @@ RESERVE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class CleaningBounds:
     """What of the log others still need.
 
     Attributes:
@@ -60,7 +66,7 @@ class Bounds:
     followed: Callable[[], int | None] = lambda: None
 
 
-class Cleaner:
+class LogCleaner:
     """Keeps the log within what retention allows.
 
     Args:
@@ -73,7 +79,7 @@ class Cleaner:
         store: Store,
         disk: Disk,
         retention: Retention,
-        bounds: Bounds,
+        bounds: CleaningBounds,
         metrics: StorageMetrics,
         *,
         clock: Clock,
@@ -137,7 +143,9 @@ class Cleaner:
         before = self._retention.state
         await self._in_thread(self._measure, None)
         unwritten = self._store.log.end_position - self._store.log.next_position
-        state = self._retention.observe(Usage(*self._space), unwritten, self._clock.monotonic_ms())
+        state = self._retention.observe(
+            DiskUsage(*self._space), unwritten, self._clock.monotonic_ms()
+        )
         if state is not before:
             usage = self._retention.usage
             log.log(
@@ -158,9 +166,9 @@ class Cleaner:
                 self._reserved = True
         self._space = self._disk.space()
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> CleaningTime:
         unix_ms = self._clock.unix_ms()
-        return Moment(unix_ms, datetime.fromtimestamp(unix_ms / 1000).astimezone().hour)
+        return CleaningTime(unix_ms, datetime.fromtimestamp(unix_ms / 1000).astimezone().hour)
 
     def _keep_from(self) -> int:
         """Position from which the log is to be kept."""
@@ -175,14 +183,14 @@ class Cleaner:
         log_bytes = log.end_position - log.first_position
         return self._retention.keep_from(sealed, log_bytes, self._moment(), self._newest_in)
 
-    def _removable(self) -> list[Sealed]:
-        """Sealed segments before the first that somebody needs."""
+    def _removable(self) -> list[SealedSegment]:
+        """SealedSegment segments before the first that somebody needs."""
         positions = [position() for position in self._bounds.needed_from]
         needed_from = min((p for p in positions if p is not None), default=math.inf)
-        sealed = (Sealed(*segment) for segment in self._store.log.sealed())
+        sealed = (SealedSegment(*segment) for segment in self._store.log.sealed())
         return [segment for segment in sealed if segment.next_position <= needed_from]
 
-    def _newest_in(self, segment: Sealed) -> int:
+    def _newest_in(self, segment: SealedSegment) -> int:
         """Store time of the batch behind the segment, or of a later one: none in it is younger."""
         position = segment.next_position
         if position not in self._newest:
@@ -230,7 +238,7 @@ class Cleaner:
         """Make durable where the queues go on of which the log holds nothing that is safe."""
         content = floors.encode(
             [
-                Floor(topic_of(queue.folder), *key, queue.first_offset)
+                QueueFloor(topic_of(queue.folder), *key, queue.first_offset)
                 for key, queue in self._store.queues.items()
                 if queue.first_offset >= max(queue.visible_offset, 1)
             ]

@@ -15,17 +15,17 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from batonmq.errors import DiskFull, NotServing
 from batonmq_server.runtime.position import NOWHERE, Position
 from batonmq_server.runtime.process import Loop
-from batonmq_server.storage.components import Serving
+from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.flusher import InThread
-from batonmq_server.storage.node import Beginning, Node, begin_anew
+from batonmq_server.storage.node import LogStart, StorageNode, begin_anew
 
 log = logging.getLogger(__name__)
 
 _CHANGING = "this copy of the log is being cut"
 
 
-class Copy:
+class LogCopy:
     """See the module.
 
     Args:
@@ -41,8 +41,8 @@ class Copy:
     def __init__(
         self,
         disk: Disk,
-        recovered: Callable[[], AbstractContextManager[Node]],
-        serve: Callable[[Node], Serving],
+        recovered: Callable[[], AbstractContextManager[StorageNode]],
+        serve: Callable[[StorageNode], StorageComponents],
         in_thread: InThread,
     ) -> None:
         self._disk, self._recovered, self._serve = disk, recovered, serve
@@ -50,13 +50,13 @@ class Copy:
         self.writing = asyncio.Lock()
         self._stack = ExitStack()
         self.on_failure: list[Callable[[], None]] = []
-        self._serving: Serving | None = None
+        self._serving: StorageComponents | None = None
         self._failure: Exception | None = None
         self._sure: int | None = None  # what lies beyond in the log has still to be cut off
         self._opened, self._closing, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> StorageComponents:
         """What works on the directory now.
 
         Raises:
@@ -106,7 +106,7 @@ class Copy:
         Raises:
             OSError: the disk fails.
         """
-        nodes: list[Node] = []
+        nodes: list[StorageNode] = []
         await self.in_thread(
             lambda _: nodes.append(self._stack.enter_context(self._recovered())), None
         )
@@ -130,7 +130,7 @@ class Copy:
         async with self._reopened():
             await self.in_thread(lambda _: node.cut(position, damaged=damaged), None)
 
-    async def begin_anew(self, beginning: Beginning) -> None:
+    async def begin_anew(self, beginning: LogStart) -> None:
         """Give everything up, and begin there; the caller holds `writing`.
 
         Raises:
@@ -188,7 +188,7 @@ class Copy:
         self._stack.close()
 
     @property
-    def _node(self) -> Node:
+    def _node(self) -> StorageNode:
         assert self._serving is not None
         return self._serving.node
 

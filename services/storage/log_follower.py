@@ -22,14 +22,14 @@ from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch
 from batonmq_server.runtime.peers import Peer
 from batonmq_server.runtime.process import Runtime
 from batonmq_server.runtime.stuck import Stuck
-from batonmq_server.storage.components import Serving
+from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core import checkpoint
-from batonmq_server.storage.core.commitlog import NO_SPACE, Range
-from batonmq_server.storage.core.epochs import History, read_history
+from batonmq_server.storage.core.commitlog import NO_SPACE, PositionRange
+from batonmq_server.storage.core.epochs import EpochHistory, read_history
 from batonmq_server.storage.core.log_transfer import check_received
-from batonmq_server.storage.log_copy import Copy
-from batonmq_server.storage.node import Beginning
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.node import LogStart
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ CALL_TIMEOUT_S = 5.0
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=500)
 
 
-class Following:
+class LogFollower:
     """Keeps this node's copy like the leader's.
 
     Attributes:
@@ -47,7 +47,7 @@ class Following:
 
     def __init__(
         self,
-        copy: Copy,
+        copy: LogCopy,
         peer: ReplicationPeer,
         settings: StorageSettings,
         runtime: Runtime,
@@ -117,7 +117,9 @@ class Following:
             self._heard_ms = self._runtime.clock.monotonic_ms()
             await self._obey(serving, answer, theirs)
 
-    async def _obey(self, serving: Serving, answer: pb.FetchResponse, theirs: History) -> None:
+    async def _obey(
+        self, serving: StorageComponents, answer: pb.FetchResponse, theirs: EpochHistory
+    ) -> None:
         log_, position = serving.node.store.log, answer.position
         segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
         rotten = serving.damage.rotten
@@ -125,11 +127,11 @@ class Following:
             # There is a leader from which to fetch it anew.
             await self._copy.cut(rotten, damaged=True)
         elif answer.HasField("floors"):
-            await self._copy.begin_anew(Beginning(answer.floors, segment, theirs.until(position)))
+            await self._copy.begin_anew(LogStart(answer.floors, segment, theirs.until(position)))
             if (known := checkpoint.decode(answer.producers)) is not None:
                 self._copy.serving.node.store.producers.load(known.producers)
         elif position < log_.first_position:
-            await self._copy.begin_anew(Beginning())
+            await self._copy.begin_anew(LogStart())
         elif position < log_.next_position:
             await self._copy.cut(position)
         elif position > log_.next_position:
@@ -142,13 +144,13 @@ class Following:
             serving.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
             await self._settle(serving, answer)
 
-    async def _adopt(self, serving: Serving, theirs: History) -> None:
+    async def _adopt(self, serving: StorageComponents, theirs: EpochHistory) -> None:
         """Take over the epochs that this log has all of that was written before them."""
         node = serving.node
         adopted = theirs.until(node.store.log.next_position)
         await self._keep(serving, replace(adopted, damaged=node.history.damaged))
 
-    async def _settle(self, serving: Serving, answer: pb.FetchResponse) -> None:
+    async def _settle(self, serving: StorageComponents, answer: pb.FetchResponse) -> None:
         """Once nothing that was confirmed is missing any more, this node may be leader again."""
         node = serving.node
         whole = node.store.log.synced_position >= answer.confirmed_position
@@ -156,7 +158,7 @@ class Following:
             log.info("copy is whole again position=%d", node.store.log.next_position)
             await self._keep(serving, replace(node.history, damaged=False))
 
-    async def _keep(self, serving: Serving, history: History) -> None:
+    async def _keep(self, serving: StorageComponents, history: EpochHistory) -> None:
         if history == serving.node.history:
             return
         try:
@@ -166,7 +168,7 @@ class Following:
                 raise
             raise DiskFull("no space on disk for the epochs of the log") from error
 
-    async def _write(self, serving: Serving, data: bytes, segment: Range) -> None:
+    async def _write(self, serving: StorageComponents, data: bytes, segment: PositionRange) -> None:
         """Write what the leader has sent, and let everything that is derived from it follow.
 
         Raises:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class QueueOwner:
     """Who pulls: a queue as a group sees it, and the token under which it is owned; 0 for none."""
 
     group: str
@@ -38,18 +38,18 @@ class Holder:
         )
 
 
-Touch = Callable[[Sequence[Holder]], Awaitable[Sequence[BatonError | None]]]
+Touch = Callable[[Sequence[QueueOwner]], Awaitable[Sequence[BatonError | None]]]
 
 
 @dataclass(eq=False, slots=True)
-class _Parked:
-    holder: Holder
+class _LongPoll:
+    holder: QueueOwner
     woken: asyncio.Future[BatonError | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
-class ParkedPulls:
+class LongPolls:
     """The pulls that wait, by queue.
 
     Args:
@@ -61,14 +61,14 @@ class ParkedPulls:
 
     def __init__(self, touch: Touch, parked: Gauge, *, parked_max: int, interval_ms: int) -> None:
         self._touch, self._parked_max, self._interval_ms = touch, parked_max, interval_ms
-        self._by_queue: dict[QueueKey, dict[_Parked, None]] = {}
+        self._by_queue: dict[QueueKey, dict[_LongPoll, None]] = {}
         self._count = 0
         parked.set_function(lambda: self._count)
 
     def __len__(self) -> int:
         return self._count
 
-    async def wait(self, key: QueueKey, holder: Holder, hold_ms: int) -> None:
+    async def wait(self, key: QueueKey, holder: QueueOwner, hold_ms: int) -> None:
         """Until the queue has grown, its topic or group has changed, or `hold_ms` are over.
 
         Raises:
@@ -81,7 +81,7 @@ class ParkedPulls:
                 retry_after_ms=1_000,
                 facts={"limit": self._parked_max},
             )
-        parked = _Parked(holder)
+        parked = _LongPoll(holder)
         others = self._by_queue.setdefault(key, {})
         others[parked] = None
         self._count += 1
@@ -147,10 +147,10 @@ class ParkedPulls:
             if (verdict := refused.get(parked.holder)) and not parked.woken.done():
                 parked.woken.set_result(verdict)
 
-    def _all(self) -> list[_Parked]:
+    def _all(self) -> list[_LongPoll]:
         return [parked for queue in self._by_queue.values() for parked in queue]
 
 
-def _wake(parked: _Parked) -> None:
+def _wake(parked: _LongPoll) -> None:
     if not parked.woken.done():
         parked.woken.set_result(None)

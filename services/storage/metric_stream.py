@@ -15,10 +15,10 @@ from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._telemetry.events import EventHub
 from batonmq._telemetry.latencies import Latencies, Timed
-from batonmq_server.storage.core.delivered_range import DeliveredRange, Step, Told
-from batonmq_server.storage.core.retention import Usage
-from batonmq_server.storage.core.store import Reading
-from batonmq_server.storage.long_polls import Holder
+from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDelivery, ReportedRange
+from batonmq_server.storage.core.retention import DiskUsage
+from batonmq_server.storage.core.store import ReadResult
+from batonmq_server.storage.long_polls import QueueOwner
 
 VOLUME_INTERVAL_S = 10.0
 APPEND = Timed(pb.Latency.OPERATION_APPEND)
@@ -27,7 +27,7 @@ REPLICATION = Timed(pb.Latency.OPERATION_REPLICATION)
 PULL = Timed(pb.Latency.OPERATION_PULL)
 
 
-class StorageStream:
+class StorageMetricStream:
     """Of one process. Callers ask `hub.watched` first.
 
     Args:
@@ -39,10 +39,10 @@ class StorageStream:
 
     def __init__(self, hub: EventHub, broker: str) -> None:
         self.hub, self._broker = hub, broker
-        self.usage: Callable[[], Usage] = lambda: Usage(0, 0)
+        self.usage: Callable[[], DiskUsage] = lambda: DiskUsage(0, 0)
         self._appended: dict[tuple[str, int], tuple[int, int, int]] = {}
-        self._delivered: dict[tuple[Holder, str], DeliveredRange] = {}
-        self._closed: list[tuple[Holder, str, DeliveredRange]] = []
+        self._delivered: dict[tuple[QueueOwner, str], DeliveredRange] = {}
+        self._closed: list[tuple[QueueOwner, str, DeliveredRange]] = []
         self._latencies = Latencies()
         self._volume_due_s = 0.0
         hub.gatherers.append(self._events)
@@ -74,14 +74,14 @@ class StorageStream:
 
     def delivered(
         self,
-        holder: Holder,
+        holder: QueueOwner,
         client_id: str,
         offset: int,
-        reading: Reading,
+        reading: ReadResult,
         redelivered: Sequence[queue_pb2.OffsetRange],
     ) -> None:
         """A pull from `offset` on is answered with `reading`."""
-        step = Step(
+        step = PullDelivery(
             first_offset=offset,
             next_offset=reading.next_offset,
             kept=reading.kept,
@@ -123,7 +123,7 @@ class StorageStream:
             )
 
 
-def _delivered(holder: Holder, client_id: str, told: Told) -> pb.MetricEvent:
+def _delivered(holder: QueueOwner, client_id: str, told: ReportedRange) -> pb.MetricEvent:
     range_ = queue_pb2.OffsetRange(first_offset=told.first_offset, next_offset=told.next_offset)
     return pb.MetricEvent(
         queue=holder.queue(),

@@ -9,7 +9,7 @@ from batonmq.errors import BatonError
 from batonmq_server.storage.core.store import Store
 
 
-class Guarantee(Protocol):
+class NodeRole(Protocol):
     """See the module.
 
     Attributes:
@@ -41,7 +41,7 @@ class Guarantee(Protocol):
         ...
 
 
-class Alone(Guarantee):
+class StandaloneRole(NodeRole):
     """A node without replicas."""
 
     replicated, is_follower = False, False
@@ -50,14 +50,14 @@ class Alone(Guarantee):
         self._store = store
 
     def next_reader(self, behind_bytes: int) -> str:
-        """See Guarantee."""
+        """See NodeRole."""
         return ""
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
-        """See Guarantee."""
+        """See NodeRole."""
         return None
 
     def reached(self, next_position: int) -> pb.Durability.ValueType:
-        """See Guarantee."""
+        """See NodeRole."""
         synced = next_position <= self._store.log.synced_position
         return pb.DURABILITY_FSYNCED if synced else pb.DURABILITY_MEMORY

@@ -27,10 +27,16 @@ from batonmq_server.runtime.access import consume
 from batonmq_server.runtime.guard import Require
 from batonmq_server.storage import validation as requests
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.query import Match, Matches, Queries, Window
-from batonmq_server.storage.core.store import Reading, Store, Wanted, check_queue, check_readable
-from batonmq_server.storage.damage_tracker import Damage
-from batonmq_server.storage.topic_cache import Topics
+from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
+from batonmq_server.storage.core.store import (
+    ReadResult,
+    ReadSpec,
+    Store,
+    check_queue,
+    check_readable,
+)
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.topic_cache import TopicCache
 
 FOUND_MAX = 1_000
 FOUND_DEFAULT = 64
@@ -83,14 +89,14 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         self,
         broker: str,
         store: Store,
-        topics: Topics,
-        damage: Damage,
+        topics: TopicCache,
+        damage: DamageTracker,
         is_follower: Callable[[], bool] = lambda: False,
         require: Require | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._is_follower, self._require = is_follower, require
-        self._queries = Queries(store)
+        self._queries = MessageQueries(store)
 
     async def SearchOffset(
         self, request: pb.SearchOffsetRequest, context: Context
@@ -125,7 +131,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         _check_key(request.key)
         requests.limit("messages_max", request.messages_max, FOUND_MAX)
         topic = await self._topics.find(request.topic)
-        window = Window(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
+        window = TimeWindow(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
         found = self._find(topic.topic_id, request.key, window, request.messages_max)
         return pb.FindByKeyResponse(messages=map(_message, found.messages), more=found.more)
 
@@ -168,7 +174,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             check_readable(queue.topic, topic)
         return check_queue(queue.topic, topic, queue.queue_id)
 
-    def _read(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+    def _read(self, key: QueueKey, wanted: ReadSpec) -> ReadResult | None:
         try:
             return self._store.read(key, wanted)
         except OffsetAheadOfLog as error:
@@ -181,7 +187,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             self._damage.met(error)
             raise
 
-    def _find(self, topic_id: int, key: str, window: Window, messages_max: int) -> Matches:
+    def _find(self, topic_id: int, key: str, window: TimeWindow, messages_max: int) -> KeyMatches:
         try:
             return self._queries.find(
                 topic_id,
@@ -195,7 +201,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             raise
 
 
-def _message(match: Match) -> pb.StoredMessage:
+def _message(match: MessageMatch) -> pb.StoredMessage:
     return pb.StoredMessage(batch=match.batch, index=match.index)
 
 

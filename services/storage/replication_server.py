@@ -18,9 +18,9 @@ from batonmq.errors import (
 )
 from batonmq_server.runtime.role import WhileLeader
 from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
-from batonmq_server.storage.components import Serving
-from batonmq_server.storage.core.epochs import History, read_history
-from batonmq_server.storage.leadership import Wish
+from batonmq_server.storage.components import StorageComponents
+from batonmq_server.storage.core.epochs import EpochHistory, read_history
+from batonmq_server.storage.leadership import FetchLimits
 from batonmq_server.storage.role import Role
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,7 +38,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
         leadership = self._role.leadership
-        wish = Wish(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
+        wish = FetchLimits(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
         history = self._checked(request, wish)
         if history.epoch > leadership.epoch:
             raise OldEpoch(
@@ -80,7 +80,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             replicas=replicas,
         )
 
-    def _checked(self, request: pb.FetchRequest, wish: Wish) -> History:
+    def _checked(self, request: pb.FetchRequest, wish: FetchLimits) -> EpochHistory:
         """The follower's history, after a look at everything else.
 
         Raises:
@@ -111,7 +111,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             raise InvalidArgument(error.message, facts={"field": "history"}) from error
 
 
-class Front:
+class CurrentServicer:
     """Stands where a servicer is expected: each call goes to the one on the copy that is open now.
 
     Args:
@@ -119,7 +119,10 @@ class Front:
     """
 
     def __init__(
-        self, role: Role, pick: Callable[[Serving], Any], anywhere: frozenset[str] = frozenset()
+        self,
+        role: Role,
+        pick: Callable[[StorageComponents], Any],
+        anywhere: frozenset[str] = frozenset(),
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
         self._at_leader = WhileLeader(role, lambda: pick(role.acting))

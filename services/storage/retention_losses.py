@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.long_polls import Holder
+from batonmq_server.storage.long_polls import QueueOwner
 from batonmq_server.storage.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 HOLES_MAX = 10_000
 
 
-class Losses:
+class RetentionLosses:
     """Notes where groups met a hole before the first message of a queue.
 
     The same hole may be met again, by a new holder for one: it counts once, unless the node starts
@@ -25,7 +25,7 @@ class Losses:
         self._traffic = traffic
         self._told: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
 
-    def note(self, holder: Holder, key: QueueKey, offset: int, first_offset: int) -> None:
+    def note(self, holder: QueueOwner, key: QueueKey, offset: int, first_offset: int) -> None:
         """The group has been told that [offset, first_offset) is gone."""
         hole = holder.group, key
         offset = max(offset, self._told.get(hole, 0))

@@ -14,15 +14,15 @@ from batonmq.errors import BatonError, NotEnoughReplicas, NotServing
 from batonmq_server.runtime import role
 from batonmq_server.runtime.member import Member
 from batonmq_server.runtime.process import Runtime
-from batonmq_server.storage.components import Serving
+from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.leadership import Leadership
-from batonmq_server.storage.log_copy import Copy
-from batonmq_server.storage.log_follower import Following
-from batonmq_server.storage.metric_stream import StorageStream
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
+from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node_role import Guarantee
+from batonmq_server.storage.node_role import NodeRole
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ WATCH_INTERVAL_S = 0.5
 _BEGINS = "the new leader waits for its followers"
 
 
-class Role(role.Role[Leadership], Guarantee):
+class Role(role.Role[Leadership], NodeRole):
     """This node's part in its replica set; call `begin` first.
 
     Attributes:
@@ -38,14 +38,14 @@ class Role(role.Role[Leadership], Guarantee):
     """
 
     replicated = True
-    copy: Copy
+    copy: LogCopy
 
     def __init__(
         self,
         settings: StorageSettings,
         runtime: Runtime,
         metrics: StorageMetrics,
-        stream: StorageStream,
+        stream: StorageMetricStream,
         in_thread: InThread,
     ) -> None:
         self._settings, self._runtime, self._in_thread = settings, runtime, in_thread
@@ -62,16 +62,16 @@ class Role(role.Role[Leadership], Guarantee):
             )
         )
         self.member.standing_back = lambda: self.copy.failed
-        self._following: Following | None = None
+        self._following: LogFollower | None = None
         self._acting = False
 
-    def begin(self, copy: Copy, following: Following) -> None:
+    def begin(self, copy: LogCopy, following: LogFollower) -> None:
         """The copy, and what keeps it like the leader's while that is another node."""
         self.copy, self._following = copy, following
         copy.on_failure.append(lambda: self.member.step_back("its disk has failed"))
 
     @property
-    def acting(self) -> Serving:
+    def acting(self) -> StorageComponents:
         """What clients ask.
 
         Raises:
@@ -85,11 +85,11 @@ class Role(role.Role[Leadership], Guarantee):
 
     @property
     def is_follower(self) -> bool:
-        """See Guarantee."""
+        """See NodeRole."""
         return not (self._acting and self.member.election.valid())
 
     def next_reader(self, behind_bytes: int) -> str:
-        """See Guarantee."""
+        """See NodeRole."""
         far = behind_bytes > self._settings.memory_window
         if self.is_follower or self._leadership is None:
             leader_is_there = self._following is not None and self._following.hears()
@@ -98,7 +98,7 @@ class Role(role.Role[Leadership], Guarantee):
         return min(followers, default="") if far else ""
 
     def refusal(self, members_min: int = 1) -> BatonError | None:
-        """See Guarantee."""
+        """See NodeRole."""
         leadership = self.leadership
         if not self._acting:
             raise NotServing(_BEGINS, retry_after_ms=100)
@@ -117,7 +117,7 @@ class Role(role.Role[Leadership], Guarantee):
         return None
 
     def reached(self, next_position: int) -> pb.Durability.ValueType:
-        """See Guarantee."""
+        """See NodeRole."""
         leadership = self.leadership
         store = leadership.serving.node.store
         if next_position > store.log.synced_position:

@@ -27,19 +27,19 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core.delay_queue import Delayed
-from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.delay_queue import DelayedBatch
+from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.retention import DiskState
 from batonmq_server.storage.core.schedule import (
-    Scheduled,
+    ScheduledBatch,
     delivery,
     encode_scheduled,
     encode_withdrawn,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import Checked, TopicQueues
+from batonmq_server.storage.core.store import CheckedBatch, TopicQueues
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
-from batonmq_server.storage.topic_cache import Topics
+from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ MOVE_INTERVAL_MS = 10_000
 MOVE_AGE_MS_MIN = 600_000
 """What was written more lately stays where it is, however full the disk."""
 
-_Found = dict[Delayed, Scheduled | DataLoss]
+_Found = dict[DelayedBatch, ScheduledBatch | DataLoss]
 _Topics = Mapping[str, TopicQueues | BatonError]
 _GIVE_UP = (TopicNotFound, QueueNotFound, DataLoss)
 
 
-class DueBatches:
+class ScheduledDeliverer:
     """See the module.
 
     Args:
@@ -68,7 +68,7 @@ class DueBatches:
             half of it is written anew, so that what lies around the old place can be removed.
     """
 
-    def __init__(self, appender: Appender, topics: Topics, *, age_ms_max: int) -> None:
+    def __init__(self, appender: Appender, topics: TopicCache, *, age_ms_max: int) -> None:
         self._appender, self._topics, self._age_ms_max = appender, topics, age_ms_max
         self._store, self._clock = appender.store, appender.clock
         self._waiting = appender.store.schedule.waiting
@@ -130,11 +130,11 @@ class DueBatches:
         batches = [
             checked(encode_scheduled(replace(one, schedule_id=entry.schedule_id)))
             for entry, one in found.items()
-            if isinstance(one, Scheduled)
+            if isinstance(one, ScheduledBatch)
         ]
         lost = {entry: one for entry, one in found.items() if isinstance(one, DataLoss)}
         outcomes = self._appender.append(batches, SYSTEM_TOPICS)
-        stored = [one.next_position for one in outcomes if isinstance(one, Receipt)]
+        stored = [one.next_position for one in outcomes if isinstance(one, StoreReceipt)]
         position = max(stored, default=0)
         if lost:
             position = max(position, self._give_up(lost))
@@ -154,7 +154,7 @@ class DueBatches:
         except TimeoutError:
             return
 
-    def _read(self, entries: Sequence[Delayed]) -> _Found:
+    def _read(self, entries: Sequence[DelayedBatch]) -> _Found:
         """What waits, in the order of `entries`; only the first of them if they are very long."""
         by_position = sorted(entries, key=lambda one: one.position)
         found: _Found = {}
@@ -162,15 +162,15 @@ class DueBatches:
         scheduled = read_scheduled(self._store.log, [one.position for one in by_position])
         for entry, one in zip(by_position, scheduled, strict=True):
             found[entry] = one
-            size += len(one.batch) if isinstance(one, Scheduled) else 0
+            size += len(one.batch) if isinstance(one, ScheduledBatch) else 0
             if size > ROUND_BYTES_MAX and len(entries) > 1:
                 return self._read(entries[: len(entries) // 2])
         return {entry: found[entry] for entry in entries}
 
     def _settle(self, found: _Found, topics: _Topics) -> int:
         """Deliver, or give up, what can be; the position at which all of that is safe."""
-        batches: list[Checked] = []
-        given_up: dict[Delayed, BatonError] = {}
+        batches: list[CheckedBatch] = []
+        given_up: dict[DelayedBatch, BatonError] = {}
         for entry, one in found.items():
             try:
                 batches.append(_delivery(entry, one, topics))
@@ -187,11 +187,11 @@ class DueBatches:
         for refusal in {type(one): one for one in outcomes if isinstance(one, BatonError)}.values():
             log.warning("scheduled batches wait error=%s", refusal)
         position = max(
-            (one.next_position for one in outcomes if isinstance(one, Receipt)), default=0
+            (one.next_position for one in outcomes if isinstance(one, StoreReceipt)), default=0
         )
         return max(position, self._give_up(given_up)) if given_up else position
 
-    def _give_up(self, errors: Mapping[Delayed, BatonError]) -> int:
+    def _give_up(self, errors: Mapping[DelayedBatch, BatonError]) -> int:
         """Note in the log that these are not to be delivered; the position at which it is safe."""
         batch = checked(encode_withdrawn([entry.key for entry in errors]))
         (outcome,) = self._appender.append([batch], SYSTEM_TOPICS)
@@ -221,11 +221,11 @@ class DueBatches:
         return 0 < self._age_ms_max <= 2 * age_ms
 
 
-def _good(found: _Found) -> list[Scheduled]:
-    return [one for one in found.values() if isinstance(one, Scheduled)]
+def _good(found: _Found) -> list[ScheduledBatch]:
+    return [one for one in found.values() if isinstance(one, ScheduledBatch)]
 
 
-def _delivery(entry: Delayed, one: Scheduled | DataLoss, topics: _Topics) -> Checked:
+def _delivery(entry: DelayedBatch, one: ScheduledBatch | DataLoss, topics: _Topics) -> CheckedBatch:
     """The batch that delivers an entry.
 
     Raises:
@@ -236,7 +236,7 @@ def _delivery(entry: Delayed, one: Scheduled | DataLoss, topics: _Topics) -> Che
     header = read_header(one.batch)
     queue_id = _queue(header, one.topic_id, topics[header.topic])
     batch = delivery(entry.key, one.batch, queue_id)
-    return Checked(read_header(batch), batch)
+    return CheckedBatch(read_header(batch), batch)
 
 
 def _queue(header: Header, topic_id: int, topic: TopicQueues | BatonError) -> int:

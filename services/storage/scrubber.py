@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from batonmq_server.storage.core.scrub import Piece, Scrub
-from batonmq_server.storage.damage_tracker import Damage
+from batonmq_server.storage.core.scrub import LogScrub, ScrubRange
+from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.flusher import InThread, in_thread
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ class Scrubber:
 
     def __init__(
         self,
-        node: Node,
-        damage: Damage,
+        node: StorageNode,
+        damage: DamageTracker,
         *,
         bytes_per_s: int,
         in_thread: InThread = in_thread,
     ) -> None:
-        self._scrub = Scrub(node.disk, node.store.log)
+        self._scrub = LogScrub(node.disk, node.store.log)
         self._damage, self._bytes_per_s, self._in_thread = damage, bytes_per_s, in_thread
 
     @property
@@ -41,7 +41,7 @@ class Scrubber:
         return self._scrub.position
 
     async def run(self) -> None:
-        """Scrub for ever; to be run as one task.
+        """LogScrub for ever; to be run as one task.
 
         Raises:
             OSError: the disk can't be read.
@@ -53,7 +53,7 @@ class Scrubber:
                 await asyncio.sleep((piece.position - begin) / self._bytes_per_s)
             await asyncio.sleep(ROUND_INTERVAL_S)
 
-    async def check(self, piece: Piece) -> None:
+    async def check(self, piece: ScrubRange) -> None:
         """Check one piece, and report what is damaged."""
         try:
             await self._in_thread(self._scrub.check, piece)

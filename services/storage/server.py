@@ -20,27 +20,27 @@ from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.runtime.gates import Gates
 from batonmq_server.storage import validation as requests
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.retention import Retention
 from batonmq_server.storage.core.store import (
-    Checked,
-    Reading,
+    CheckedBatch,
+    ReadResult,
     Store,
     TopicQueues,
     check,
     check_queue,
     check_readable,
 )
-from batonmq_server.storage.damage_tracker import Damage
-from batonmq_server.storage.delivery_recorder import Delivery, Verdict
-from batonmq_server.storage.delivery_router import DeliverySets
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.delivery_recorder import PendingDelivery, RecordedDelivery
+from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.flusher import Flusher
-from batonmq_server.storage.long_polls import ParkedPulls
-from batonmq_server.storage.metric_stream import APPEND, PULL, StorageStream
+from batonmq_server.storage.long_polls import LongPolls
+from batonmq_server.storage.metric_stream import APPEND, PULL, StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node_role import Guarantee
-from batonmq_server.storage.retention_losses import Losses
-from batonmq_server.storage.topic_cache import Topics
+from batonmq_server.storage.node_role import NodeRole
+from batonmq_server.storage.retention_losses import RetentionLosses
+from batonmq_server.storage.topic_cache import TopicCache
 
 SECONDS_MAX = 10 * 365 * 24 * 3_600
 """A disk that is full later than in ten years is not in sight of being full."""
@@ -49,7 +49,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ServicerParts:
     """What the servicer works with.
 
     Attributes:
@@ -63,25 +63,25 @@ class Parts:
     syncs_at_once: bool
     store: Store
     appender: Appender
-    topics: Topics
+    topics: TopicCache
     gates: Gates
     flusher: Flusher
-    pulls: ParkedPulls
-    deliveries: DeliverySets
+    pulls: LongPolls
+    deliveries: DeliveryRouter
     retention: Retention
-    guarantee: Guarantee
-    losses: Losses
-    damage: Damage
+    guarantee: NodeRole
+    losses: RetentionLosses
+    damage: DamageTracker
     scrubbed: Callable[[], int]
     metrics: StorageMetrics
-    stream: StorageStream
+    stream: StorageMetricStream
     clock: Clock
 
 
 class StorageServicer(pb_grpc.StorageServiceServicer):
     """See the proto."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ServicerParts) -> None:
         self._parts, self._store, self._appender = parts, parts.store, parts.appender
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
@@ -90,12 +90,12 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         batches = requests.append_batches(request, replicated=guarantee.replicated)
         self._parts.flusher.check()
         checked = [_checked(batch) for batch in batches]
-        good = [one for one in checked if isinstance(one, Checked)]
+        good = [one for one in checked if isinstance(one, CheckedBatch)]
         topics = await self._parts.topics.find_all({one.header.topic for one in good})
         members_min = 2 if request.durability == pb.DURABILITY_REPLICATED else 1
         results = iter(self._append(good, topics, members_min))
-        outcomes = [next(results) if isinstance(one, Checked) else one for one in checked]
-        stored = [one for one in outcomes if isinstance(one, Receipt)]
+        outcomes = [next(results) if isinstance(one, CheckedBatch) else one for one in checked]
+        stored = [one for one in outcomes if isinstance(one, StoreReceipt)]
         waits = self._parts.syncs_at_once or guarantee.replicated
         wanted = request.durability or (pb.DURABILITY_FSYNCED if waits else pb.DURABILITY_MEMORY)
         if stored and wanted != pb.DURABILITY_MEMORY:
@@ -170,10 +170,10 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
 
     def _append(
         self,
-        batches: Sequence[Checked],
+        batches: Sequence[CheckedBatch],
         topics: dict[str, TopicQueues | BatonError],
         members_min: int,
-    ) -> list[Receipt | BatonError]:
+    ) -> list[StoreReceipt | BatonError]:
         # As of now: between finding one topic and another, the first may have changed.
         present = self._parts.topics.as_of_now(topics)
         outcomes = self._appender.append(batches, present, members_min)
@@ -189,8 +189,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             gates.check_unowned(group)
         gates.check_running(group)
 
-    async def _record(self, pull: requests.Pull, reading: Reading) -> Verdict:
-        delivery = Delivery(
+    async def _record(self, pull: requests.Pull, reading: ReadResult) -> RecordedDelivery:
+        delivery = PendingDelivery(
             pull.holder,
             pull.wanted.offset,
             reading.next_offset,
@@ -205,7 +205,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             self._parts.metrics.unrecorded_deliveries.labels(error.reason).inc()
             raise
 
-    def _read(self, key: QueueKey, pull: requests.Pull) -> Reading | None:
+    def _read(self, key: QueueKey, pull: requests.Pull) -> ReadResult | None:
         try:
             return self._store.pull(key, pull.wanted)
         except DataLoss as error:
@@ -232,7 +232,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             )
         )
 
-    def _outcome(self, outcome: Receipt | BatonError) -> pb.AppendOutcome:
+    def _outcome(self, outcome: StoreReceipt | BatonError) -> pb.AppendOutcome:
         if isinstance(outcome, BatonError):
             self._parts.metrics.refused_batches.labels(outcome.reason).inc()
             return pb.AppendOutcome(error=error_to_pb(outcome))
@@ -251,8 +251,8 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
         pull_id: int,
         key: QueueKey,
         pull: requests.Pull,
-        reading: Reading | None,
-        verdict: Verdict | None,
+        reading: ReadResult | None,
+        verdict: RecordedDelivery | None,
     ) -> pb.PullResponse:
         held = self._store.offsets(key)
         return pb.PullResponse(
@@ -270,14 +270,18 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             next_node_id=self._parts.guarantee.next_reader(self._behind_bytes(reading)),
         )
 
-    def _behind_bytes(self, reading: Reading | None) -> int:
+    def _behind_bytes(self, reading: ReadResult | None) -> int:
         """How much of the log is newer than what is delivered."""
         if reading is None or not reading.batches:
             return 0
         return self._store.readable_position - read_header(reading.batches[-1]).position
 
     def _tell_delivered(
-        self, pull: requests.Pull, key: QueueKey, reading: Reading, verdict: Verdict | None
+        self,
+        pull: requests.Pull,
+        key: QueueKey,
+        reading: ReadResult,
+        verdict: RecordedDelivery | None,
     ) -> None:
         offset = pull.wanted.offset
         self._parts.losses.note(pull.holder, key, offset, offset + reading.lost_count)
@@ -298,7 +302,7 @@ def _in_sight(seconds: float) -> int:
     return int(seconds) if seconds < SECONDS_MAX else 0
 
 
-def _checked(batch: bytes) -> Checked | BatonError:
+def _checked(batch: bytes) -> CheckedBatch | BatonError:
     try:
         return check(batch)
     except BatonError as error:

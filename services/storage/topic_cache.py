@@ -22,7 +22,7 @@ MISSING_MS = 1_000
 MISSING_MAX = 10_000
 
 
-class Topics:
+class TopicCache:
     """The `topics/` mirror, and a look into etcd for names it does not have yet.
 
     Args:

@@ -13,9 +13,9 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.names import check_broker, check_group, check_offsets_set, check_topic
 from batonmq._core.subscription import SqlFilter, parse_filter
 from batonmq.errors import InvalidArgument, LimitExceeded, WrongBroker
-from batonmq_server.storage.core.store import Wanted
+from batonmq_server.storage.core.store import ReadSpec
 from batonmq_server.storage.core.tag_filter import HashFilter
-from batonmq_server.storage.long_polls import Holder
+from batonmq_server.storage.long_polls import QueueOwner
 
 APPEND_BATCHES_MAX = 1_024
 APPEND_BYTES_MAX = 32 * 1024 * 1024
@@ -37,8 +37,8 @@ class Pull:
         client_id: Who says to pull; only told, never trusted.
     """
 
-    holder: Holder
-    wanted: Wanted
+    holder: QueueOwner
+    wanted: ReadSpec
     hold_ms: int
     offsets_epoch: int
     subscription_generation: int
@@ -97,7 +97,7 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
     _least("subscription_generation", request.subscription_generation, 0)
     limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
     return Pull(
-        Holder(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
+        QueueOwner(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
         wanted(request),
         request.hold_ms,
         request.offsets_epoch,
@@ -108,7 +108,7 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
     )
 
 
-def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> Wanted:
+def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:
     """What a request wants to read, defaults filled in.
 
     Raises:
@@ -117,7 +117,7 @@ def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> Wanted:
     _least("offset", request.offset, 0)
     limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
     limit("messages_max", request.messages_max, PULL_MESSAGES_MAX)
-    return Wanted(
+    return ReadSpec(
         request.offset,
         request.bytes_max or PULL_BYTES_DEFAULT,
         request.messages_max or PULL_MESSAGES_DEFAULT,

@@ -35,7 +35,7 @@ from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.serving import Offsets
 from batonmq_server.runtime.etcd import Stored
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import processes
 from batonmq_server.testing.disks import MemoryDisk, OffsetsDisk
 from batonmq_server.testing.network import Call
@@ -123,7 +123,7 @@ class World(processes.World):
             near = offsets.disk is self.offsets_disks.get(OFFSETS)
             self.checker.offsets.watch_table(offsets.table, OFFSETS if near else FAR)
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         if node_id == BROKER:
             self.checker.watch_store(node.store, BROKER)
         else:

@@ -15,16 +15,16 @@ from batonmq._common.rpc import error_from_pb
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError, TopicNotFound
 from batonmq_server.storage.appender import Appender
-from batonmq_server.storage.core.retention import Policy, Retention
+from batonmq_server.storage.core.retention import Retention, RetentionPolicy
 from batonmq_server.storage.core.store import Store, TopicQueues
 from batonmq_server.storage.flusher import Flusher
-from batonmq_server.storage.metric_stream import StorageStream
+from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node, recovered
-from batonmq_server.storage.node_role import Alone
+from batonmq_server.storage.node import StorageNode, recovered
+from batonmq_server.storage.node_role import StandaloneRole
 from batonmq_server.storage.schedule_server import ScheduleServicer
-from batonmq_server.storage.scheduled_deliverer import DueBatches
-from batonmq_server.storage.topic_cache import Topics
+from batonmq_server.storage.scheduled_deliverer import ScheduledDeliverer
+from batonmq_server.storage.topic_cache import TopicCache
 from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
 
@@ -50,8 +50,8 @@ class SetClock(Clock):
         self.now_ms += ms
 
 
-class TopicsTwin(Topics):
-    """Topics that a test writes; `errors` says which can't be looked up, and why.
+class TopicsTwin(TopicCache):
+    """TopicCache that a test writes; `errors` says which can't be looked up, and why.
 
     Attributes:
         asked: Set when `find` was called; it waits for `gate`.
@@ -79,7 +79,9 @@ class TopicsTwin(Topics):
 class Scene:
     """See the module."""
 
-    def __init__(self, node: Node, disk: MemoryDisk, clock: SetClock, in_thread: Any) -> None:
+    def __init__(
+        self, node: StorageNode, disk: MemoryDisk, clock: SetClock, in_thread: Any
+    ) -> None:
         self.node, self.disk, self.clock = node, disk, clock
         self.registry = CollectorRegistry()
         self.topics = TopicsTwin()
@@ -87,7 +89,7 @@ class Scene:
         self.flusher = Flusher(
             node, lambda _: None, metrics.fsync_seconds.observe, in_thread=in_thread
         )
-        policy = Policy(age_ms_max=48 * 3_600_000, hours=frozenset({4}), log_bytes_max=0)
+        policy = RetentionPolicy(age_ms_max=48 * 3_600_000, hours=frozenset({4}), log_bytes_max=0)
         self.retention = Retention(policy, SEGMENT_BYTES)
         self.appender = Appender(
             broker=BROKER,
@@ -95,12 +97,12 @@ class Scene:
             space=disk.space,
             flusher=self.flusher,
             retention=self.retention,
-            guarantee=Alone(node.store),
+            guarantee=StandaloneRole(node.store),
             metrics=metrics,
-            stream=StorageStream(EventHub("storage/a", 1, clock), BROKER),
+            stream=StorageMetricStream(EventHub("storage/a", 1, clock), BROKER),
             clock=clock,
         )
-        self.due = DueBatches(self.appender, self.topics, age_ms_max=policy.age_ms_max)
+        self.due = ScheduledDeliverer(self.appender, self.topics, age_ms_max=policy.age_ms_max)
         self.servicer = ScheduleServicer(self.appender, self.topics, self.due.wake)
 
     @property

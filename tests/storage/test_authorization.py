@@ -18,7 +18,7 @@ from baton.storage.v1 import schedule_service_pb2 as pb
 from batonmq.errors import NotScheduled, PermissionDenied
 from batonmq_server.runtime.access import Access, Grant, Need, Role
 from batonmq_server.storage.core.store import check
-from batonmq_server.storage.damage_tracker import Damage
+from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.query_server import QueryServicer
 from batonmq_server.storage.schedule_server import ScheduleServicer, decode_id
 from tests.storage.batches import NOW, TOPIC, batch
@@ -98,7 +98,7 @@ async def test_only_who_may_read_its_topic_gets_a_message_by_its_id() -> None:
         )
         assert not isinstance(receipt, Exception)
         await here.flusher.reached(receipt.next_position)
-        damage = Damage(Counter("damaged", "", registry=here.registry))
+        damage = DamageTracker(Counter("damaged", "", registry=here.registry))
         request = query_pb.GetMessageRequest(message_id=f"{BROKER}-{receipt.position:x}-0")
 
         def servicer(*grants: Grant) -> QueryServicer:

@@ -21,7 +21,7 @@ import pytest
 from batonmq_server.storage import checkpointer as checkpoints
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.flusher import Flusher
-from batonmq_server.storage.node import Node, recovered
+from batonmq_server.storage.node import StorageNode, recovered
 from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import append, batch, bodies, open_store
 from tests.storage.running_node import running
@@ -49,7 +49,7 @@ class WatchedDisk(MemoryDisk):
 @dataclass(frozen=True, slots=True)
 class Scene:
     disk: WatchedDisk
-    node: Node
+    node: StorageNode
     flusher: Flusher
     checkpointer: Checkpointer
 

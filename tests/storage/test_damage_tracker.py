@@ -19,13 +19,13 @@ from prometheus_client import CollectorRegistry, Counter
 from batonmq._core.records import Message
 from batonmq.errors import DataLoss, MessageNotFound
 from batonmq_server.storage.core import scrub as scrub_core
-from batonmq_server.storage.core.checkpoint_writer import Checkpointing
+from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.commitlog import FILLER
 from batonmq_server.storage.core.fsck import Fsck
-from batonmq_server.storage.core.producers import Receipt
-from batonmq_server.storage.core.query import Queries, Window
-from batonmq_server.storage.core.scrub import Scrub
-from batonmq_server.storage.damage_tracker import Damage
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.query import MessageQueries, TimeWindow
+from batonmq_server.storage.core.scrub import LogScrub
+from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import recovered
 from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.testing.disks import MemoryDisk
@@ -42,17 +42,17 @@ from tests.storage.batches import (
 )
 
 SEGMENT_BYTES = 700
-EVER = Window(0, 1 << 62)
+EVER = TimeWindow(0, 1 << 62)
 
 
-def checkpointed() -> tuple[Opened, list[Receipt]]:
+def checkpointed() -> tuple[Opened, list[StoreReceipt]]:
     """Nine batches in three segments, all of them below a checkpoint."""
     made = open_store(MemoryDisk(), segment_bytes=SEGMENT_BYTES)
     receipts = []
     for number in range(9):
         messages = [Message(b"%d" % number * 20, "t", (f"k{number}",)), Message(b"more")]
         receipts += stored(made.store, batch(*messages, queue_id=number % 3))
-    Checkpointing(made.disk, made.store, 0).run()
+    CheckpointWriter(made.disk, made.store, 0).run()
     return made, receipts
 
 
@@ -66,7 +66,7 @@ def flipped(made: Opened, position: int, bit: int) -> MemoryDisk:
 def scrubbed(made: Opened, disk: MemoryDisk) -> list[int]:
     """Positions of damaged batches that one round of the scrub finds."""
     found: list[int] = []
-    scrub = Scrub(disk, made.store.log)
+    scrub = LogScrub(disk, made.store.log)
     while (piece := scrub.next_piece()) is not None:
         scrub.check(piece)
         scrub.checked(piece)
@@ -86,7 +86,7 @@ def test_no_flipped_bit_is_served_and_everybody_who_looks_finds_it() -> None:
             again.store.read((TOPIC_ID, 1), wanted(victim.first_offset))
         assert lost.value.facts == {"position": str(victim.position)}
         assert again.store.read((TOPIC_ID, 1), wanted(victim.first_offset + 2)) is not None
-        queries = Queries(again.store)
+        queries = MessageQueries(again.store)
         try:
             queries.message(victim.position, 0)
         except MessageNotFound:  # where no batch seems to begin, nobody says that one is lost
@@ -119,8 +119,8 @@ def test_every_read_that_meets_damage_counts_it_once_and_logs_it(
     made, receipts = checkpointed()
     disk = flipped(made, receipts[4].next_position - 1, 0)
     store = open_store(disk, segment_bytes=SEGMENT_BYTES).store
-    counter = Counter("found", "Damage.", registry=CollectorRegistry())
-    damage = Damage(counter)
+    counter = Counter("found", "DamageTracker.", registry=CollectorRegistry())
+    damage = DamageTracker(counter)
     for _ in range(3):
         with pytest.raises(DataLoss) as lost:
             store.read((TOPIC_ID, 1), wanted(receipts[4].first_offset))
@@ -147,7 +147,7 @@ def test_the_scrub_reads_no_faster_than_it_may(monkeypatch: pytest.MonkeyPatch) 
         end = node.store.log.next_position
         scrubber = Scrubber(
             node,
-            Damage(Counter("found", "Damage.", registry=CollectorRegistry())),
+            DamageTracker(Counter("found", "DamageTracker.", registry=CollectorRegistry())),
             bytes_per_s=10_000,
             in_thread=at_once,
         )

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batonmq_server.storage.core.delay_queue import MINUTE_MS, ROW, Delayed, DelayLevels, Key
+from batonmq_server.storage.core.delay_queue import (
+    MINUTE_MS,
+    ROW,
+    DelayedBatch,
+    DelayKey,
+    DelayQueue,
+)
 
 NOW = 1_700_000_000_000 // MINUTE_MS * MINUTE_MS
 DAY_MS = 86_400_000
@@ -32,9 +38,9 @@ class Against(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.levels = DelayLevels()
-        self.waiting: dict[Key, int] = {}
-        self.taken: dict[Key, int] = {}
+        self.levels = DelayQueue()
+        self.waiting: dict[DelayKey, int] = {}
+        self.taken: dict[DelayKey, int] = {}
         self.next_position = 0
         self.now = NOW
 
@@ -46,7 +52,7 @@ class Against(RuleBasedStateMachine):
     def add(self, ahead: int, count: int) -> None:
         for _ in range(count):
             self.next_position += 100
-            entry = Delayed(self.now + ahead, self.next_position, self.next_position)
+            entry = DelayedBatch(self.now + ahead, self.next_position, self.next_position)
             self.levels.add(entry)
             self.waiting[entry.key] = entry.position
 
@@ -63,7 +69,7 @@ class Against(RuleBasedStateMachine):
     def move(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.waiting | self.taken)))
         self.next_position += 100
-        self.levels.add(Delayed(*key, self.next_position))
+        self.levels.add(DelayedBatch(*key, self.next_position))
         (self.waiting if key in self.waiting else self.taken)[key] = self.next_position
 
     @rule(step=st.one_of(aheads, st.integers(-5_000, 5_000)))
@@ -74,7 +80,7 @@ class Against(RuleBasedStateMachine):
     def take(self, count: int, deliver: bool) -> None:
         due = sorted(key for key in self.waiting if key[0] <= self.now)[:count]
         given_ = self.levels.due(self.now, count)
-        assert given_ == [Delayed(*key, self.waiting[key]) for key in due]
+        assert given_ == [DelayedBatch(*key, self.waiting[key]) for key in due]
         for key in due:
             self.taken[key] = self.waiting.pop(key)
             if deliver:
@@ -90,7 +96,7 @@ class Against(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         raw = self.levels.snapshot().encode()
-        self.levels = DelayLevels()
+        self.levels = DelayQueue()
         self.levels.restore(raw)
         self.waiting |= self.taken
         self.taken.clear()
@@ -100,7 +106,7 @@ class Against(RuleBasedStateMachine):
         limit = int(self.next_position * part)
         everything = self.waiting | self.taken
         found = sorted((at, key) for key, at in everything.items() if at < limit)[:count]
-        assert self.levels.before(limit, count) == [Delayed(*key, at) for at, key in found]
+        assert self.levels.before(limit, count) == [DelayedBatch(*key, at) for at, key in found]
 
     @invariant()
     def agrees(self) -> None:
@@ -122,11 +128,11 @@ TestAgainst = Against.TestCase
 @given(st.lists(aheads, max_size=200), st.integers(1, 50))
 @settings(deadline=None)
 def test_everything_comes_once_in_order_of_time(times: list[int], count: int) -> None:
-    levels = DelayLevels()
-    entries = [Delayed(NOW + ahead, at, at) for at, ahead in enumerate(times)]
+    levels = DelayQueue()
+    entries = [DelayedBatch(NOW + ahead, at, at) for at, ahead in enumerate(times)]
     for entry in entries:
         levels.add(entry)
-    found: list[Delayed] = []
+    found: list[DelayedBatch] = []
     while due := levels.due(NOW + 41 * DAY_MS, count):
         found += due
         for entry in due:
@@ -137,22 +143,22 @@ def test_everything_comes_once_in_order_of_time(times: list[int], count: int) ->
 
 
 def test_a_clock_that_steps_back_delivers_nothing_early() -> None:
-    levels = DelayLevels()
+    levels = DelayQueue()
     levels.due(NOW, 1)
-    levels.add(Delayed(NOW + 500, 1, 1))
+    levels.add(DelayedBatch(NOW + 500, 1, 1))
     assert levels.due(NOW + 400, 9) == []
-    levels.add(Delayed(NOW - 100, 2, 2))
+    levels.add(DelayedBatch(NOW - 100, 2, 2))
     assert levels.due(NOW - 3_600_000, 9) == []
     assert levels.due(NOW - 101, 9) == []
-    assert levels.due(NOW - 100, 9) == [Delayed(NOW - 100, 2, 2)]
+    assert levels.due(NOW - 100, 9) == [DelayedBatch(NOW - 100, 2, 2)]
     assert levels.due(NOW + 499, 9) == []
-    assert levels.due(NOW + 500, 9) == [Delayed(NOW + 500, 1, 1)]
+    assert levels.due(NOW + 500, 9) == [DelayedBatch(NOW + 500, 1, 1)]
 
 
 def test_what_is_removed_gives_its_room_back() -> None:
-    levels = DelayLevels()
+    levels = DelayQueue()
     for at in range(100_000):
-        levels.add(Delayed(NOW + at % 50_000, at, at))
+        levels.add(DelayedBatch(NOW + at % 50_000, at, at))
     for at in range(99_000):
         levels.remove((NOW + at % 50_000, at))
     bucket = levels._minutes[NOW // MINUTE_MS]
@@ -162,11 +168,11 @@ def test_what_is_removed_gives_its_room_back() -> None:
 
 @pytest.mark.parametrize("spread_ms", [30_000, 40 * DAY_MS])
 def test_entries_take_less_than_24_bytes_each_plus_their_buckets(spread_ms: int) -> None:
-    count, levels = 50_000, DelayLevels()
+    count, levels = 50_000, DelayQueue()
     tracemalloc.start()
     try:
         for at in range(count):
-            levels.add(Delayed(NOW + at * 7_919 % spread_ms, at, at))
+            levels.add(DelayedBatch(NOW + at * 7_919 % spread_ms, at, at))
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -175,10 +181,10 @@ def test_entries_take_less_than_24_bytes_each_plus_their_buckets(spread_ms: int)
 
 
 def test_a_snapshot_comes_back() -> None:
-    levels = DelayLevels()
+    levels = DelayQueue()
     for at in range(20_000):
-        levels.add(Delayed(NOW + at * 7_919 % DAY_MS, at, at))
-    again = DelayLevels()
+        levels.add(DelayedBatch(NOW + at * 7_919 % DAY_MS, at, at))
+    again = DelayQueue()
     again.restore(levels.snapshot().encode())
     assert len(again) == len(levels)
     assert sorted(again.before(1 << 60, 1 << 60)) == sorted(levels.before(1 << 60, 1 << 60))
@@ -190,7 +196,7 @@ def test_a_snapshot_of_many_is_taken_in_a_moment_and_does_not_change() -> None:
     numbers = np.arange(len(rows))
     rows["deliver_unix_ms"] = NOW + numbers * 40 * DAY_MS // len(rows)
     rows["schedule_id"] = rows["position"] = numbers * 100
-    levels = DelayLevels()
+    levels = DelayQueue()
     levels.restore(rows.tobytes())
     assert len(levels._minutes) == 40 * 24 * 60
     begin_s = time.process_time()
@@ -198,6 +204,6 @@ def test_a_snapshot_of_many_is_taken_in_a_moment_and_does_not_change() -> None:
     assert time.process_time() - begin_s < 0.1
     for number in range(0, 1_000, 2):
         levels.remove((NOW + number * 40 * DAY_MS // len(rows), number * 100))
-        levels.add(Delayed(NOW + number, 1_000_000_000 + number, 5))
+        levels.add(DelayedBatch(NOW + number, 1_000_000_000 + number, 5))
     found = np.frombuffer(snapshot.encode(), ROW)
     assert found[np.argsort(found["schedule_id"])].tobytes() == rows.tobytes()

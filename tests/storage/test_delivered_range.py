@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batonmq_server.storage.core import delivered_range as delivered
-from batonmq_server.storage.core.delivered_range import DeliveredRange, Step, Told
+from batonmq_server.storage.core.delivered_range import DeliveredRange, PullDelivery, ReportedRange
 
 
-def offsets_of(told: Told) -> list[int]:
+def offsets_of(told: ReportedRange) -> list[int]:
     """As a reader of the runs counts."""
     if not told.runs:
         return list(range(told.first_offset, told.next_offset))
@@ -49,7 +49,7 @@ def test_runs_name_the_delivered_offsets(
         for index, (kept, everything) in enumerate(pulls):
             lost = lost_count if index == 0 else 0
             first = at + lost
-            step = Step(
+            step = PullDelivery(
                 first_offset=at,
                 next_offset=first + len(kept),
                 kept=None if everything else np.flatnonzero(np.array(kept, bool)),
@@ -74,20 +74,24 @@ def test_runs_name_the_delivered_offsets(
 
 
 def test_pulls_that_deliver_all_are_one_range_without_runs() -> None:
-    range_ = DeliveredRange(Step(first_offset=5, next_offset=7))
-    assert range_.takes(Step(first_offset=7, next_offset=9))
+    range_ = DeliveredRange(PullDelivery(first_offset=5, next_offset=7))
+    assert range_.takes(PullDelivery(first_offset=7, next_offset=9))
     (told,) = range_.told()
     assert (told.first_offset, told.next_offset, told.message_count, told.runs) == (5, 9, 4, [])
 
 
 def test_a_range_from_which_nothing_passed_the_filter_has_a_run() -> None:
-    step = Step(first_offset=5, next_offset=7, kept=np.empty(0, np.int64))
+    step = PullDelivery(first_offset=5, next_offset=7, kept=np.empty(0, np.int64))
     (told,) = DeliveredRange(step).told()
     assert (told.message_count, told.filtered_count, told.runs) == (0, 2, [2])
 
 
 @pytest.mark.parametrize(
-    "step", [Step(first_offset=8, next_offset=9), Step(first_offset=7, next_offset=9, lost_count=1)]
+    "step",
+    [
+        PullDelivery(first_offset=8, next_offset=9),
+        PullDelivery(first_offset=7, next_offset=9, lost_count=1),
+    ],
 )
-def test_a_pull_from_elsewhere_or_over_a_hole_begins_a_range(step: Step) -> None:
-    assert not DeliveredRange(Step(first_offset=5, next_offset=7)).takes(step)
+def test_a_pull_from_elsewhere_or_over_a_hole_begins_a_range(step: PullDelivery) -> None:
+    assert not DeliveredRange(PullDelivery(first_offset=5, next_offset=7)).takes(step)

@@ -15,20 +15,20 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, DeliveryUnrecorded, Fenced, Unreachable
-from batonmq_server.storage.delivery_recorder import TOUCHES_MAX, Deliveries, Delivery
-from batonmq_server.storage.long_polls import Holder
+from batonmq_server.storage.delivery_recorder import TOUCHES_MAX, DeliveryRecorder, PendingDelivery
+from batonmq_server.storage.long_polls import QueueOwner
 from tests.storage.clock import JumpingClock
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-HOLDER = Holder("billing", "orders", "broker-a", 0, 1)
+HOLDER = QueueOwner("billing", "orders", "broker-a", 0, 1)
 
 
 @asynccontextmanager
 async def asking(
     clock: Clock, age_ms_max: int = 2_000
-) -> AsyncIterator[tuple[Deliveries, OffsetsTwin]]:
+) -> AsyncIterator[tuple[DeliveryRecorder, OffsetsTwin]]:
     twin = OffsetsTwin()  # type: ignore[abstract]
     async with (
         serving(
@@ -37,13 +37,13 @@ async def asking(
         asyncio.TaskGroup() as tasks,
     ):
         stub = offsets_grpc.OffsetsServiceStub(channel)
-        deliveries = Deliveries(lambda: stub, clock, age_ms_max=age_ms_max)
+        deliveries = DeliveryRecorder(lambda: stub, clock, age_ms_max=age_ms_max)
         running = tasks.create_task(deliveries.run())
         yield deliveries, twin
         running.cancel()
 
 
-async def refusal_of(deliveries: Deliveries, delivery: Delivery) -> BatonError | None:
+async def refusal_of(deliveries: DeliveryRecorder, delivery: PendingDelivery) -> BatonError | None:
     try:
         await deliveries.record(delivery)
     except BatonError as error:
@@ -55,22 +55,22 @@ async def test_a_verdict_that_took_too_long_is_not_used() -> None:
     clock = JumpingClock()
     async with asking(clock) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
-        late = tasks.create_task(refusal_of(deliveries, Delivery(HOLDER, 0, 1, 0)))
+        late = tasks.create_task(refusal_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)))
         await until(lambda: twin.calls == [1])
         clock.ahead_ms = 2_001
         twin.answering.set()
         assert isinstance(await late, DeliveryUnrecorded)
         assert twin.recorded == [("billing", 0, 0, 1)]
-        assert await refusal_of(deliveries, Delivery(HOLDER, 0, 1, 0)) is None
+        assert await refusal_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0)) is None
 
 
 async def test_deliveries_ride_together_in_order() -> None:
     async with asking(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
-        first = tasks.create_task(deliveries.record(Delivery(HOLDER, 0, 1, 0)))
+        first = tasks.create_task(deliveries.record(PendingDelivery(HOLDER, 0, 1, 0)))
         await until(lambda: twin.calls == [1])
         others = [
-            tasks.create_task(deliveries.record(Delivery(HOLDER, n, n + 1, 0)))
+            tasks.create_task(deliveries.record(PendingDelivery(HOLDER, n, n + 1, 0)))
             for n in range(1, 301)
         ]
         await asyncio.sleep(0)
@@ -84,11 +84,11 @@ async def test_deliveries_ride_together_in_order() -> None:
 async def test_each_delivery_has_its_own_verdict() -> None:
     async with asking(Clock()) as (deliveries, twin), asyncio.TaskGroup() as tasks:
         twin.answering.clear()
-        blocker = tasks.create_task(deliveries.record(Delivery(HOLDER, 0, 1, 0)))
+        blocker = tasks.create_task(deliveries.record(PendingDelivery(HOLDER, 0, 1, 0)))
         await until(lambda: twin.calls == [1])
         stale = replace(HOLDER, token=7)
         both = [
-            tasks.create_task(refusal_of(deliveries, Delivery(holder, 0, 1, 0)))
+            tasks.create_task(refusal_of(deliveries, PendingDelivery(holder, 0, 1, 0)))
             for holder in (stale, HOLDER)
         ]
         twin.answering.set()
@@ -120,12 +120,12 @@ async def test_without_a_leader_a_touch_is_an_error_and_a_record_unrecorded() ->
     def nobody() -> offsets_grpc.OffsetsServiceAsyncStub:
         raise Unreachable("no offsets node is registered", retry_after_ms=200)
 
-    deliveries = Deliveries(nobody, Clock())
+    deliveries = DeliveryRecorder(nobody, Clock())
     with pytest.raises(Unreachable):
         await deliveries.touch([HOLDER])
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliveries.run())
-        refusal = await refusal_of(deliveries, Delivery(HOLDER, 0, 1, 0))
+        refusal = await refusal_of(deliveries, PendingDelivery(HOLDER, 0, 1, 0))
         running.cancel()
     assert isinstance(refusal, DeliveryUnrecorded)
     assert refusal.retry_after_ms == 200

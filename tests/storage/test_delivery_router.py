@@ -25,14 +25,17 @@ from batonmq.errors import (
 from batonmq_server.runtime.etcd import EtcdSession, Stored
 from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.places import PREFIX, Place, Places
-from batonmq_server.storage.delivery_recorder import Deliveries, Delivery
-from batonmq_server.storage.delivery_router import DeliverySets
-from batonmq_server.storage.long_polls import Holder
+from batonmq_server.storage.delivery_recorder import DeliveryRecorder, PendingDelivery
+from batonmq_server.storage.delivery_router import DeliveryRouter
+from batonmq_server.storage.long_polls import QueueOwner
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-NEAR, FAR = Holder("near", "orders", "broker-a", 0, 1), Holder("far", "orders", "broker-a", 0, 1)
+NEAR, FAR = (
+    QueueOwner("near", "orders", "broker-a", 0, 1),
+    QueueOwner("far", "orders", "broker-a", 0, 1),
+)
 
 
 class Scene:
@@ -52,7 +55,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def two_sets() -> AsyncIterator[tuple[Scene, DeliverySets]]:
+async def two_sets() -> AsyncIterator[tuple[Scene, DeliveryRouter]]:
     """`near` is kept by set a, `far` by set b."""
     scene = Scene()
     scene.put("near", Place("a"))
@@ -68,20 +71,20 @@ async def two_sets() -> AsyncIterator[tuple[Scene, DeliverySets]]:
     ):
         stubs = {name: offsets_grpc.OffsetsServiceStub(one) for name, one in (("a", a), ("b", b))}
 
-        def make(name: str) -> Deliveries:
-            return Deliveries(lambda: stubs[name], Clock(), offsets_set=name)
+        def make(name: str) -> DeliveryRecorder:
+            return DeliveryRecorder(lambda: stubs[name], Clock(), offsets_set=name)
 
-        deliveries = DeliverySets(scene.places, make)
+        deliveries = DeliveryRouter(scene.places, make)
         running = tasks.create_task(deliveries.run())
         yield scene, deliveries
         running.cancel()
 
 
-def range_of(holder: Holder, epoch: int = 0, offsets_set: str = "") -> Delivery:
-    return Delivery(holder, 0, 1, epoch, offsets_set=offsets_set)
+def range_of(holder: QueueOwner, epoch: int = 0, offsets_set: str = "") -> PendingDelivery:
+    return PendingDelivery(holder, 0, 1, epoch, offsets_set=offsets_set)
 
 
-async def refusal_of(deliveries: DeliverySets, delivery: Delivery) -> BatonError | None:
+async def refusal_of(deliveries: DeliveryRouter, delivery: PendingDelivery) -> BatonError | None:
     try:
         await deliveries.record(delivery)
     except BatonError as error:

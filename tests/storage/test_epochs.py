@@ -18,7 +18,7 @@ from batonmq.errors import DataLoss
 from batonmq_server.runtime.position import NOWHERE, Position
 from batonmq_server.storage.core.epochs import (
     CRC,
-    History,
+    EpochHistory,
     common_point,
     decode,
     encode,
@@ -33,7 +33,7 @@ class Log:
 
     def __init__(self) -> None:
         self.written: list[int] = []
-        self.history = History()
+        self.history = EpochHistory()
 
     @property
     def end(self) -> int:
@@ -107,22 +107,22 @@ def test_only_what_rises_is_a_history(starts: list[tuple[int, int]]) -> None:
 
 
 def test_an_epoch_that_wrote_nothing_is_forgotten() -> None:
-    history = History().began(1, 0).began(4, 100).began(7, 100)
+    history = EpochHistory().began(1, 0).began(4, 100).began(7, 100)
     assert history.starts == ((1, 0), (7, 100))
 
 
 def test_who_has_all_before_an_epoch_has_the_epoch() -> None:
-    history = History(((1, 0), (7, 100)))
+    history = EpochHistory(((1, 0), (7, 100)))
     assert history.until(99).position(99) == Position(1, 99)
     assert history.until(100).position(100) == Position(7, 100)
 
 
 def test_who_has_lost_something_has_no_position() -> None:
-    assert decode(encode(History(((1, 0),), damaged=True))).position(100) == NOWHERE
+    assert decode(encode(EpochHistory(((1, 0),), damaged=True))).position(100) == NOWHERE
 
 
 def test_every_flipped_bit_of_the_file_is_found() -> None:
-    raw = encode(History(((1, 0), (7, 100))))
+    raw = encode(EpochHistory(((1, 0), (7, 100))))
     for bit in range(8 * len(raw)):
         spoilt = bytearray(raw)
         spoilt[bit // 8] ^= 1 << bit % 8
@@ -133,4 +133,4 @@ def test_every_flipped_bit_of_the_file_is_found() -> None:
 
 
 def test_no_file_is_an_empty_history() -> None:
-    assert decode(b"") == History()
+    assert decode(b"") == EpochHistory()

@@ -16,28 +16,28 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from batonmq.errors import NotServing
-from batonmq_server.storage.core.commitlog import Unsynced
-from batonmq_server.storage.core.producers import QueueKey, Receipt
+from batonmq_server.storage.core.commitlog import UnsyncedFiles
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
 from batonmq_server.storage.core.store import Store
 from batonmq_server.storage.disk import RealDisk
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node, opened
+from batonmq_server.storage.node import StorageNode, opened
 from tests.storage.batches import TOPIC_ID, append, batch
 from tests.support.waiting import until
 
 
-class SlowNode(Node):
+class SlowNode(StorageNode):
     """Its syncs wait for `gate` and may fail."""
 
-    def __init__(self, disk: RealDisk, node: Node) -> None:
+    def __init__(self, disk: RealDisk, node: StorageNode) -> None:
         super().__init__(disk, node.recovery, node.report, node.history)
         self.gate = threading.Event()
         self.gate.set()
         self.failure: OSError | None = None
         self.synced: list[int] = []
 
-    def sync(self, unsynced: Unsynced) -> None:
+    def sync(self, unsynced: UnsyncedFiles) -> None:
         self.synced.append(unsynced.position)
         assert self.gate.wait(timeout=20)
         if self.failure is not None:
@@ -76,7 +76,7 @@ class Scene:
     def write(self, body: bytes = b"x", queue_id: int = 0) -> int:
         """Position after a batch that was just written."""
         (receipt,) = append(self.store, batch(body, queue_id=queue_id))
-        assert isinstance(receipt, Receipt)
+        assert isinstance(receipt, StoreReceipt)
         self.flusher.wrote()
         return receipt.next_position
 

@@ -20,20 +20,20 @@ from prometheus_client import CollectorRegistry
 from batonmq._common.clock import Clock
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.core import floors
-from batonmq_server.storage.core.producers import Receipt
-from batonmq_server.storage.core.retention import DiskState, Policy, Retention
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.retention import DiskState, Retention, RetentionPolicy
 from batonmq_server.storage.core.schedule import (
     FIRST,
-    Scheduled,
+    ScheduledBatch,
     delivery,
     encode_scheduled,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import QueueRange, Store
+from batonmq_server.storage.core.store import Store, VisibleRange
 from batonmq_server.storage.flusher import Flusher
-from batonmq_server.storage.log_cleaner import RESERVE, RESERVE_BYTES, Bounds, Cleaner
+from batonmq_server.storage.log_cleaner import RESERVE, RESERVE_BYTES, CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node, recovered
+from batonmq_server.storage.node import StorageNode, recovered
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
 from batonmq_server.testing.disks import MemoryDisk, MemoryFile
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
@@ -65,7 +65,7 @@ class Scene:
         followed: First position of the leader's log, on a follower.
     """
 
-    def __init__(self, node: Node, disk: MemoryDisk, **policy: Any) -> None:
+    def __init__(self, node: StorageNode, disk: MemoryDisk, **policy: Any) -> None:
         self.node, self.disk, self.clock = node, disk, WallClock()
         self.needed_from: int | None = None
         self.followed: int | None = None
@@ -77,12 +77,12 @@ class Scene:
         settings: dict[str, Any] = {
             "age_ms_max": 48 * HOUR_MS, "log_bytes_max": 0, "hours": frozenset(range(24)),
         } | policy  # fmt: skip
-        self.retention = Retention(Policy(**settings), SEGMENT_BYTES)
-        self.cleaner = Cleaner(
+        self.retention = Retention(RetentionPolicy(**settings), SEGMENT_BYTES)
+        self.cleaner = LogCleaner(
             node.store,
             disk,
             self.retention,
-            Bounds(
+            CleaningBounds(
                 needed_from=(lambda: self.needed_from,),
                 checkpointed=self.checkpointer.position,
                 checkpoint=self.checkpointer.take,
@@ -122,13 +122,13 @@ def scene(disk: MemoryDisk | None = None, **policy: Any) -> Iterator[Scene]:
         yield Scene(node, disk, **policy)
 
 
-def fill(store: Store, count: int, *, queue_id: int = 0, now: int = NOW) -> list[Receipt]:
+def fill(store: Store, count: int, *, queue_id: int = 0, now: int = NOW) -> list[StoreReceipt]:
     """Append and sync `count` messages, three to a segment, and name them by their offsets."""
     receipts = []
     for _ in range(count):
         offset = store.offsets((TOPIC_ID, queue_id)).next_offset
         (receipt,) = append(store, batch(f"{offset:180}".encode(), queue_id=queue_id), now=now)
-        assert isinstance(receipt, Receipt)
+        assert isinstance(receipt, StoreReceipt)
         assert receipt.first_offset == offset
         sync(store)
         receipts.append(receipt)
@@ -142,7 +142,7 @@ def sync(store: Store) -> None:
     store.synced(unsynced.position)
 
 
-def held(store: Store, queue_id: int = 0) -> QueueRange:
+def held(store: Store, queue_id: int = 0) -> VisibleRange:
     return store.offsets((TOPIC_ID, queue_id))
 
 
@@ -159,7 +159,7 @@ async def test_old_segments_go_whole_and_the_one_written_to_stays() -> None:
         here.later(48)
         assert await here.clean() == 1
         assert here.segments() == [f"{3_000:020d}"]
-        assert held(here.store) == QueueRange(9, 10)
+        assert held(here.store) == VisibleRange(9, 10)
         assert readable(here.store) == [9]
         assert here.store.log.first_position == 3_000
 
@@ -173,7 +173,7 @@ async def test_age_is_that_of_the_messages() -> None:
         assert await here.clean() == 0, "its successor began an hour later, so it may be younger"
         here.later(49)
         assert await here.clean() == 1
-        assert held(here.store) == QueueRange(3, 9)
+        assert held(here.store) == VisibleRange(3, 9)
 
 
 @pytest.mark.parametrize(("zone", "hours_until_four"), [("UTC0", 5.8), ("XXX-9", 20.8)])
@@ -249,7 +249,7 @@ async def test_offsets_go_on_after_a_crash_at_any_step() -> None:
         snapshots.clear()
         assert await here.clean() == 1
         assert await here.checkpointer.take()
-        assert (held(here.store), held(here.store, 1)) == (QueueRange(7, 10), QueueRange(2, 2))
+        assert (held(here.store), held(here.store, 1)) == (VisibleRange(7, 10), VisibleRange(2, 2))
     steps = [step for step, _ in snapshots]
     assert any(step.startswith("remove log/") for step in steps)
     assert f"replace {floors.PATH}" in steps
@@ -273,7 +273,7 @@ async def test_an_emptied_queue_that_is_filled_again_goes_on() -> None:
         fill(here.store, 10)
         here.later(100)
         await here.clean()
-        assert held(here.store, 1) == QueueRange(2, 2)
+        assert held(here.store, 1) == VisibleRange(2, 2)
         fill(here.store, 6, queue_id=1, now=here.clock.now_unix_ms)
         fill(here.store, 6, now=here.clock.now_unix_ms)
         here.later(200)
@@ -284,7 +284,7 @@ async def test_an_emptied_queue_that_is_filled_again_goes_on() -> None:
             after = here.disk.killed()
             after.remove(path)
             with scene(after) as again:
-                assert held(again.store, 1) == QueueRange(8, 8)
+                assert held(again.store, 1) == VisibleRange(8, 8)
 
 
 async def test_a_queue_of_a_deleted_topic_is_forgotten_once_it_is_empty() -> None:
@@ -386,7 +386,7 @@ async def test_a_disk_without_a_byte_left_is_still_cleaned(refused: str) -> None
 async def test_a_batch_for_later_outlives_a_power_cut_between_its_delivery_and_the_sync() -> None:
     """The delivery says that the segment with the batch is not needed: it has to be safe first."""
     inner = batch(b"for later", queue_id=1)
-    later = encode_scheduled(Scheduled(NOW + 1, TOPIC_ID, FIRST, inner))
+    later = encode_scheduled(ScheduledBatch(NOW + 1, TOPIC_ID, FIRST, inner))
     with scene() as here:
         here.cleaner._bounds = replace(
             here.cleaner._bounds, needed_from=(here.store.schedule.waiting.oldest_position,)
@@ -407,7 +407,7 @@ async def test_a_batch_for_later_outlives_a_power_cut_between_its_delivery_and_t
             ) as again:
                 (waits,) = again.store.schedule.waiting.due(NOW + 1, 9)
                 (found,) = read_scheduled(again.store.log, [waits.position])
-                assert isinstance(found, Scheduled)
+                assert isinstance(found, ScheduledBatch)
                 assert found.batch == inner
             await here.flusher.sync()
             assert await cleaning == 1
@@ -450,7 +450,7 @@ async def test_readers_go_on_between_the_steps() -> None:
         async with asyncio.timeout(10):
             await here.clean()
         assert len(seen) == 3
-        assert set(map(str, seen)) == {str(([9], QueueRange(9, 10)))}
+        assert set(map(str, seen)) == {str(([9], VisibleRange(9, 10)))}
 
 
 async def test_gauges_tell_of_the_disk() -> None:

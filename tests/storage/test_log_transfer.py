@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
-from batonmq_server.storage.core.epochs import History
+from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.log_transfer import check_received, read_whole, whole_bytes
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.store import Store
@@ -22,7 +22,7 @@ from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored, sync
 
 SEGMENT_BYTES = 4_096
-HISTORY = History(((1, 0),))
+HISTORY = EpochHistory(((1, 0),))
 
 
 class Pair:
@@ -38,7 +38,7 @@ class Pair:
     def follower(self) -> Store:
         return self.recovery.store
 
-    def next_piece(self, bytes_max: int, history: History = HISTORY) -> bytes:
+    def next_piece(self, bytes_max: int, history: EpochHistory = HISTORY) -> bytes:
         return read_whole(self.leader.log, history, self.follower.log.next_position, bytes_max)
 
     def take(self, data: bytes) -> None:
@@ -89,7 +89,7 @@ def test_a_log_that_ends_shortly_before_its_segment_does_is_shipped_and_goes_on(
 def test_a_piece_ends_where_an_epoch_ends() -> None:
     pair = Pair()
     first, second = stored(pair.leader, batch(b"a"), batch(b"b"))
-    history = History(((1, 0), (2, second.position)))
+    history = EpochHistory(((1, 0), (2, second.position)))
     assert len(pair.next_piece(10_000, history)) == first.next_position
     assert len(pair.next_piece(10_000)) == second.next_position
 

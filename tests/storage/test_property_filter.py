@@ -26,7 +26,7 @@ from batonmq._core.records import (
     stamped_head,
 )
 from batonmq._core.subscription import SqlFilter, parse_filter
-from batonmq_server.storage.core.property_filter import STEPS_MAX, Found, find_passing
+from batonmq_server.storage.core.property_filter import STEPS_MAX, PropertyMatches, find_passing
 from batonmq_server.storage.core.tag_filter import batch_starts
 from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, open_store, stored, wanted
@@ -69,7 +69,7 @@ def found_in(
     offset: int = 0,
     bytes_max: int = 1 << 20,
     messages_max: int = 1_000,
-) -> Found:
+) -> PropertyMatches:
     return find_passing(
         placed(batches, offset),
         offset,
@@ -79,7 +79,7 @@ def found_in(
     )
 
 
-def counts(found: Found) -> tuple[int, int, int]:
+def counts(found: PropertyMatches) -> tuple[int, int, int]:
     return len(found.batches), found.scanned_count, found.kept_count
 
 

@@ -24,8 +24,8 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._core.records import BatchBuilder, Message, decode_records, encode_record, read_header
 from batonmq.errors import BatonError, DataLoss, QueueNotFound, TopicNotFound
 from batonmq_server.storage.core import store
-from batonmq_server.storage.core.producers import Receipt
-from batonmq_server.storage.core.query import Queries, Window
+from batonmq_server.storage.core.producers import StoreReceipt
+from batonmq_server.storage.core.query import MessageQueries, TimeWindow
 from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
 from tests.storage.running_node import BROKER, TIMEOUT_S, Running, pull_request, running
@@ -133,14 +133,16 @@ def test_no_batch_that_passes_the_checks_harms_the_store_or_its_readers() -> Non
             continue
         if checked.header.topic == TOPIC:
             (outcome,) = opened.store.append([checked], TOPICS, NOW)
-            taken += isinstance(outcome, Receipt) and not outcome.duplicate
+            taken += isinstance(outcome, StoreReceipt) and not outcome.duplicate
     sync(opened.store)
     assert taken > 100
     again = open_store(opened.disk.killed(), segment_bytes=1 << 20, run_entries=500)
     assert (again.report.batches, again.report.truncated_bytes) == (taken, 0)
     for key in ("k", "k1"):
-        window = Window(0, 1 << 62)
-        Queries(again.store).find(TOPIC_ID, key, window, messages_max=1_000, bytes_max=1 << 30)
+        window = TimeWindow(0, 1 << 62)
+        MessageQueries(again.store).find(
+            TOPIC_ID, key, window, messages_max=1_000, bytes_max=1 << 30
+        )
     for queue_id in range(8):
         bodies(again.store, queue_id)
 

@@ -21,12 +21,12 @@ from batonmq._core.records import (
 )
 from batonmq.errors import BadBatch, DataLoss, LimitExceeded, SequenceGap
 from batonmq_server.storage.core import schedule
-from batonmq_server.storage.core.delay_queue import Key
-from batonmq_server.storage.core.producers import Receipt
+from batonmq_server.storage.core.delay_queue import DelayKey
+from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.schedule import (
     FIRST,
     SCHEDULED_BYTES_MAX,
-    Scheduled,
+    ScheduledBatch,
     decode_scheduled,
     delivered_key,
     delivery,
@@ -34,7 +34,7 @@ from batonmq_server.storage.core.schedule import (
     encode_withdrawn,
     read_scheduled,
 )
-from batonmq_server.storage.core.store import Checked, Store, check
+from batonmq_server.storage.core.store import CheckedBatch, Store, check
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
 from batonmq_server.testing.disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
@@ -67,16 +67,16 @@ GOLDEN_DELIVERY = (
 def write(store: Store, *batches: bytes) -> list[int]:
     """Append batches of any topic, unsynced, in one write; their positions."""
     outcomes = store.append(
-        [Checked(read_header(one), one) for one in batches], {**SYSTEM_TOPICS, **TOPICS}, NOW
+        [CheckedBatch(read_header(one), one) for one in batches], {**SYSTEM_TOPICS, **TOPICS}, NOW
     )
-    assert all(isinstance(one, Receipt) for one in outcomes), outcomes
-    return [one.position for one in outcomes if isinstance(one, Receipt)]
+    assert all(isinstance(one, StoreReceipt) for one in outcomes), outcomes
+    return [one.position for one in outcomes if isinstance(one, StoreReceipt)]
 
 
-def put(store: Store, *batches: bytes, deliver_unix_ms: int = NOW) -> list[Key]:
+def put(store: Store, *batches: bytes, deliver_unix_ms: int = NOW) -> list[DelayKey]:
     """Schedule batches, unsynced; their keys."""
     wrapped = [
-        encode_scheduled(Scheduled(deliver_unix_ms, TOPIC_ID, FIRST, one)) for one in batches
+        encode_scheduled(ScheduledBatch(deliver_unix_ms, TOPIC_ID, FIRST, one)) for one in batches
     ]
     return [(deliver_unix_ms, position) for position in write(store, *wrapped)]
 
@@ -90,18 +90,18 @@ def deliver(store: Store, now: int = NOW) -> None:
         *(
             delivery(entry.key, one.batch, read_header(one.batch).queue_id)
             for entry, one in zip(due, found, strict=True)
-            if isinstance(one, Scheduled)
+            if isinstance(one, ScheduledBatch)
         ),
     )
 
 
-def waiting(store: Store) -> list[Key]:
+def waiting(store: Store) -> list[DelayKey]:
     return sorted(entry.key for entry in store.schedule.waiting.before(1 << 60, 1_000))
 
 
 def waiting_bodies(store: Store) -> list[bytes]:
     positions = [entry.position for entry in store.schedule.waiting.before(1 << 60, 1_000)]
-    found = [one for one in read_scheduled(store.log, positions) if isinstance(one, Scheduled)]
+    found = [one for one in read_scheduled(store.log, positions) if isinstance(one, ScheduledBatch)]
     assert len(found) == len(positions)
     return [record.body for one in found for record in records(one.batch)]
 
@@ -114,24 +114,24 @@ def records(raw: bytes) -> list[Record]:
 def test_the_inner_batch_is_kept_as_it_is() -> None:
     message = Message(b"body", tag="paid", keys=("a", "b"), properties={"x": "y"})
     inner = batch(message, b"second", queue_id=3, producer=(5, 1), sequence=7)
-    outer = encode_scheduled(Scheduled(NOW, TOPIC_ID, FIRST, inner))
+    outer = encode_scheduled(ScheduledBatch(NOW, TOPIC_ID, FIRST, inner))
     header = check_batch(outer, stamped=False)
     assert (header.topic, header.queue_id, header.count) == (schedule.TOPIC, 0, 1)
-    assert decode_scheduled(header, outer) == Scheduled(NOW, TOPIC_ID, FIRST, inner)
+    assert decode_scheduled(header, outer) == ScheduledBatch(NOW, TOPIC_ID, FIRST, inner)
 
 
 @pytest.mark.parametrize("length", [1, BODY_BYTES_MAX - 300, BODY_BYTES_MAX])
 def test_every_message_that_can_be_sent_can_be_scheduled(length: int) -> None:
     inner = batch(b"x" * length)
-    outer = encode_scheduled(Scheduled(NOW, TOPIC_ID, FIRST, inner))
+    outer = encode_scheduled(ScheduledBatch(NOW, TOPIC_ID, FIRST, inner))
     assert decode_scheduled(check_batch(outer, stamped=False), outer).batch == inner
 
 
 def test_the_longest_batch_for_later_fits_and_a_longer_one_is_refused_with_numbers() -> None:
     inner = bytes(SCHEDULED_BYTES_MAX)
-    assert len(encode_scheduled(Scheduled(NOW, TOPIC_ID, FIRST, inner))) <= BATCH_BYTES_MAX
+    assert len(encode_scheduled(ScheduledBatch(NOW, TOPIC_ID, FIRST, inner))) <= BATCH_BYTES_MAX
     with pytest.raises(LimitExceeded) as refused:
-        encode_scheduled(Scheduled(NOW, TOPIC_ID, FIRST, inner + b"x"))
+        encode_scheduled(ScheduledBatch(NOW, TOPIC_ID, FIRST, inner + b"x"))
     assert refused.value.facts["limit"] == str(SCHEDULED_BYTES_MAX)
     assert refused.value.facts["actual"] == str(SCHEDULED_BYTES_MAX + 1)
 
@@ -236,7 +236,9 @@ def test_a_batch_written_anew_keeps_its_id_and_frees_the_place() -> None:
     opened = open_store(MemoryDisk())
     (key,) = put(opened.store, batch(b"a", producer=(5, 1)), deliver_unix_ms=NOW + 9)
     inner = batch(b"a", producer=(5, 1))
-    (position,) = write(opened.store, encode_scheduled(Scheduled(key[0], TOPIC_ID, key[1], inner)))
+    (position,) = write(
+        opened.store, encode_scheduled(ScheduledBatch(key[0], TOPIC_ID, key[1], inner))
+    )
     for store in (opened.store, open_store(opened.disk.killed()).store):
         assert waiting(store) == [key]
         assert store.schedule.waiting.oldest_position() == position
@@ -263,7 +265,7 @@ def test_sequences_for_later_and_for_at_once_do_not_meet() -> None:
         (repeated,) = store.append(
             [check(batch(b"at once", producer=(5, 1), sequence=0))], TOPICS, NOW
         )
-        assert isinstance(repeated, Receipt)
+        assert isinstance(repeated, StoreReceipt)
         assert repeated.duplicate
 
 
@@ -274,7 +276,7 @@ def test_a_delivery_leaves_the_producers_sequences_alone() -> None:
     deliver(opened.store)
     for store in (opened.store, open_store(opened.disk.killed()).store):
         (outcome,) = store.append([check(batch(b"b", producer=(5, 1), sequence=1))], TOPICS, NOW)
-        assert isinstance(outcome, Receipt)
+        assert isinstance(outcome, StoreReceipt)
         assert outcome.first_offset == 2
 
 
@@ -296,6 +298,6 @@ def test_a_damaged_batch_is_told_and_its_neighbours_are_read() -> None:
 
 def test_the_bytes_are_those_of_the_documented_format() -> None:
     inner = batch(Message(b"body", tag="t"), queue_id=3, producer=(5, 1), sequence=7)
-    assert encode_scheduled(Scheduled(NOW, 7, FIRST, inner)).hex() == GOLDEN_SCHEDULED
+    assert encode_scheduled(ScheduledBatch(NOW, 7, FIRST, inner)).hex() == GOLDEN_SCHEDULED
     assert encode_withdrawn([(NOW, 12_345)]).hex() == GOLDEN_WITHDRAWN
     assert delivery((NOW, (9 << 32) + 12), inner, 4).hex() == GOLDEN_DELIVERY

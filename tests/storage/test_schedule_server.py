@@ -28,7 +28,7 @@ from batonmq.errors import (
     NotWritable,
     WrongBroker,
 )
-from batonmq_server.storage.core.retention import Usage
+from batonmq_server.storage.core.retention import DiskUsage
 from batonmq_server.storage.core.store import TopicQueues
 from batonmq_server.storage.schedule_server import decode_id, encode_id
 from batonmq_server.storage.scheduled_deliverer import UNSETTLED_MAX
@@ -334,12 +334,12 @@ async def test_no_more_than_a_bound_is_kept_aside() -> None:
 async def test_on_a_full_disk_it_waits_and_goes_on_when_there_is_room() -> None:
     async with scene() as here:
         await here.schedule(batch(b"a"), NOW)
-        here.retention.observe(Usage(95, 5), 0, 1)
+        here.retention.observe(DiskUsage(95, 5), 0, 1)
         await here.deliver()
         assert (here.bodies(), here.waiting()) == ([], 1)
         with pytest.raises(DiskFull):
             await here.schedule(batch(b"b"), NOW)
-        here.retention.observe(Usage(5, 95), 0, 2)
+        here.retention.observe(DiskUsage(5, 95), 0, 2)
         await here.deliver()
         assert (here.bodies(), here.waiting()) == ([b"a"], 0)
 
@@ -353,11 +353,11 @@ async def test_without_room_for_a_segment_it_waits_and_comes_once() -> None:
                 break
             sent.append(b"%d" % len(sent))
         assert reasons([outcome]) == ["DISK_FULL"]
-        here.retention.observe(Usage(50, 1 << 20), 0, 1)
+        here.retention.observe(DiskUsage(50, 1 << 20), 0, 1)
         await here.due.deliver()
         assert here.waiting() == len(sent)
         here.disk.room = 1 << 30
-        here.retention.observe(Usage(50, 1 << 20), 0, 2)
+        here.retention.observe(DiskUsage(50, 1 << 20), 0, 2)
         here.clock.pass_ms(1_000)
         await here.deliver()
         assert here.waiting() == 0

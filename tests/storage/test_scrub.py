@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core import scrub as core
-from batonmq_server.storage.core.scrub import Scrub
-from batonmq_server.storage.damage_tracker import Damage
+from batonmq_server.storage.core.scrub import LogScrub
+from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import opened
 from batonmq_server.storage.scrubber import Scrubber
 from batonmq_server.testing.disks import MemoryDisk, MemoryFile
@@ -35,7 +35,7 @@ def filled(count: int = 60) -> Opened:
     return made
 
 
-def round_of(scrub: Scrub) -> tuple[dict[int, str], int]:
+def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
     """What one round finds, and how many pieces it has."""
     damaged: dict[int, str] = {}
     pieces = 0
@@ -51,7 +51,7 @@ def round_of(scrub: Scrub) -> tuple[dict[int, str], int]:
 
 def test_a_good_log_is_gone_over_to_its_end_again_and_again() -> None:
     made = filled()
-    scrub = Scrub(made.disk, made.store.log)
+    scrub = LogScrub(made.disk, made.store.log)
     for _ in range(2):
         damaged, pieces = round_of(scrub)
         assert damaged == {}
@@ -68,7 +68,7 @@ def test_every_damaged_batch_is_found_wherever_it_is_damaged() -> None:
         path, begin, _ = made.store.log.segment_of(position)
         spoiled = made.disk.killed()
         spoiled.files[path].content[position - begin + number * 7 % 100] ^= 4
-        damaged, _ = round_of(Scrub(spoiled, made.store.log))
+        damaged, _ = round_of(LogScrub(spoiled, made.store.log))
         assert list(damaged) == [position]
 
 
@@ -76,7 +76,7 @@ def test_a_part_that_became_zero_is_damage() -> None:
     made = filled()
     path, begin, end = made.store.log.segment_of(1_500)
     made.disk.files[path].content[:] = bytes(end - begin)
-    damaged, _ = round_of(Scrub(made.disk, made.store.log))
+    damaged, _ = round_of(LogScrub(made.disk, made.store.log))
     assert damaged == {1_500: "nothing is there"}
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_was_cut_short_is_damage(kept: int) -> None:
     made = filled()
     path, begin, _ = made.store.log.segment_of(1_500)
     del made.disk.files[path].content[kept:]
-    damaged, _ = round_of(Scrub(made.disk, made.store.log))
+    damaged, _ = round_of(LogScrub(made.disk, made.store.log))
     (position,) = damaged
     assert begin <= position <= begin + kept
 
@@ -103,7 +103,7 @@ def test_a_sector_that_cant_be_read_is_damage_and_the_rest_is_gone_over(number: 
     rotten = Rotten()
     rotten.content[:] = made.disk.files[path].content
     made.disk.files[path] = rotten
-    scrub = Scrub(made.disk, made.store.log)
+    scrub = LogScrub(made.disk, made.store.log)
     damaged, _ = round_of(scrub)
     assert damaged
     assert all(begin <= position < begin + 1_500 for position in damaged)
@@ -117,13 +117,13 @@ def test_what_is_not_synced_is_not_looked_at() -> None:
     append(made.store, batch(b"unsynced"))
     last = made.disk.files[f"log/{0:020d}"]
     last.content[made.store.log.synced_position] ^= 1
-    scrub = Scrub(made.disk, made.store.log)
+    scrub = LogScrub(made.disk, made.store.log)
     assert round_of(scrub)[0] == {}
 
 
 def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
     made = filled()
-    scrub = Scrub(made.disk, made.store.log)
+    scrub = LogScrub(made.disk, made.store.log)
     piece = scrub.next_piece()
     assert piece is not None
     (_, position), *_ = made.store.log.sealed()
@@ -137,7 +137,7 @@ def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
 
 
 def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    damage = Damage(Counter("found", "Damage.", registry=CollectorRegistry()))
+    damage = DamageTracker(Counter("found", "DamageTracker.", registry=CollectorRegistry()))
     for _ in range(2):
         damage.note(7, "rotten")
         damage.met(DataLoss("rotten", facts={"position": 7}))
@@ -149,8 +149,8 @@ def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Path) -> None:
-    counter = Counter("found", "Damage.", registry=CollectorRegistry())
-    damage = Damage(counter)
+    counter = Counter("found", "DamageTracker.", registry=CollectorRegistry())
+    damage = DamageTracker(counter)
     with opened(tmp_path, segment_bytes=4_096, monotonic_ms=lambda: 0) as node:
         raw = batch(b"x" * 200)
         append(node.store, raw, raw, raw)
@@ -165,7 +165,7 @@ async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Pat
             running = tasks.create_task(scrubber.run())
             await until(lambda: len(damage) and scrubber.position == 0)
             running.cancel()
-        again, found = Scrub(node.disk, node.store.log), dict[int, str]()
+        again, found = LogScrub(node.disk, node.store.log), dict[int, str]()
         while (piece := again.next_piece()) is not None:
             await scrubber.check(piece)
             again.checked(piece)

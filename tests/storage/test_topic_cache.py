@@ -18,7 +18,7 @@ from batonmq.errors import NoQuorum, TopicNotFound
 from batonmq_server.runtime.etcd import EtcdSession, Stored
 from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.storage.core.store import TopicQueues
-from batonmq_server.storage.topic_cache import MISSING_MS, Topics
+from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
 from tests.storage.clock import JumpingClock
 
 
@@ -33,12 +33,12 @@ class CountingSession(EtcdSession):
 
 
 class Scene:
-    """Topics over a mirror that follows etcd only when told to."""
+    """TopicCache over a mirror that follows etcd only when told to."""
 
     def __init__(self, session: CountingSession) -> None:
         self.session, self.clock = session, JumpingClock()
         self.mirror = Mirror(session, "topics/")
-        self.topics = Topics(self.mirror, session, "broker-a", self.clock)
+        self.topics = TopicCache(self.mirror, session, "broker-a", self.clock)
 
     async def put(self, name: str, topic_id: int, **queue_counts: int) -> int:
         spread = [

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from batonmq_server.storage.core.checkpoint import PATH, Checkpoint, QueueState, encode
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, UnsavedEntries, topic_of
-from batonmq_server.storage.core.delay_queue import Snapshot
+from batonmq_server.storage.core.delay_queue import DelaySnapshot
 from batonmq_server.storage.core.files import Disk
-from batonmq_server.storage.core.keyindex import Unsaved, encode_run, open_path
+from batonmq_server.storage.core.keyindex import UnsavedRuns, encode_run, open_path
 from batonmq_server.storage.core.producers import ProducerColumns, QueueKey
 from batonmq_server.storage.core.store import Store
 
@@ -24,7 +24,7 @@ QUEUES_AT_ONCE = 64
 
 
 @dataclass(slots=True)
-class Capture:
+class CheckpointCapture:
     """A checkpoint in the making.
 
     Attributes:
@@ -35,16 +35,16 @@ class Capture:
 
     position: int
     store_unix_ms: int
-    keys: Unsaved
+    keys: UnsavedRuns
     queues: list[ConsumeQueue]
     columns: tuple[list[QueueKey], list[int], list[int], list[int]]
     producers: ProducerColumns
-    waiting: Snapshot
+    waiting: DelaySnapshot
     doomed: tuple[str, ...]
     entries: list[tuple[ConsumeQueue, UnsavedEntries]] = field(default_factory=list)
 
 
-class Checkpointing:
+class CheckpointWriter:
     """See the module. One checkpoint at a time.
 
     Args:
@@ -67,11 +67,11 @@ class Checkpointing:
         """Remove files and folders of indexes once no checkpoint counts on them."""
         self._doomed += paths
 
-    def begin(self) -> Capture:
+    def begin(self) -> CheckpointCapture:
         """The state at the present end of the log."""
         store, position = self._store, self._store.log.next_position
         queues = list(store.queues.values())
-        return Capture(
+        return CheckpointCapture(
             position,
             store.store_unix_ms,
             store.keys.unsaved(position),
@@ -87,7 +87,7 @@ class Checkpointing:
             tuple(self._doomed),
         )
 
-    def collect(self, capture: Capture) -> Iterator[None]:
+    def collect(self, capture: CheckpointCapture) -> Iterator[None]:
         """Copy what the consume queues have only in memory; pauses now and then for others."""
         for number, queue in enumerate(list(self._store.queues.values()), start=1):
             if queue.has_unsaved:
@@ -95,7 +95,7 @@ class Checkpointing:
             if number % QUEUES_AT_ONCE == 0:
                 yield
 
-    def write(self, capture: Capture) -> None:
+    def write(self, capture: CheckpointCapture) -> None:
         """Make everything durable, the checkpoint last.
 
         Raises:
@@ -121,7 +121,7 @@ class Checkpointing:
         for path in filter(None, (*capture.doomed, keys.obsolete)):
             disk.remove(path)
 
-    def done(self, capture: Capture) -> Iterator[None]:
+    def done(self, capture: CheckpointCapture) -> Iterator[None]:
         """Note that `write` has ended well; pauses now and then for others."""
         self.position = capture.position
         self._store.keys.saved(capture.keys)
@@ -150,7 +150,7 @@ class Checkpointing:
             file.close()
 
 
-def _checkpoint(capture: Capture) -> Checkpoint:
+def _checkpoint(capture: CheckpointCapture) -> Checkpoint:
     queues = [
         QueueState(topic_of(queue.folder), *key, *numbers)
         for queue, key, *numbers in zip(capture.queues, *capture.columns, strict=True)

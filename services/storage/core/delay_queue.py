@@ -26,11 +26,11 @@ _ROW = ROW.newbyteorder("=")
 _GONE = -1
 _GONE_MAX = 64
 
-Key = tuple[int, int]
+DelayKey = tuple[int, int]
 """Delivery time and schedule id."""
 
 
-class Delayed(NamedTuple):
+class DelayedBatch(NamedTuple):
     """A batch that waits.
 
     Attributes:
@@ -44,12 +44,12 @@ class Delayed(NamedTuple):
     position: int
 
     @property
-    def key(self) -> Key:
+    def key(self) -> DelayKey:
         """What names the entry."""
         return self.deliver_unix_ms, self.schedule_id
 
 
-class DelayLevels:
+class DelayQueue:
     """See the module. Entries are added, taken by `due`, and removed once delivered.
 
     Adding an entry that waits already only gives it another position.
@@ -59,9 +59,9 @@ class DelayLevels:
         self._minutes: dict[int, _Bucket] = {}
         self._seconds: dict[int, _Bucket] = {}
         self._runs: deque[_Run] = deque()
-        self._late: dict[Key, int] = {}
-        self._late_keys: list[Key] = []
-        self._taken: dict[Key, int] = {}
+        self._late: dict[DelayKey, int] = {}
+        self._late_keys: list[DelayKey] = []
+        self._taken: dict[DelayKey, int] = {}
         self._first_minute: int | None = None
         self._split_ms = self._opened_ms = 0
         self._count = 0
@@ -69,17 +69,17 @@ class DelayLevels:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: DelayKey) -> bool:
         return self.position(key) is not None
 
-    def position(self, key: Key) -> int | None:
+    def position(self, key: DelayKey) -> int | None:
         """Where an entry is stored now; None if there is none."""
         if (loose := self._loose(key)) is not None:
             return loose[key]
         stored = self._stored(key)
         return stored[0].positions[stored[1]] if stored is not None else None
 
-    def add(self, entry: Delayed) -> None:
+    def add(self, entry: DelayedBatch) -> None:
         """Let an entry wait."""
         key, position = entry.key, entry.position
         if (loose := self._loose(key)) is not None:
@@ -93,7 +93,7 @@ class DelayLevels:
             else:
                 self._bucket(entry.deliver_unix_ms).add(entry)
 
-    def remove(self, key: Key) -> bool:
+    def remove(self, key: DelayKey) -> bool:
         """Forget an entry; False if there is none."""
         if (loose := self._loose(key)) is not None:
             del loose[key]
@@ -107,12 +107,12 @@ class DelayLevels:
         self._count -= 1
         return True
 
-    def due(self, now_unix_ms: int, count_max: int) -> list[Delayed]:
+    def due(self, now_unix_ms: int, count_max: int) -> list[DelayedBatch]:
         """Take entries whose time has come, the earliest first.
 
         They still count, but are not given again until they are released.
         """
-        taken: list[Delayed] = []
+        taken: list[DelayedBatch] = []
         while len(taken) < count_max:
             head = self._head()
             if head is None and self._open_next(now_unix_ms):
@@ -126,11 +126,11 @@ class DelayLevels:
         return taken
 
     @property
-    def taken(self) -> KeysView[Key]:
+    def taken(self) -> KeysView[DelayKey]:
         """What `due` gave, and was neither removed nor released."""
         return self._taken.keys()
 
-    def release(self, keys: Iterable[Key]) -> None:
+    def release(self, keys: Iterable[DelayKey]) -> None:
         """Let entries that are taken be due again."""
         for key in list(keys):
             self._add_late(key, self._taken.pop(key))
@@ -150,20 +150,20 @@ class DelayLevels:
         found += [*self._late.values(), *self._taken.values()]
         return min((position for position in found if position != _GONE), default=None)
 
-    def before(self, position: int, count_max: int) -> list[Delayed]:
+    def before(self, position: int, count_max: int) -> list[DelayedBatch]:
         """Entries that lie below `position`, the lowest first."""
         buckets = [bucket for bucket in self._buckets() if 0 <= bucket.oldest() < position]
         rows = self._copy(buckets).rows()
         rows = rows[rows["position"] < position]
         order = np.argsort(rows["position"], kind="stable")[:count_max]
-        return [Delayed(*row) for row in rows[order].tolist()]
+        return [DelayedBatch(*row) for row in rows[order].tolist()]
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> DelaySnapshot:
         """All entries as they are now."""
         return self._copy(list(self._buckets()))
 
     def restore(self, raw: bytes) -> None:
-        """Take what `Snapshot.encode` gave; nothing waits yet."""
+        """Take what `DelaySnapshot.encode` gave; nothing waits yet."""
         rows = np.frombuffer(raw, ROW).astype(_ROW)
         minutes = rows["deliver_unix_ms"] // MINUTE_MS
         order = np.lexsort((rows["schedule_id"], minutes))
@@ -173,7 +173,7 @@ class DelayLevels:
         self._first_minute = min(self._minutes, default=None)
         self._count = len(rows)
 
-    def _head(self) -> Delayed | None:
+    def _head(self) -> DelayedBatch | None:
         """The earliest entry of those that are in order."""
         while self._late_keys and self._late_keys[0] not in self._late:
             heappop(self._late_keys)
@@ -182,7 +182,7 @@ class DelayLevels:
         run = head if self._runs else None
         if not self._late_keys or (run is not None and run.key < self._late_keys[0]):
             return run
-        return Delayed(*self._late_keys[0], self._late[self._late_keys[0]])
+        return DelayedBatch(*self._late_keys[0], self._late[self._late_keys[0]])
 
     def _open_next(self, now_unix_ms: int) -> bool:
         """Put the next second in order if it has come."""
@@ -200,7 +200,7 @@ class DelayLevels:
         self._opened_ms = (second + 1) * SECOND_MS
         return True
 
-    def _add_late(self, key: Key, position: int) -> None:
+    def _add_late(self, key: DelayKey, position: int) -> None:
         self._late[key] = position
         heappush(self._late_keys, key)
 
@@ -216,12 +216,12 @@ class DelayLevels:
                 self._first_minute = minute
         return bucket
 
-    def _loose(self, key: Key) -> dict[Key, int] | None:
+    def _loose(self, key: DelayKey) -> dict[DelayKey, int] | None:
         if key in self._taken:
             return self._taken
         return self._late if key in self._late else None
 
-    def _stored(self, key: Key) -> tuple[_Bucket, int] | None:
+    def _stored(self, key: DelayKey) -> tuple[_Bucket, int] | None:
         deliver_unix_ms = key[0]
         if deliver_unix_ms >= self._split_ms:
             bucket = self._minutes.get(deliver_unix_ms // MINUTE_MS)
@@ -239,9 +239,9 @@ class DelayLevels:
         yield from self._seconds.values()
         yield from (run.bucket for run in self._runs)
 
-    def _copy(self, buckets: Sequence[_Bucket]) -> Snapshot:
+    def _copy(self, buckets: Sequence[_Bucket]) -> DelaySnapshot:
         """What is in `buckets`, and whatever is in none."""
-        return Snapshot(
+        return DelaySnapshot(
             [
                 (*key, position)
                 for table in (self._late, self._taken)
@@ -256,7 +256,7 @@ class DelayLevels:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class DelaySnapshot:
     """Entries as they were at one moment: those in no bucket, then the columns of all buckets.
 
     Taking one is only copying bytes; another thread may make of it what is wanted.
@@ -307,7 +307,7 @@ class _Bucket:
         bucket._oldest = int(rows["position"].min())
         return bucket
 
-    def add(self, entry: Delayed) -> None:
+    def add(self, entry: DelayedBatch) -> None:
         """Take an entry that is not there."""
         ids = self.ids
         at = len(ids)
@@ -324,7 +324,7 @@ class _Bucket:
         if self._oldest is not None:
             self._oldest = min(self._oldest, entry.position)
 
-    def index(self, key: Key) -> int | None:
+    def index(self, key: DelayKey) -> int | None:
         """Where an entry is."""
         deliver_unix_ms, schedule_id = key
         at = bisect_left(self.ids, schedule_id)
@@ -332,12 +332,12 @@ class _Bucket:
             return None
         return at if self.after_ms[at] == deliver_unix_ms - self.begin_unix_ms else None
 
-    def entry(self, at: int) -> Delayed | None:
+    def entry(self, at: int) -> DelayedBatch | None:
         """The entry at an index; None if it was removed."""
         position = self.positions[at]
         if position == _GONE:
             return None
-        return Delayed(self.begin_unix_ms + self.after_ms[at], self.ids[at], position)
+        return DelayedBatch(self.begin_unix_ms + self.after_ms[at], self.ids[at], position)
 
     def move(self, at: int, position: int) -> None:
         """Give the entry at an index another position."""
@@ -406,7 +406,7 @@ class _Run:
     def __init__(self, bucket: _Bucket) -> None:
         self.bucket, self._order, self._cursor = bucket, bucket.order(), 0
 
-    def head(self) -> Delayed | None:
+    def head(self) -> DelayedBatch | None:
         """The first entry left, if any."""
         while self._cursor < len(self._order):
             if (entry := self.bucket.entry(int(self._order[self._cursor]))) is not None:

@@ -21,7 +21,7 @@ PULLS_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PullDelivery:
     """One pull.
 
     Attributes:
@@ -40,7 +40,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ReportedRange:
     """A range [first_offset, next_offset) as it is told.
 
     Attributes:
@@ -63,13 +63,13 @@ class DeliveredRange:
 
     __slots__ = ("_byte_count", "_first", "_lost", "_parts", "_redelivered", "next_offset")
 
-    def __init__(self, first: Step) -> None:
+    def __init__(self, first: PullDelivery) -> None:
         self._first, self._lost = first.first_offset, first.lost_count
         self._byte_count = self._redelivered = 0
         self._parts: list[tuple[int, int, Int64Array | None]] = []
         self._add(first)
 
-    def takes(self, step: Step) -> bool:
+    def takes(self, step: PullDelivery) -> bool:
         """Add a pull, if it belongs to this range."""
         fits = step.first_offset == self.next_offset and not step.lost_count
         if fits and len(self._parts) < PULLS_MAX:
@@ -77,7 +77,7 @@ class DeliveredRange:
             return True
         return False
 
-    def told(self) -> Iterator[Told]:
+    def told(self) -> Iterator[ReportedRange]:
         """The range, in as many parts as it needs; sums that can't be divided are in the first."""
         begins, ends = self._edges()
         if len(begins):
@@ -89,7 +89,7 @@ class DeliveredRange:
             part = slice(index * ISLANDS_MAX, (index + 1) * ISLANDS_MAX)
             yield self._part(cuts[index], cuts[index + 1], begins[part], ends[part])
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: PullDelivery) -> None:
         begin = step.first_offset + step.lost_count
         if step.kept is None and self._parts and self._parts[-1][2] is None:
             begin = self._parts.pop()[0]
@@ -113,13 +113,13 @@ class DeliveredRange:
                 ends.append(last)
         return np.concatenate(begins), np.concatenate(ends)
 
-    def _part(self, first: int, next_: int, begins: Int64Array, ends: Int64Array) -> Told:
+    def _part(self, first: int, next_: int, begins: Int64Array, ends: Int64Array) -> ReportedRange:
         is_first = first == self._first
         count = int((ends - begins).sum())
         lost_count = self._lost if is_first else 0
         edges = np.column_stack((begins, ends)).ravel()
         runs: list[int] = np.diff(edges, prepend=first, append=next_).tolist()
-        return Told(
+        return ReportedRange(
             first_offset=first,
             next_offset=next_,
             message_count=count,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from batonmq._core.records import MAGIC, Header
 from batonmq.errors import DataLoss
-from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, Range
-from batonmq_server.storage.core.epochs import History
+from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, PositionRange
+from batonmq_server.storage.core.epochs import EpochHistory
 from batonmq_server.storage.core.recovery import Recovery
-from batonmq_server.storage.core.scan import END_OF_LOG, Scan
+from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
 
 _MAGIC, _FILLER_MAGIC = MAGIC.to_bytes(4, "big"), FILLER_MAGIC.to_bytes(4, "big")
 _LENGTH_FROM = {_MAGIC: 8, _FILLER_MAGIC: 4}
 _HEAD_BYTES = 12
 
 
-def read_whole(log: CommitLog, history: History, position: int, bytes_max: int) -> bytes:
+def read_whole(log: CommitLog, history: EpochHistory, position: int, bytes_max: int) -> bytes:
     """What is on disk from `position` on: whole batches and fillers of one segment, one epoch.
 
     Args:
@@ -65,7 +65,7 @@ def whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int, int]:
 
 
 def check_received(
-    recovery: Recovery, position: int, data: bytes, segment: Range
+    recovery: Recovery, position: int, data: bytes, segment: PositionRange
 ) -> list[tuple[Header, memoryview]]:
     """The batches in `data`, after the checks of a start, for the end of the log.
 
@@ -78,7 +78,7 @@ def check_received(
             f"{len(data)} bytes at {position} are not in the segment [{first_position}, {end})",
             facts={"position": position},
         )
-    scan = Scan(_Received(position, data, end), position, len(data))
+    scan = LogScan(_Received(position, data, end), position, len(data))
     batches = list(scan)
     after = position + len(data)
     ends = {after, end} if end - after < FILLER.size else {after}  # a rest that takes nothing

@@ -36,7 +36,7 @@ Row = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PropertyMatches:
     """What one request delivers.
 
     Attributes:
@@ -62,7 +62,7 @@ def find_passing(
     *,
     bytes_max: int,
     messages_max: int,
-) -> Found:
+) -> PropertyMatches:
     """The longest run from `offset` on that keeps both limits, and `STEPS_MAX`.
 
     Args:
@@ -97,7 +97,7 @@ def find_passing(
         steps -= STEPS_PER_BATCH + len(section) // BYTES_PER_STEP + looked.steps
         if scanned_count < end or steps <= 0:
             break
-    return Found(found, scanned_count, kept)
+    return PropertyMatches(found, scanned_count, kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
 from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE_FOLDER
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, LastEntry
 from batonmq_server.storage.core.files import BadIndex, Disk
-from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import FOLDER as KEYINDEX_FOLDER
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, Scan
+from batonmq_server.storage.core.scan import HEAD_BYTES_MAX, LogScan
 from batonmq_server.storage.core.store import Store
 
 SYNCED = struct.Struct(">qI")
@@ -102,7 +102,7 @@ class Recovery:
     ) -> None:
         self._disk, self.store, self._accept_loss = disk, store, accept_loss
         self._synced_position = synced_position
-        self._floors: dict[QueueKey, Floor] = {}
+        self._floors: dict[QueueKey, QueueFloor] = {}
         self._anew = False
         self._batches = self._messages = 0
         self.doomed: list[str] = []
@@ -163,7 +163,7 @@ class Recovery:
 
     def scan(self, position: int) -> tuple[int, str]:
         """Take the batches from `position` on; where and why that ended."""
-        scan = Scan(self.store.log, position)
+        scan = LogScan(self.store.log, position)
         for header, batch in scan:
             try:
                 self.take(header, batch)
@@ -188,7 +188,7 @@ class Recovery:
                 raise
             known = []
         if found is not None:
-            known += [Floor(*queue[:4]) for queue in found.queues]
+            known += [QueueFloor(*queue[:4]) for queue in found.queues]
         for floor in known:
             key = floor.topic_id, floor.queue_id
             if key not in self._floors or self._floors[key].next_offset < floor.next_offset:

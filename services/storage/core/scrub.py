@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File
-from batonmq_server.storage.core.scan import END_OF_LOG, Scan
+from batonmq_server.storage.core.scan import END_OF_LOG, LogScan
 
 PIECE_BYTES = 256 * 1024
 
 
 @dataclass(slots=True)
-class Piece:
+class ScrubRange:
     """A part of one segment to check, and what came of it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Piece:
     damaged: dict[int, str] = field(default_factory=dict)
 
 
-class Scrub:
+class LogScrub:
     """One owner; `check` may run in another thread.
 
     Attributes:
@@ -45,7 +45,7 @@ class Scrub:
         self._disk, self._log = disk, log
         self.position = log.first_position
 
-    def next_piece(self) -> Piece | None:
+    def next_piece(self) -> ScrubRange | None:
         """What is to be checked next; None at the end of a round."""
         log = self._log
         self.position = max(self.position, log.first_position)
@@ -55,9 +55,9 @@ class Scrub:
         path, begin, end = log.segment_of(self.position)
         end_position = min(end, log.synced_position)
         next_position = min(self.position + PIECE_BYTES, end_position)
-        return Piece(path, begin, end, self.position, next_position, end_position)
+        return ScrubRange(path, begin, end, self.position, next_position, end_position)
 
-    def check(self, piece: Piece) -> None:
+    def check(self, piece: ScrubRange) -> None:
         """Check a piece.
 
         Raises:
@@ -65,7 +65,7 @@ class Scrub:
         """
         file = self._disk.open(piece.path)
         try:
-            scan = Scan(_Segment(file, piece), piece.position, PIECE_BYTES)
+            scan = LogScan(_Segment(file, piece), piece.position, PIECE_BYTES)
             while scan.position < piece.next_position:
                 for header, _ in scan:
                     if header.position + header.length >= piece.next_position:
@@ -82,7 +82,7 @@ class Scrub:
         finally:
             file.close()
 
-    def checked(self, piece: Piece) -> None:
+    def checked(self, piece: ScrubRange) -> None:
         """Go on behind a piece."""
         self.position = piece.position
 
@@ -90,7 +90,7 @@ class Scrub:
 class _Segment:
     """One segment, as far as it is safe, as a scan wants it."""
 
-    def __init__(self, file: File, piece: Piece) -> None:
+    def __init__(self, file: File, piece: ScrubRange) -> None:
         self._file, self._piece = file, piece
         self.next_position = piece.end_position
 

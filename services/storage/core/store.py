@@ -36,7 +36,7 @@ from batonmq.errors import (
     OffsetOutOfRange,
     QueueNotFound,
 )
-from batonmq_server.storage.core.commitlog import CommitLog, Stamped
+from batonmq_server.storage.core.commitlog import CommitLog, StampedBatch
 from batonmq_server.storage.core.consumequeue import (
     ConsumeQueue,
     Entries,
@@ -45,9 +45,9 @@ from batonmq_server.storage.core.consumequeue import (
     topic_of,
 )
 from batonmq_server.storage.core.files import FileCache
-from batonmq_server.storage.core.floors import Floor
+from batonmq_server.storage.core.floors import QueueFloor
 from batonmq_server.storage.core.keyindex import KeyIndex
-from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
+from batonmq_server.storage.core.producers import ProducerTable, QueueKey, StoreReceipt
 from batonmq_server.storage.core.property_filter import find_passing
 from batonmq_server.storage.core.schedule import Schedule
 from batonmq_server.storage.core.tag_filter import HashFilter, batch_starts, select
@@ -83,7 +83,7 @@ class TopicQueues:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedBatch:
     """A batch that passed every check that needs no state."""
 
     header: Header
@@ -91,7 +91,7 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadSpec:
     """What a pull asks for.
 
     Attributes:
@@ -107,7 +107,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadResult:
     """What a pull may deliver.
 
     Attributes:
@@ -128,14 +128,14 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueRange:
+class VisibleRange:
     """Offsets [first_offset, next_offset) of a queue are visible to consumers."""
 
     first_offset: int
     next_offset: int
 
 
-def check(batch: bytes) -> Checked:
+def check(batch: bytes) -> CheckedBatch:
     """Check a batch as it came from a producer.
 
     Raises:
@@ -147,7 +147,7 @@ def check(batch: bytes) -> Checked:
         raise BadBatch(
             f"producer id {header.producer_id} is negative", facts={"field": "producer_id"}
         )
-    return Checked(header, batch)
+    return CheckedBatch(header, batch)
 
 
 def check_queue(topic: str, queues: TopicQueues, queue_id: int) -> QueueKey:
@@ -235,11 +235,11 @@ class Store:
 
     def append(
         self,
-        batches: Sequence[Checked],
+        batches: Sequence[CheckedBatch],
         topics: Mapping[str, TopicQueues | BatonError],
         now_unix_ms: int,
         refusal: BatonError | None = None,
-    ) -> list[Receipt | BatonError]:
+    ) -> list[StoreReceipt | BatonError]:
         """Write `batches`; one outcome each, in order. Nothing is safe until a sync.
 
         A batch that was stored by an earlier try has its receipt whatever speaks against writing.
@@ -249,8 +249,8 @@ class Store:
             refusal: Why nothing may be written.
         """
         self.store_unix_ms = max(self.store_unix_ms, now_unix_ms)
-        outcomes: dict[int, Receipt | BatonError] = {}
-        run = _Run()
+        outcomes: dict[int, StoreReceipt | BatonError] = {}
+        run = _WriteRun()
         for index, checked in enumerate(batches):
             header, topic = checked.header, topics[checked.header.topic]
             try:
@@ -259,7 +259,7 @@ class Store:
                 key = check_queue(header.topic, topic, header.queue_id)
                 if run.decides(header, key):
                     outcomes |= self._write(run)
-                    run = _Run()
+                    run = _WriteRun()
                 receipt = self.producers.check(header, key)
                 if receipt is None:
                     check_takes(header, topic)
@@ -274,7 +274,7 @@ class Store:
         outcomes |= self._write(run)
         return [outcomes[index] for index in range(len(batches))]
 
-    def read(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+    def read(self, key: QueueKey, wanted: ReadSpec) -> ReadResult | None:
         """What is to be delivered from `wanted.offset` on; None if nothing is there yet.
 
         Raises:
@@ -295,7 +295,7 @@ class Store:
         selection = select(
             entries, wanted.filter, bytes_max=wanted.bytes_max, messages_max=wanted.messages_max
         )
-        return Reading(
+        return ReadResult(
             list(self._read_batches(key, selection.positions, selection.sizes)),
             wanted.offset + selection.scanned_count,
             selection.kept_count,
@@ -303,7 +303,7 @@ class Store:
             kept=selection.kept,
         )
 
-    def pull(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+    def pull(self, key: QueueKey, wanted: ReadSpec) -> ReadResult | None:
         """As `read`, but what is no longer kept counts as scanned, and as lost.
 
         Raises:
@@ -315,12 +315,14 @@ class Store:
             return self.read(key, wanted)
         kept_from = wanted.offset + lost_count
         reading = self.read(key, replace(wanted, offset=kept_from))
-        return replace(reading or Reading([], kept_from, 0, 0), lost_count=lost_count)
+        return replace(reading or ReadResult([], kept_from, 0, 0), lost_count=lost_count)
 
-    def offsets(self, key: QueueKey) -> QueueRange:
+    def offsets(self, key: QueueKey) -> VisibleRange:
         """What consumers can read; nothing of a queue without messages."""
         queue = self._queues.get(key)
-        return QueueRange(queue.first_offset, queue.visible_offset) if queue else QueueRange(0, 0)
+        return (
+            VisibleRange(queue.first_offset, queue.visible_offset) if queue else VisibleRange(0, 0)
+        )
 
     def synced(self, position: int) -> frozenset[QueueKey]:
         """Everything below `position` is on disk; the queues in which readers see more now."""
@@ -362,7 +364,7 @@ class Store:
                 facts={"position": header.position},
             )
         self.store_unix_ms = max(self.store_unix_ms, header.store_unix_ms)
-        receipt = Receipt(
+        receipt = StoreReceipt(
             header.first_offset,
             header.position,
             header.position + header.length,
@@ -384,10 +386,10 @@ class Store:
         self.store_unix_ms = store_unix_ms
         self._queues.update(queues)
 
-    def floors(self) -> list[Floor]:
+    def floors(self) -> list[QueueFloor]:
         """Where the queues go on whose first messages are gone, if nothing but that were known."""
         return [
-            Floor(topic_of(queue.folder), *key, queue.first_offset)
+            QueueFloor(topic_of(queue.folder), *key, queue.first_offset)
             for key, queue in self._queues.items()
             if queue.first_offset
         ]
@@ -406,7 +408,7 @@ class Store:
         queue = self._queues.get(key)
         return queue.next_offset if queue else 0
 
-    def _write(self, run: _Run) -> dict[int, Receipt | BatonError]:
+    def _write(self, run: _WriteRun) -> dict[int, StoreReceipt | BatonError]:
         """Write a run, then take it into queues and producers; outcomes by index."""
         admitted = run.admitted
         if not admitted:
@@ -418,11 +420,11 @@ class Store:
             )
         except DiskFull as error:
             return {one.index: error for one in admitted}
-        outcomes: dict[int, Receipt | BatonError] = {}
+        outcomes: dict[int, StoreReceipt | BatonError] = {}
         for one, position in zip(admitted, positions, strict=True):
             header = one.checked.header
             queue = self._queues.get(one.key) or self.add_queue(one.key, header.topic)
-            receipt = Receipt(
+            receipt = StoreReceipt(
                 one.first_offset, position, position + header.length, self.store_unix_ms
             )
             self._take(one.key, queue, receipt, header, one.checked.batch)
@@ -430,7 +432,7 @@ class Store:
             outcomes[one.index] = receipt
         return outcomes
 
-    def _stamped(self, one: _Admitted, position: int) -> Stamped:
+    def _stamped(self, one: _Admitted, position: int) -> StampedBatch:
         batch = one.checked.batch
         head = stamped_head(
             batch,
@@ -440,13 +442,13 @@ class Store:
             topic_id=one.key[0],
             epoch=self.epoch,
         )
-        return Stamped(position, head, memoryview(batch)[BODY_FROM:])
+        return StampedBatch(position, head, memoryview(batch)[BODY_FROM:])
 
     def _take(
         self,
         key: QueueKey,
         queue: ConsumeQueue,
-        receipt: Receipt,
+        receipt: StoreReceipt,
         header: Header,
         batch: bytes | memoryview,
     ) -> None:
@@ -460,8 +462,8 @@ class Store:
             self.schedule.take(header, receipt, batch)
 
     def _find(
-        self, key: QueueKey, entries: Entries, wanted: Wanted, condition: SqlFilter
-    ) -> Reading:
+        self, key: QueueKey, entries: Entries, wanted: ReadSpec, condition: SqlFilter
+    ) -> ReadResult:
         """As `read`; batches have to be read to see what passes."""
         starts = batch_starts(entries.positions)
         places = entries.positions[starts].tolist(), entries.sizes[starts].tolist()
@@ -474,7 +476,7 @@ class Store:
             bytes_max=wanted.bytes_max,
             messages_max=wanted.messages_max,
         )
-        return Reading(
+        return ReadResult(
             found.batches,
             wanted.offset + found.scanned_count,
             found.kept_count,
@@ -544,12 +546,12 @@ def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
 @dataclass(frozen=True, slots=True)
 class _Admitted:
     index: int
-    checked: Checked
+    checked: CheckedBatch
     key: QueueKey
     first_offset: int
 
 
-class _Run:
+class _WriteRun:
     """Batches that are written together: none of them decides about a later one."""
 
     def __init__(self) -> None:
@@ -564,7 +566,7 @@ class _Run:
             self._epochs.get(header.producer_id, header.producer_epoch) != header.producer_epoch
         )
 
-    def add(self, index: int, checked: Checked, key: QueueKey, next_offset: int) -> None:
+    def add(self, index: int, checked: CheckedBatch, key: QueueKey, next_offset: int) -> None:
         """Add a batch; `next_offset` is where its queue ended before the run."""
         header = checked.header
         first_offset = self._next_offsets.get(key, next_offset)
