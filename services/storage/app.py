@@ -88,22 +88,22 @@ async def served(
     Args:
         in_thread: Calls what blocks away from the event loop.
     """
-    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        serving = build_components(node, around, StandaloneRole(node.store))
-        mirrors.wake(serving)
+    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+        components = build_components(node, environment, StandaloneRole(node.store))
+        mirrors.wake(components)
 
         async def drain() -> None:
-            await serving.drain()
+            await components.drain()
             log.info("log closed position=%d", node.store.log.next_position)
 
         yield App(
             servicers={
-                SERVICE: partial(pb_grpc.add_StorageServiceServicer_to_server, serving.servicer),
+                SERVICE: partial(pb_grpc.add_StorageServiceServicer_to_server, components.servicer),
                 QUERY_SERVICE: partial(
-                    query_grpc.add_QueryServiceServicer_to_server, serving.queries
+                    query_grpc.add_QueryServiceServicer_to_server, components.queries
                 ),
                 SCHEDULE_SERVICE: partial(
-                    schedule_grpc.add_ScheduleServiceServicer_to_server, serving.scheduling
+                    schedule_grpc.add_ScheduleServiceServicer_to_server, components.scheduling
                 ),
             },
             rules=RULES,
@@ -111,9 +111,9 @@ async def served(
                 mirrors.topics.run,
                 mirrors.gates.run,
                 mirrors.places.run,
-                around.deliveries.run,
-                *serving.loops,
-                serving.due.run,
+                environment.deliveries.run,
+                *components.loops,
+                components.due.run,
             ),
             held=frozenset({"Pull"}),
             epoch=node.store.epoch,
@@ -146,15 +146,15 @@ async def replicated(
         runtime.connect,
         replica_set=settings.broker_name,
     )
-    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        role = Role(settings, runtime, around.metrics, around.stream, in_thread)
+    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+        role = Role(settings, runtime, environment.metrics, environment.stream, in_thread)
 
         def on(node: StorageNode) -> StorageComponents:
             _log_report(node.report)
             on_open(node)
-            serving = build_components(node, around, role, role.followed)
-            mirrors.wake(serving)
-            return serving
+            components = build_components(node, environment, role, role.leader_first_position)
+            mirrors.wake(components)
+            return components
 
         opening = partial(
             recovered,
@@ -165,7 +165,7 @@ async def replicated(
             replicated=True,
         )
         copy = LogCopy(disk, opening, on, in_thread)
-        following = LogFollower(copy, peer, settings, runtime, Stuck(around.metrics.stuck))
+        following = LogFollower(copy, peer, settings, runtime, Stuck(environment.metrics.stuck))
         role.begin(copy, following)
         try:
             await copy.open()
@@ -206,7 +206,7 @@ async def replicated(
                     mirrors.topics.run,
                     mirrors.gates.run,
                     mirrors.places.run,
-                    around.deliveries.run,
+                    environment.deliveries.run,
                     copy.run,
                     role.run,
                     role.member.registration.run,
@@ -230,25 +230,25 @@ class _Mirrors:
 
     def __init__(self, topics: Mirror, gates: Mirror, places: Mirror) -> None:
         self.topics, self.gates, self.places = topics, gates, places
-        self._serving: StorageComponents | None = None
+        self._components: StorageComponents | None = None
         self.topics.on_change.append(self._topics_changed)
         self.gates.on_change.append(self._gates_changed)
 
-    def wake(self, serving: StorageComponents) -> None:
+    def wake(self, components: StorageComponents) -> None:
         """From now on the pulls of `serving`."""
-        self._serving = serving
+        self._components = components
 
     def _topics_changed(self, names: frozenset[str]) -> None:
-        if self._serving is not None:
-            self._serving.pulls.wake_topics(names)
+        if self._components is not None:
+            self._components.pulls.wake_topics(names)
 
     def _gates_changed(self, names: frozenset[str]) -> None:
-        if self._serving is not None:
-            self._serving.pulls.wake_groups(names)
+        if self._components is not None:
+            self._components.pulls.wake_groups(names)
 
 
 @asynccontextmanager
-async def _surroundings(
+async def _environment(
     settings: StorageSettings, runtime: Runtime, in_thread: InThread
 ) -> AsyncIterator[tuple[StorageEnvironment, _Mirrors]]:
     peers = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
@@ -277,7 +277,7 @@ async def _surroundings(
     gates_mirror.on_change.append(
         lambda _: traffic.keep_groups(lambda name: gates.get(name) is not None)
     )
-    around = StorageEnvironment(
+    environment = StorageEnvironment(
         settings=settings,
         runtime=runtime,
         metrics=metrics,
@@ -288,7 +288,7 @@ async def _surroundings(
         in_thread=in_thread,
     )
     try:
-        yield around, mirrors
+        yield environment, mirrors
     finally:
         await peers.close()
 

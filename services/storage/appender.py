@@ -30,7 +30,7 @@ class Appender:
     space: Callable[[], tuple[int, int]]
     flusher: Flusher
     retention: Retention
-    guarantee: NodeRole
+    role: NodeRole
     metrics: StorageMetrics
     stream: StorageMetricStream
     clock: Clock
@@ -54,7 +54,7 @@ class Appender:
         if not batches:
             return []
         self.flusher.check()
-        refusal = self.guarantee.refusal(members_min) or self._refusal()
+        refusal = self.role.refusal(members_min) or self._refusal()
         try:
             outcomes = self.store.append(batches, topics, self.clock.unix_ms(), refusal)
         except Exception as error:
@@ -62,10 +62,10 @@ class Appender:
             if isinstance(error, OSError):
                 self.flusher.check()  # tells it as whoever waits is told
             raise
-        self.flusher.wrote()
-        return [self._with_numbers(one) for one in outcomes]
+        self.flusher.notify_written()
+        return [self._with_disk_numbers(one) for one in outcomes]
 
-    def tell(
+    def count_appended(
         self, batches: Sequence[CheckedBatch], outcomes: Sequence[StoreReceipt | BatonError]
     ) -> None:
         """Count what was appended to queues that consumers read."""
@@ -90,7 +90,7 @@ class Appender:
             if self.stream.hub.watched:
                 self.stream.appended(topic, queue_id, sums)
 
-    def _with_numbers(self, outcome: StoreReceipt | BatonError) -> StoreReceipt | BatonError:
+    def _with_disk_numbers(self, outcome: StoreReceipt | BatonError) -> StoreReceipt | BatonError:
         """`outcome`; if the disk has refused it just now, with what is known of the disk."""
         if not isinstance(outcome, DiskFull) or outcome.facts:
             return outcome

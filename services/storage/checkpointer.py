@@ -50,7 +50,7 @@ class Checkpointer:
             await asyncio.sleep(_LOOK_S)
             grown = self._log.next_position - self._steps.position
             if grown >= BYTES_MAX or (
-                (grown or self._steps.doomed) and now() - taken >= INTERVAL_S
+                (grown or self._steps.has_obsolete) and now() - taken >= INTERVAL_S
             ):
                 await self.take()
                 taken = now()
@@ -68,7 +68,7 @@ class Checkpointer:
             try:
                 for _ in self._steps.collect(capture):
                     await asyncio.sleep(0)
-                await self._flusher.reached(position)
+                await self._flusher.wait_until_safe(position)
                 await self._in_thread(self._steps.write, capture)
             except OSError as error:
                 if error.errno not in NO_SPACE:

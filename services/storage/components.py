@@ -81,29 +81,29 @@ class StorageComponents:
         if store.readable_position == store.log.next_position:
             await self.checkpointer.take()
 
-    def interrupt(self, why: str) -> None:
+    def fail_waiting_calls(self, why: str) -> None:
         """This node is no leader any more: what waits is told that nothing is known."""
-        self.flusher.give_up(why)
+        self.flusher.fail_waiters(why)
         self.pulls.end(NotLeader(why, retry_after_ms=100))
 
 
 def build_components(
     node: StorageNode,
-    around: StorageEnvironment,
-    guarantee: NodeRole,
-    followed: Callable[[], int | None] = lambda: None,
+    environment: StorageEnvironment,
+    role: NodeRole,
+    leader_first_position: Callable[[], int | None] = lambda: None,
 ) -> StorageComponents:
     """All parts of a storage node on `node`.
 
     Args:
-        guarantee: Of what this node writes.
-        followed: First position of the leader's log, by which a follower cleans its own.
+        role: Of what this node writes.
+        leader_first_position: First position of the leader's log, by which a follower cleans its own.
     """
-    settings, runtime, metrics = around.settings, around.runtime, around.metrics
-    in_thread, topics, stream = around.in_thread, around.topics, around.stream
+    settings, runtime, metrics = environment.settings, environment.runtime, environment.metrics
+    in_thread, topics, stream = environment.in_thread, environment.topics, environment.stream
     require = runtime.guard.require if runtime.guard.on else None
     pulls = LongPolls(
-        around.deliveries.touch,
+        environment.deliveries.touch,
         metrics.parked_pulls,
         parked_max=settings.parked_pulls_max,
         interval_ms=settings.touch_interval_ms,
@@ -132,10 +132,10 @@ def build_components(
             ),
             checkpointed=checkpointer.position,
             checkpoint=checkpointer.take,
-            reached=flusher.reached,
+            wait_until_safe=flusher.wait_until_safe,
             is_gone=topics.is_gone,
             remove_later=node.checkpointing.remove_later,
-            followed=followed,
+            leader_first_position=leader_first_position,
         ),
         metrics,
         clock=runtime.clock,
@@ -148,7 +148,7 @@ def build_components(
         space=node.disk.space,
         flusher=flusher,
         retention=retention,
-        guarantee=guarantee,
+        role=role,
         metrics=metrics,
         stream=stream,
         clock=runtime.clock,
@@ -161,12 +161,12 @@ def build_components(
             store=store,
             appender=appender,
             topics=topics,
-            gates=around.gates,
+            gates=environment.gates,
             flusher=flusher,
             pulls=pulls,
-            deliveries=around.deliveries,
+            deliveries=environment.deliveries,
             retention=retention,
-            guarantee=guarantee,
+            role=role,
             losses=RetentionLosses(metrics.traffic),
             damage=damage,
             scrubbed=lambda: scrubber.position,
@@ -191,7 +191,7 @@ def build_components(
         damage=damage,
         servicer=servicer,
         queries=QueryServicer(
-            settings.broker_name, store, topics, damage, lambda: guarantee.is_follower, require
+            settings.broker_name, store, topics, damage, lambda: role.is_follower, require
         ),
         scheduling=ScheduleServicer(appender, topics, due.wake, require),
         loops=(
@@ -207,4 +207,4 @@ def build_components(
 
 def _synced(metrics: StorageMetrics, stream: StorageMetricStream, seconds: float) -> None:
     metrics.fsync_seconds.observe(seconds)
-    stream.took_us(FSYNC, int(seconds * 1e6))
+    stream.observe_us(FSYNC, int(seconds * 1e6))

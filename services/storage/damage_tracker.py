@@ -23,31 +23,35 @@ class DamageTracker:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._told: set[int | str] = set()
-        self.rotten: int | None = None
+        self._reported: set[int | str] = set()
+        self.first_damaged_position: int | None = None
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._reported)
 
-    def met(self, error: DataLoss) -> None:
+    def report_error(self, error: DataLoss) -> None:
         """Note that a read came upon a damaged batch, or index; nothing was served."""
         if "position" in error.facts:
-            self._tell(int(error.facts["position"]), error.message)
+            self._report(int(error.facts["position"]), error.message)
         elif self._is_new(error.message):
             log.error("damaged index detail=%r", error.message)
 
-    def note(self, position: int, detail: str) -> None:
+    def report_batch(self, position: int, detail: str) -> None:
         """Note that the batch at `position` is damaged on the disk."""
-        self.rotten = position if self.rotten is None else min(self.rotten, position)
-        self._tell(position, detail)
+        self.first_damaged_position = (
+            position
+            if self.first_damaged_position is None
+            else min(self.first_damaged_position, position)
+        )
+        self._report(position, detail)
 
-    def _tell(self, position: int, detail: str) -> None:
+    def _report(self, position: int, detail: str) -> None:
         if self._is_new(position):
             log.error("damaged batch position=%d detail=%r", position, detail)
 
     def _is_new(self, what: int | str) -> bool:
-        if what in self._told:
+        if what in self._reported:
             return False
-        self._told.add(what)
+        self._reported.add(what)
         self._counter.inc()
         return True

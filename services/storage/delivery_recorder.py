@@ -38,7 +38,7 @@ class PendingDelivery:
         offsets_set: That keeps the group, as far as the puller knows; empty for the one that does.
     """
 
-    holder: QueueOwner
+    owner: QueueOwner
     first_offset: int
     next_offset: int
     offsets_epoch: int
@@ -52,7 +52,7 @@ class RecordedDelivery:
     """The delivery is recorded.
 
     Attributes:
-        redelivered: Offsets that an earlier holder may have started.
+        redelivered: Offsets that an earlier owner may have started.
         sent_ms: Monotonic time at which it was asked for.
         offsets_set: Whose epoch `offsets_epoch` is.
     """
@@ -106,15 +106,15 @@ class DeliveryRecorder:
             raise DeliveryUnrecorded(f"the answer of offsets is {age_ms} ms old")
         return verdict
 
-    async def touch(self, holders: Sequence[QueueOwner]) -> list[BatonError | None]:
-        """Tell offsets that `holders` are alive; None or the refusal for each.
+    async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
+        """Tell offsets that `owners` are alive; None or the refusal for each.
 
         Raises:
             BatonError: offsets does not answer, or its epoch is over.
         """
         verdicts: list[BatonError | None] = []
-        for begin in range(0, len(holders), TOUCHES_MAX):
-            chunk = holders[begin : begin + TOUCHES_MAX]
+        for begin in range(0, len(owners), TOUCHES_MAX):
+            chunk = owners[begin : begin + TOUCHES_MAX]
             request = pb.TouchRequest(
                 offsets_epoch=self._epoch,
                 items=[pb.TouchItem(queue=one.queue(), token=one.token) for one in chunk],
@@ -177,8 +177,8 @@ class DeliveryRecorder:
 
 def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
     return pb.DeliveryItem(
-        queue=delivery.holder.queue(),
-        token=delivery.holder.token,
+        queue=delivery.owner.queue(),
+        token=delivery.owner.token,
         first_offset=delivery.first_offset,
         next_offset=delivery.next_offset,
         subscription_generation=delivery.subscription_generation,

@@ -1,4 +1,4 @@
-"""DeliveryRecorder of all groups: each is recorded at the offsets replica set that keeps its group."""
+"""Deliveries of all groups: each is recorded at the offsets replica set that keeps its group."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class DeliveryRouter:
         return self._places.set_of(group)
 
     async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
-        """See `DeliveryRecorder.record`. An epoch that the puller has seen at another set says nothing.
+        """As `DeliveryRecorder.record`. An epoch that the puller has seen at another set says nothing.
 
         Raises:
             DeliveryUnrecorded: also if the group is not at the set that was asked.
         """
-        name = self.set_of(delivery.holder.group)
+        name = self.set_of(delivery.owner.group)
         if delivery.offsets_set not in ("", name):
             delivery = replace(delivery, offsets_epoch=0)
         try:
@@ -56,11 +56,11 @@ class DeliveryRouter:
         except _ELSEWHERE as error:
             raise unrecorded(error) from error
 
-    async def touch(self, holders: Sequence[QueueOwner]) -> list[BatonError | None]:
+    async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
         """See `DeliveryRecorder.touch`; None also for those whose set does not answer."""
         by_set: dict[str, list[QueueOwner]] = defaultdict(list)
-        for holder in holders:
-            by_set[self.set_of(holder.group)].append(holder)
+        for owner in owners:
+            by_set[self.set_of(owner.group)].append(owner)
         verdicts: dict[QueueOwner, BatonError | None] = {}
 
         async def touch(name: str, some: Sequence[QueueOwner]) -> None:
@@ -74,5 +74,5 @@ class DeliveryRouter:
         async with asyncio.TaskGroup() as tasks:
             for name, some in by_set.items():
                 tasks.create_task(touch(name, some))
-        found = [verdicts.get(holder) for holder in holders]
+        found = [verdicts.get(owner) for owner in owners]
         return [None if isinstance(verdict, _ELSEWHERE) else verdict for verdict in found]

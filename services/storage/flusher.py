@@ -82,11 +82,11 @@ class Flusher:
         if self._failure is not None:
             raise NotServing(f"the log can't be written: {self._failure}", retry_after_ms=500)
 
-    def wrote(self) -> None:
+    def notify_written(self) -> None:
         """Note that the log has grown."""
         self._wrote.set()
 
-    async def reached(self, position: int) -> None:
+    async def wait_until_safe(self, position: int) -> None:
         """Until everything below `position` is safe: on disk, and where else it has to be.
 
         Raises:
@@ -107,7 +107,7 @@ class Flusher:
         self._grown(self._store.confirmed(position))
         self._release()
 
-    def give_up(self, why: str) -> None:
+    def fail_waiters(self, why: str) -> None:
         """Let nobody wait any longer: who waits is told that nothing is known."""
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
@@ -117,7 +117,7 @@ class Flusher:
     def close(self, why: str) -> None:
         """As `give_up`, for good."""
         self._closed = why
-        self.give_up(why)
+        self.fail_waiters(why)
 
     def fail(self, error: Exception) -> None:
         """Stop for good: what is on disk is not known. `run` raises the error."""

@@ -21,7 +21,7 @@ from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import PositionRange
 from batonmq_server.storage.core.epochs import EpochHistory, common_point
-from batonmq_server.storage.core.log_transfer import read_whole
+from batonmq_server.storage.core.log_transfer import read_whole_batches
 from batonmq_server.storage.flusher import InThread
 from batonmq_server.storage.metric_stream import REPLICATION, StorageMetricStream
 
@@ -56,15 +56,19 @@ class Leadership:
     up to this epoch: so even of an empty log it shows who has heard of the epoch.
 
     Args:
-        serving: What works on this node's copy; nobody else writes to it meanwhile.
+        components: What works on this node's copy; nobody else writes to it meanwhile.
     """
 
     def __init__(
-        self, keeper: Keeper, serving: StorageComponents, clock: Clock, stream: StorageMetricStream
+        self,
+        keeper: Keeper,
+        components: StorageComponents,
+        clock: Clock,
+        stream: StorageMetricStream,
     ) -> None:
-        self.keeper, self.serving, self._clock = keeper, serving, clock
+        self.keeper, self.components, self._clock = keeper, components, clock
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
-        self._node, self._log = serving.node, serving.node.store.log
+        self._node, self._log = components.node, components.node.store.log
         self._grown = asyncio.Event()
         self._over = False
 
@@ -90,7 +94,7 @@ class Leadership:
     async def settled(self) -> None:
         """Return once the in-sync set has the epoch, and all that was before, and etcd knows."""
         self.keeper.on_news.append(self._tell)
-        self.serving.flusher.on_sync.append(self._synced)
+        self.components.flusher.on_sync.append(self._synced)
         self._synced(self._log.next_position)
         await self.keeper.begun(self._log.next_position + 1)
         await self.keeper.serve()
@@ -99,7 +103,7 @@ class Leadership:
         """The leadership is over: nothing is confirmed by it any more, nor handed out."""
         self._over = True
         self._grown.set()
-        flusher = self.serving.flusher
+        flusher = self.components.flusher
         if self._synced in flusher.on_sync:
             flusher.on_sync.remove(self._synced)
         self.keeper.on_news.clear()
@@ -130,9 +134,9 @@ class Leadership:
             if self._over:  # and somebody else may be at work on the log
                 raise NotLeader("this node is not the leader any more", retry_after_ms=200)
         try:
-            data = read_whole(log_, self.history, end, wish.bytes_max)
+            data = read_whole_batches(log_, self.history, end, wish.bytes_max)
         except DataLoss as error:
-            self.serving.damage.met(error)
+            self.components.damage.report_error(error)
             raise
         return FetchResult(end, data, self._segment(end))
 
@@ -163,9 +167,9 @@ class Leadership:
 
     def _tell(self) -> None:
         safe = max(self.keeper.safe - 1, 0)
-        self.serving.flusher.confirmed(safe)
+        self.components.flusher.confirmed(safe)
         while self._synced_s and self._synced_s[0][0] <= safe:
-            self._stream.took(REPLICATION, self._synced_s.popleft()[1])
+            self._stream.observe_since(REPLICATION, self._synced_s.popleft()[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,17 +53,17 @@ class CleaningBounds:
         reached: Waits until everything below a position is safe.
         is_gone: Whether a topic of that name and id does not exist any more.
         remove_later: Removes files of indexes once no checkpoint counts on them.
-        followed: First position of the leader's log, by which a follower goes; None for a node that
+        leader_first_position: First position of the leader's log, by which a follower goes; None for a node that
             decides by itself.
     """
 
     needed_from: Sequence[Callable[[], int | None]]
     checkpointed: Callable[[], int]
     checkpoint: Callable[[], Awaitable[bool]]
-    reached: Callable[[int], Awaitable[None]]
+    wait_until_safe: Callable[[int], Awaitable[None]]
     is_gone: Callable[[str, int], bool]
     remove_later: Callable[[Iterable[str]], None]
-    followed: Callable[[], int | None] = lambda: None
+    leader_first_position: Callable[[], int | None] = lambda: None
 
 
 class LogCleaner:
@@ -133,7 +133,7 @@ class LogCleaner:
         if not ends:
             return False
         # Nobody needs these segments because of what the log says: a delivery, or a later place.
-        await self._bounds.reached(written)
+        await self._bounds.wait_until_safe(written)
         await self._remove(ends[-1])
         await self.observe()
         return True
@@ -176,10 +176,10 @@ class LogCleaner:
         sealed = self._removable()
         if not sealed:
             return log.first_position
-        followed = self._bounds.followed()
-        if followed is not None:
+        first_position = self._bounds.leader_first_position()
+        if first_position is not None:
             ends = (segment.next_position for segment in sealed)
-            return max((end for end in ends if end <= followed), default=log.first_position)
+            return max((end for end in ends if end <= first_position), default=log.first_position)
         log_bytes = log.end_position - log.first_position
         return self._retention.keep_from(sealed, log_bytes, self._moment(), self._newest_in)
 

@@ -18,7 +18,7 @@ from batonmq_server.runtime.process import Loop
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.flusher import InThread
-from batonmq_server.storage.node import LogStart, StorageNode, begin_anew
+from batonmq_server.storage.node import LogStart, StorageNode, reset_disk
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +45,20 @@ class LogCopy:
         serve: Callable[[StorageNode], StorageComponents],
         in_thread: InThread,
     ) -> None:
-        self._disk, self._recovered, self._serve = disk, recovered, serve
+        self._disk, self._recovered, self._build = disk, recovered, serve
         self.in_thread = in_thread
         self.writing = asyncio.Lock()
         self._stack = ExitStack()
         self.on_failure: list[Callable[[], None]] = []
-        self._serving: StorageComponents | None = None
+        self._components: StorageComponents | None = None
         self._failure: Exception | None = None
-        self._sure: int | None = None  # what lies beyond in the log has still to be cut off
+        self._safe_position: int | None = (
+            None  # what lies beyond in the log has still to be cut off
+        )
         self._opened, self._closing, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
-    def serving(self) -> StorageComponents:
+    def components(self) -> StorageComponents:
         """What works on the directory now.
 
         Raises:
@@ -64,9 +66,9 @@ class LogCopy:
         """
         if self._failure is not None:
             raise NotServing(f"the disk has failed: {self._failure}", retry_after_ms=500)
-        if self._serving is None or self._closing.is_set():
+        if self._components is None or self._closing.is_set():
             raise NotServing(_CHANGING, retry_after_ms=100)
-        return self._serving
+        return self._components
 
     @property
     def failed(self) -> bool:
@@ -76,24 +78,24 @@ class LogCopy:
     @property
     def position(self) -> Position:
         """How far this copy has come; nowhere while it is being changed, or its disk has failed."""
-        if self._serving is None or self._closing.is_set() or self._failure is not None:
+        if self._components is None or self._closing.is_set() or self._failure is not None:
             return NOWHERE
-        return self._serving.node.position
+        return self._components.node.position
 
     async def run(self) -> None:
         """Run what works on the directory, for ever; to be run as one task."""
         while True:
             await self._opened.wait()
-            serving = self._serving
-            assert serving is not None
+            components = self._components
+            assert components is not None
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._work(loop)) for loop in serving.loops]
+                running = [tasks.create_task(self._work(loop)) for loop in components.loops]
                 await self._closing.wait()
                 # Nobody may be at work on the directory any more after this, not even `drain`.
                 async with (
-                    serving.cleaner.one_at_a_time,
-                    serving.checkpointer.one_at_a_time,
-                    serving.flusher.one_at_a_time,
+                    components.cleaner.one_at_a_time,
+                    components.checkpointer.one_at_a_time,
+                    components.flusher.one_at_a_time,
                 ):
                     for task in running:
                         task.cancel()
@@ -110,7 +112,7 @@ class LogCopy:
         await self.in_thread(
             lambda _: nodes.append(self._stack.enter_context(self._recovered())), None
         )
-        self._serving, self._failure = self._serve(nodes[0]), None
+        self._components, self._failure = self._build(nodes[0]), None
         self._closing.clear()
         self._idle.clear()
         self._opened.set()
@@ -124,23 +126,23 @@ class LogCopy:
         Raises:
             NotServing: the disk fails.
         """
-        node = self.serving.node
+        node = self.components.node
         await self._stop()
         log.warning("log is cut position=%d was=%d", position, node.store.log.next_position)
         async with self._reopened():
             await self.in_thread(lambda _: node.cut(position, damaged=damaged), None)
 
-    async def begin_anew(self, beginning: LogStart) -> None:
+    async def reset(self, start: LogStart) -> None:
         """Give everything up, and begin there; the caller holds `writing`.
 
         Raises:
             NotServing: the disk fails.
         """
         await self._stop()
-        log.warning("log begins anew position=%d", beginning.segment[0])
+        log.warning("log begins anew position=%d", start.segment[0])
         async with self._reopened():
             await self.in_thread(lambda _: self._stack.close(), None)
-            await self.in_thread(lambda _: begin_anew(self._disk, beginning), None)
+            await self.in_thread(lambda _: reset_disk(self._disk, start), None)
 
     def fail(self, error: Exception) -> None:
         """Note that the disk has failed: from now on nobody is answered."""
@@ -150,7 +152,7 @@ class LogCopy:
             for call in self.on_failure:
                 call()
 
-    async def mend(self) -> None:
+    async def recover(self) -> None:
         """After a failure, go on from what is known to be on the disk; the caller holds `writing`.
 
         A sync that has failed is not tried again: the kernel may have dropped what it could not
@@ -165,23 +167,23 @@ class LogCopy:
             async with self._reopened():
                 pass
         else:
-            self._sure = self._node.store.log.synced_position
-        if (sure := self._sure) is not None:
+            self._safe_position = self._node.store.log.synced_position
+        if (safe_position := self._safe_position) is not None:
             node = self._node
             await self._stop()
             async with self._reopened():
-                position = min(sure, node.store.log.next_position)
+                position = min(safe_position, node.store.log.next_position)
                 await self.in_thread(lambda _: node.cut(position), None)
-            self._sure = None
+            self._safe_position = None
         log.warning("the disk works again position=%s", self.position)
 
     async def drain(self) -> None:
         """Make everything durable, unless it is being changed, when it is."""
-        serving = self._serving
-        if serving is None or self._closing.is_set() or self._failure is not None:
+        components = self._components
+        if components is None or self._closing.is_set() or self._failure is not None:
             return
-        await serving.drain()
-        log.info("log closed position=%d", serving.node.store.log.next_position)
+        await components.drain()
+        log.info("log closed position=%d", components.node.store.log.next_position)
 
     async def close(self) -> None:
         """Close the directory; `run` has ended."""
@@ -189,8 +191,8 @@ class LogCopy:
 
     @property
     def _node(self) -> StorageNode:
-        assert self._serving is not None
-        return self._serving.node
+        assert self._components is not None
+        return self._components.node
 
     async def _work(self, loop: Loop) -> None:
         try:
@@ -219,9 +221,9 @@ class LogCopy:
 
     async def _stop(self) -> None:
         """Let nothing work on the directory any more."""
-        serving = self._serving
-        assert serving is not None
+        components = self._components
+        assert components is not None
         self._closing.set()
-        serving.flusher.close(_CHANGING)
-        serving.pulls.end(NotServing(_CHANGING, retry_after_ms=100))
+        components.flusher.close(_CHANGING)
+        components.pulls.end(NotServing(_CHANGING, retry_after_ms=100))
         await self._idle.wait()

@@ -57,12 +57,14 @@ class LogFollower:
         self._node_id, self._broker = settings.node_id, settings.broker_name
         self._hold_ms = settings.replica_policy.hold_ms
         self.first_position = 0
-        self._heard_ms: int | None = None
+        self._last_answer_ms: int | None = None
 
-    def hears(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the leader has answered lately."""
         now_ms = self._runtime.clock.monotonic_ms()
-        return self._heard_ms is not None and now_ms - self._heard_ms < 2 * self._hold_ms
+        return (
+            self._last_answer_ms is not None and now_ms - self._last_answer_ms < 2 * self._hold_ms
+        )
 
     async def run(self) -> None:
         """Follow for ever; waits while this node writes by itself. To be run as one task."""
@@ -84,9 +86,9 @@ class LogFollower:
 
     async def _step(self) -> None:
         async with self._copy.writing:
-            await self._copy.mend()
-            serving = self._copy.serving
-            history, end = serving.node.history, serving.node.store.log.next_position
+            await self._copy.recover()
+            components = self._copy.components
+            history, end = components.node.history, components.node.store.log.next_position
         request = pb.FetchRequest(
             node_id=self._node_id,
             broker=self._broker,
@@ -108,85 +110,87 @@ class LogFollower:
             )
         theirs = read_history((start.epoch, start.position) for start in answer.history)
         async with self._copy.writing:
-            now = self._copy.serving.node
-            if now is not serving.node or (now.history, now.store.log.next_position) != (
+            now = self._copy.components.node
+            if now is not components.node or (now.history, now.store.log.next_position) != (
                 history,
                 end,
             ):
                 return  # it was leader meanwhile
-            self._heard_ms = self._runtime.clock.monotonic_ms()
-            await self._obey(serving, answer, theirs)
+            self._last_answer_ms = self._runtime.clock.monotonic_ms()
+            await self._obey(components, answer, theirs)
 
     async def _obey(
-        self, serving: StorageComponents, answer: pb.FetchResponse, theirs: EpochHistory
+        self, components: StorageComponents, answer: pb.FetchResponse, theirs: EpochHistory
     ) -> None:
-        log_, position = serving.node.store.log, answer.position
+        log_, position = components.node.store.log, answer.position
         segment = (answer.segment_position, answer.segment_position + answer.segment_bytes)
-        rotten = serving.damage.rotten
-        if rotten is not None and rotten >= log_.first_position:
+        damaged_from = components.damage.first_damaged_position
+        if damaged_from is not None and damaged_from >= log_.first_position:
             # There is a leader from which to fetch it anew.
-            await self._copy.cut(rotten, damaged=True)
+            await self._copy.cut(damaged_from, damaged=True)
         elif answer.HasField("floors"):
-            await self._copy.begin_anew(LogStart(answer.floors, segment, theirs.until(position)))
+            await self._copy.reset(LogStart(answer.floors, segment, theirs.truncated(position)))
             if (known := checkpoint.decode(answer.producers)) is not None:
-                self._copy.serving.node.store.producers.load(known.producers)
+                self._copy.components.node.store.producers.load(known.producers)
         elif position < log_.first_position:
-            await self._copy.begin_anew(LogStart())
+            await self._copy.reset(LogStart())
         elif position < log_.next_position:
             await self._copy.cut(position)
         elif position > log_.next_position:
             raise DataLoss(f"the leader sent {position} after {log_.next_position}")
         else:
             self.first_position = answer.first_position
-            await self._adopt(serving, theirs)
+            await self._adopt(components, theirs)
             if answer.data:
-                await self._write(serving, answer.data, segment)
-            serving.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
-            await self._settle(serving, answer)
+                await self._write(components, answer.data, segment)
+            components.flusher.confirmed(min(answer.confirmed_position, log_.next_position))
+            await self._settle(components, answer)
 
-    async def _adopt(self, serving: StorageComponents, theirs: EpochHistory) -> None:
+    async def _adopt(self, components: StorageComponents, theirs: EpochHistory) -> None:
         """Take over the epochs that this log has all of that was written before them."""
-        node = serving.node
-        adopted = theirs.until(node.store.log.next_position)
-        await self._keep(serving, replace(adopted, damaged=node.history.damaged))
+        node = components.node
+        adopted = theirs.truncated(node.store.log.next_position)
+        await self._keep(components, replace(adopted, damaged=node.history.damaged))
 
-    async def _settle(self, serving: StorageComponents, answer: pb.FetchResponse) -> None:
+    async def _settle(self, components: StorageComponents, answer: pb.FetchResponse) -> None:
         """Once nothing that was confirmed is missing any more, this node may be leader again."""
-        node = serving.node
+        node = components.node
         whole = node.store.log.synced_position >= answer.confirmed_position
         if node.history.damaged and node.history.epoch == answer.epoch and whole:
             log.info("copy is whole again position=%d", node.store.log.next_position)
-            await self._keep(serving, replace(node.history, damaged=False))
+            await self._keep(components, replace(node.history, damaged=False))
 
-    async def _keep(self, serving: StorageComponents, history: EpochHistory) -> None:
-        if history == serving.node.history:
+    async def _keep(self, components: StorageComponents, history: EpochHistory) -> None:
+        if history == components.node.history:
             return
         try:
-            await self._copy.in_thread(serving.node.keep, history)
+            await self._copy.in_thread(components.node.keep, history)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
             raise DiskFull("no space on disk for the epochs of the log") from error
 
-    async def _write(self, serving: StorageComponents, data: bytes, segment: PositionRange) -> None:
+    async def _write(
+        self, components: StorageComponents, data: bytes, segment: PositionRange
+    ) -> None:
         """Write what the leader has sent, and let everything that is derived from it follow.
 
         Raises:
             DataLoss, DiskFull: nothing was written.
             OSError: the disk has failed.
         """
-        serving.flusher.check()
-        recovery, log_ = serving.node.recovery, serving.node.store.log
+        components.flusher.check()
+        recovery, log_ = components.node.recovery, components.node.store.log
         batches = check_received(recovery, log_.next_position, data, segment)
         try:
             log_.copy(data, segment)
         except OSError as error:
-            serving.flusher.fail(error)
+            components.flusher.fail(error)
             raise
         try:
             for header, batch in batches:
                 recovery.take(header, batch)
         except Exception as error:
-            serving.flusher.fail(error)  # log and indexes may disagree: recovery has to look
+            components.flusher.fail(error)  # log and indexes may disagree: recovery has to look
             raise
-        await serving.flusher.sync()
+        await components.flusher.sync()

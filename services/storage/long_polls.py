@@ -43,7 +43,7 @@ Touch = Callable[[Sequence[QueueOwner]], Awaitable[Sequence[BatonError | None]]]
 
 @dataclass(eq=False, slots=True)
 class _LongPoll:
-    holder: QueueOwner
+    owner: QueueOwner
     woken: asyncio.Future[BatonError | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -53,7 +53,7 @@ class LongPolls:
     """The pulls that wait, by queue.
 
     Args:
-        touch: Tells offsets of holders that are alive; None or the refusal for each.
+        touch: Tells offsets of owners that are alive; None or the refusal for each.
         parked: Shows how many there are.
         parked_max: More are refused.
         interval_ms: Time between two touches.
@@ -68,7 +68,7 @@ class LongPolls:
     def __len__(self) -> int:
         return self._count
 
-    async def wait(self, key: QueueKey, holder: QueueOwner, hold_ms: int) -> None:
+    async def wait(self, key: QueueKey, owner: QueueOwner, hold_ms: int) -> None:
         """Until the queue has grown, its topic or group has changed, or `hold_ms` are over.
 
         Raises:
@@ -81,7 +81,7 @@ class LongPolls:
                 retry_after_ms=1_000,
                 facts={"limit": self._parked_max},
             )
-        parked = _LongPoll(holder)
+        parked = _LongPoll(owner)
         others = self._by_queue.setdefault(key, {})
         others[parked] = None
         self._count += 1
@@ -113,38 +113,38 @@ class LongPolls:
     def wake_topics(self, names: frozenset[str]) -> None:
         """Wake the pulls of topics that have changed, or are gone."""
         for parked in self._all():
-            if parked.holder.topic in names:
+            if parked.owner.topic in names:
                 _wake(parked)
 
     def wake_groups(self, names: frozenset[str]) -> None:
         """Wake the pulls of groups that have changed."""
         for parked in self._all():
-            if parked.holder.group in names:
+            if parked.owner.group in names:
                 _wake(parked)
 
     async def run(self) -> None:
-        """Touch every holder at intervals; to be run as one task."""
+        """Touch every owner at intervals; to be run as one task."""
         while True:
             await asyncio.sleep(self._interval_ms / 1000)
             await self.touch()
 
     async def touch(self) -> None:
-        """Tell offsets of all holders; pulls whose token is refused are answered so."""
-        holders = list(dict.fromkeys(p.holder for p in self._all() if p.holder.token))
-        if not holders:
+        """Tell offsets of all owners; pulls whose token is refused are answered so."""
+        owners = list(dict.fromkeys(p.owner for p in self._all() if p.owner.token))
+        if not owners:
             return
         try:
-            verdicts = await self._touch(holders)
+            verdicts = await self._touch(owners)
         except BatonError as error:
-            log.info("parked pulls not touched count=%d error=%s", len(holders), error)
+            log.info("parked pulls not touched count=%d error=%s", len(owners), error)
             return
         refused = {
-            holder: verdict
-            for holder, verdict in zip(holders, verdicts, strict=True)
+            owner: verdict
+            for owner, verdict in zip(owners, verdicts, strict=True)
             if verdict is not None
         }
         for parked in self._all() if refused else ():
-            if (verdict := refused.get(parked.holder)) and not parked.woken.done():
+            if (verdict := refused.get(parked.owner)) and not parked.woken.done():
                 parked.woken.set_result(verdict)
 
     def _all(self) -> list[_LongPoll]:

@@ -51,11 +51,11 @@ class StorageMetricStream:
         """For `took`."""
         return asyncio.get_running_loop().time()
 
-    def took(self, what: Timed, begin_s: float) -> None:
+    def observe_since(self, what: Timed, begin_s: float) -> None:
         """Something has ended that had begun then."""
-        self.took_us(what, int((self.now_s() - begin_s) * 1e6))
+        self.observe_us(what, int((self.now_s() - begin_s) * 1e6))
 
-    def took_us(self, what: Timed, us: int) -> None:
+    def observe_us(self, what: Timed, us: int) -> None:
         """Something took so long."""
         if self.hub.watched:
             self._latencies.add(what, us)
@@ -74,7 +74,7 @@ class StorageMetricStream:
 
     def delivered(
         self,
-        holder: QueueOwner,
+        owner: QueueOwner,
         client_id: str,
         offset: int,
         reading: ReadResult,
@@ -89,12 +89,12 @@ class StorageMetricStream:
             redelivered_count=sum(one.next_offset - one.first_offset for one in redelivered),
             byte_count=sum(map(len, reading.batches)),
         )
-        known = self._delivered.get((holder, client_id))
+        known = self._delivered.get((owner, client_id))
         if known is None:
-            self._delivered[holder, client_id] = DeliveredRange(step)
-        elif not known.takes(step):
-            self._closed.append((holder, client_id, known))
-            self._delivered[holder, client_id] = DeliveredRange(step)
+            self._delivered[owner, client_id] = DeliveredRange(step)
+        elif not known.extend(step):
+            self._closed.append((owner, client_id, known))
+            self._delivered[owner, client_id] = DeliveredRange(step)
 
     def _events(self) -> Iterator[pb.MetricEvent]:
         appended, self._appended = self._appended, {}
@@ -106,9 +106,9 @@ class StorageMetricStream:
             )
         closed, self._closed = self._closed, []
         delivered, self._delivered = self._delivered, {}
-        for holder, client_id, range_ in [*closed, *((*key, r) for key, r in delivered.items())]:
-            for told in range_.told():
-                yield _delivered(holder, client_id, told)
+        for owner, client_id, range_ in [*closed, *((*key, r) for key, r in delivered.items())]:
+            for told in range_.reports():
+                yield _delivered(owner, client_id, told)
         if not appended:
             self._latencies.forget(FSYNC.operation)
             self._latencies.forget(REPLICATION.operation)
@@ -123,13 +123,13 @@ class StorageMetricStream:
             )
 
 
-def _delivered(holder: QueueOwner, client_id: str, told: ReportedRange) -> pb.MetricEvent:
+def _delivered(owner: QueueOwner, client_id: str, told: ReportedRange) -> pb.MetricEvent:
     range_ = queue_pb2.OffsetRange(first_offset=told.first_offset, next_offset=told.next_offset)
     return pb.MetricEvent(
-        queue=holder.queue(),
+        queue=owner.queue(),
         delivered=pb.DeliveredRange(
             range=range_,
-            token=holder.token,
+            token=owner.token,
             message_count=told.message_count,
             filtered_count=told.filtered_count,
             client_id=client_id,

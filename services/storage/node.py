@@ -93,7 +93,7 @@ class StorageNode:
 
         What was elected has everything that counts, so nothing is missing any more.
         """
-        history = self.history.began(epoch, self.store.log.next_position)
+        history = self.history.with_epoch(epoch, self.store.log.next_position)
         self.keep(replace(history, damaged=False))
         self.store.epoch = epoch
 
@@ -116,7 +116,7 @@ class StorageNode:
             self.disk.remove(checkpoint.PATH)
         self.disk.replace(SYNCED, encode_synced(position))
         self.store.log.truncate(position)
-        self.keep(self.history.until(position))
+        self.keep(self.history.truncated(position))
 
     def close(self) -> None:
         """Give the files back. What is not synced stays to the operating system."""
@@ -139,14 +139,14 @@ class LogStart:
     history: EpochHistory = field(default_factory=EpochHistory)
 
 
-def begin_anew(disk: Disk, beginning: LogStart) -> None:
+def reset_disk(disk: Disk, start: LogStart) -> None:
     """Give up all that `disk` has, and make it a copy that begins there; nobody has it open."""
     _wipe(disk)
-    begin, end = beginning.segment
+    begin, end = start.segment
     if begin < end:
-        disk.replace(floors.PATH, beginning.floors)
+        disk.replace(floors.PATH, start.floors)
         disk.create(segment_path(begin), end - begin).close()
-    disk.replace(epochs.PATH, epochs.encode(replace(beginning.history, damaged=True)))
+    disk.replace(epochs.PATH, epochs.encode(replace(start.history, damaged=True)))
 
 
 @contextmanager
@@ -200,12 +200,12 @@ def recovered(
             epoch = history.epoch + 1
             attempt.run(epoch, accept_loss=accept_loss)
             end = attempt.report.next_position
-            history = replace(history.until(end).began(epoch, end), damaged=False)
+            history = replace(history.truncated(end).with_epoch(epoch, end), damaged=False)
         _keep_history(disk, history)
         node = StorageNode(disk, attempt.recovery, attempt.report, history)
         if replicated:
             node.store.confirmed(attempt.report.checkpoint_position)
-        node.checkpointing.remove_later(attempt.recovery.doomed)
+        node.checkpointing.remove_later(attempt.recovery.obsolete_paths)
         unsynced = node.store.log.unsynced()
         node.sync(unsynced)
         node.store.synced(unsynced.position)
@@ -283,9 +283,9 @@ def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
         history = EpochHistory(damaged=True)
         attempt.run(0, accept_loss=True)
     end = attempt.report.next_position
-    kept = history.until(end)
+    kept = history.truncated(end)
     if accept_loss and history.starts:  # what was lost counts no more: it may be leader
-        kept = kept if kept.epoch == history.epoch else kept.began(history.epoch, end)
+        kept = kept if kept.epoch == history.epoch else kept.with_epoch(history.epoch, end)
         return replace(kept, damaged=False)
     return kept if kept.starts else replace(kept, damaged=True)
 

@@ -23,7 +23,7 @@ class NodeRole(Protocol):
         """Whether another node writes, or nobody."""
         ...
 
-    def next_reader(self, behind_bytes: int) -> str:
+    def next_read_node(self, behind_bytes: int) -> str:
         """Node id from which somebody should pull next who is so far behind; empty: the leader."""
         ...
 
@@ -36,7 +36,7 @@ class NodeRole(Protocol):
         """
         ...
 
-    def reached(self, next_position: int) -> pb.Durability.ValueType:
+    def durability_of(self, next_position: int) -> pb.Durability.ValueType:
         """How safe everything below `next_position` is now."""
         ...
 
@@ -49,7 +49,7 @@ class StandaloneRole(NodeRole):
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def next_reader(self, behind_bytes: int) -> str:
+    def next_read_node(self, behind_bytes: int) -> str:
         """See NodeRole."""
         return ""
 
@@ -57,7 +57,7 @@ class StandaloneRole(NodeRole):
         """See NodeRole."""
         return None
 
-    def reached(self, next_position: int) -> pb.Durability.ValueType:
+    def durability_of(self, next_position: int) -> pb.Durability.ValueType:
         """See NodeRole."""
         synced = next_position <= self._store.log.synced_position
         return pb.DURABILITY_FSYNCED if synced else pb.DURABILITY_MEMORY

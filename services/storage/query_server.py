@@ -25,7 +25,7 @@ from batonmq.errors import (
 )
 from batonmq_server.runtime.access import consume
 from batonmq_server.runtime.guard import Require
-from batonmq_server.storage import validation as requests
+from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
 from batonmq_server.storage.core.store import (
@@ -106,15 +106,15 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         try:
             offset = self._queries.search_offset(key, request.unix_ms)
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
         return pb.SearchOffsetResponse(offset=offset)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadResponse:
         """See the proto."""
-        wanted = requests.wanted(request)
+        spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
-        reading = self._read(key, wanted)
+        reading = self._read(key, spec)
         held = self._store.offsets(key)
         return pb.ReadResponse(
             batches=reading.batches if reading else (),
@@ -129,7 +129,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         """See the proto."""
         check_topic(request.topic)
         _check_key(request.key)
-        requests.limit("messages_max", request.messages_max, FOUND_MAX)
+        validation.check_limit("messages_max", request.messages_max, FOUND_MAX)
         topic = await self._topics.find(request.topic)
         window = TimeWindow(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
         found = self._find(topic.topic_id, request.key, window, request.messages_max)
@@ -139,16 +139,16 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         self, request: pb.GetMessageRequest, context: Context
     ) -> pb.GetMessageResponse:
         """See the proto."""
-        wanted = MessageId.parse(request.message_id)
-        if wanted.broker != self._broker:
+        spec = MessageId.parse(request.message_id)
+        if spec.broker != self._broker:
             raise WrongBroker(
-                f"this is broker {self._broker}, not {wanted.broker}",
-                facts={"asked": wanted.broker, "actual": self._broker},
+                f"this is broker {self._broker}, not {spec.broker}",
+                facts={"asked": spec.broker, "actual": self._broker},
             )
         try:
-            found = self._queries.message(wanted.position, wanted.index)
+            found = self._queries.message(spec.position, spec.index)
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
         header = read_header(found.batch)
         if self._require is not None:
@@ -168,15 +168,15 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
     ) -> QueueKey:
         if not request.HasField("queue"):
             raise InvalidArgument("a request names a queue", facts={"field": "queue"})
-        queue = requests.check_queue_name(request.queue, self._broker)
+        queue = validation.check_queue_name(request.queue, self._broker)
         topic = await self._topics.find(queue.topic)
         if readable:
             check_readable(queue.topic, topic)
         return check_queue(queue.topic, topic, queue.queue_id)
 
-    def _read(self, key: QueueKey, wanted: ReadSpec) -> ReadResult | None:
+    def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         try:
-            return self._store.read(key, wanted)
+            return self._store.read(key, spec)
         except OffsetAheadOfLog as error:
             if self._is_follower():
                 raise NotLeader(
@@ -184,7 +184,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 ) from error
             raise OffsetOutOfRange(error.message, facts=error.facts) from error
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
 
     def _find(self, topic_id: int, key: str, window: TimeWindow, messages_max: int) -> KeyMatches:
@@ -197,7 +197,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 bytes_max=FOUND_BYTES_MAX,
             )
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
 
 

@@ -48,7 +48,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, request.position, history, wish)
         self._role.check_still(leadership)
-        store = leadership.serving.node.store
+        store = leadership.components.node.store
         return pb.FetchResponse(
             epoch=leadership.epoch,
             history=[pb.EpochStart(epoch=e, position=at) for e, at in leadership.history.starts],
@@ -75,7 +75,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         return pb.DescribeReplicasResponse(
             broker=self._role.broker,
             epoch=leadership.epoch,
-            confirmed_position=leadership.serving.node.store.readable_position,
+            confirmed_position=leadership.components.node.store.readable_position,
             min_in_sync=keeper.policy.min_in_sync,
             replicas=replicas,
         )
@@ -133,6 +133,6 @@ class CurrentServicer:
             return at_leader
 
         async def call(request: Any, context: Context) -> Any:
-            return await getattr(self._pick(self._role.copy.serving), method)(request, context)
+            return await getattr(self._pick(self._role.copy.components), method)(request, context)
 
         return call

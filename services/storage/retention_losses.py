@@ -17,7 +17,7 @@ HOLES_MAX = 10_000
 class RetentionLosses:
     """Notes where groups met a hole before the first message of a queue.
 
-    The same hole may be met again, by a new holder for one: it counts once, unless the node starts
+    The same hole may be met again, by a new owner for one: it counts once, unless the node starts
     anew in between.
     """
 
@@ -25,9 +25,9 @@ class RetentionLosses:
         self._traffic = traffic
         self._told: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
 
-    def note(self, holder: QueueOwner, key: QueueKey, offset: int, first_offset: int) -> None:
+    def note(self, owner: QueueOwner, key: QueueKey, offset: int, first_offset: int) -> None:
         """The group has been told that [offset, first_offset) is gone."""
-        hole = holder.group, key
+        hole = owner.group, key
         offset = max(offset, self._told.get(hole, 0))
         if offset >= first_offset:
             return
@@ -35,13 +35,13 @@ class RetentionLosses:
         self._told.move_to_end(hole)
         if len(self._told) > HOLES_MAX:
             self._told.popitem(last=False)
-        self._traffic.lost(holder.topic, holder.group, first_offset - offset)
+        self._traffic.lost(owner.topic, owner.group, first_offset - offset)
         log.warning(
             "messages lost to retention group=%s topic=%s queue_id=%d first_offset=%d "
             "next_offset=%d count=%d",
-            holder.group,
-            holder.topic,
-            holder.queue_id,
+            owner.group,
+            owner.topic,
+            owner.queue_id,
             offset,
             first_offset,
             first_offset - offset,

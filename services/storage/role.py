@@ -78,21 +78,21 @@ class Role(role.Role[Leadership], NodeRole):
             NotLeader: this node is not the leader.
             NotServing: it has just been elected.
         """
-        serving = self.leadership.serving
+        components = self.leadership.components
         if not self._acting:
             raise NotServing(_BEGINS, retry_after_ms=100)
-        return serving
+        return components
 
     @property
     def is_follower(self) -> bool:
         """See NodeRole."""
         return not (self._acting and self.member.election.valid())
 
-    def next_reader(self, behind_bytes: int) -> str:
+    def next_read_node(self, behind_bytes: int) -> str:
         """See NodeRole."""
         far = behind_bytes > self._settings.memory_window
         if self.is_follower or self._leadership is None:
-            leader_is_there = self._following is not None and self._following.hears()
+            leader_is_there = self._following is not None and self._following.is_connected()
             return self._settings.node_id if far or not leader_is_there else ""
         followers = self._leadership.keeper.books.in_sync - {self._settings.node_id}
         return min(followers, default="") if far else ""
@@ -116,10 +116,10 @@ class Role(role.Role[Leadership], NodeRole):
             )
         return None
 
-    def reached(self, next_position: int) -> pb.Durability.ValueType:
+    def durability_of(self, next_position: int) -> pb.Durability.ValueType:
         """See NodeRole."""
         leadership = self.leadership
-        store = leadership.serving.node.store
+        store = leadership.components.node.store
         if next_position > store.log.synced_position:
             return pb.DURABILITY_MEMORY
         replicated = (
@@ -128,7 +128,7 @@ class Role(role.Role[Leadership], NodeRole):
         )
         return pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_FSYNCED
 
-    def followed(self) -> int | None:
+    def leader_first_position(self) -> int | None:
         """First position of the leader's log; None if this node is the leader."""
         if self._acting or self._following is None:
             return None
@@ -147,7 +147,7 @@ class Role(role.Role[Leadership], NodeRole):
                 return
             if leadership is None:
                 return
-            keeper, serving = leadership.keeper, leadership.serving
+            keeper, components = leadership.keeper, leadership.components
             self._leadership = leadership
             self.member.registration.leads(keeper.epoch)
             log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
@@ -158,13 +158,13 @@ class Role(role.Role[Leadership], NodeRole):
                     self._acting = True
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
-                    await serving.due.run()
+                    await components.due.run()
             except* OSError as errors:
                 self.copy.fail(errors.exceptions[0])
             finally:
                 leadership.end()
                 self._leadership, self._acting = None, False
-                serving.interrupt("this node is not the leader any more")
+                components.fail_waiting_calls("this node is not the leader any more")
                 self._metrics.leader.set(0)
                 self._metrics.in_sync_replicas.set(0)
                 self._metrics.replica_lag_bytes.clear()
@@ -177,19 +177,19 @@ class Role(role.Role[Leadership], NodeRole):
         Raises:
             OSError, BatonError: the disk has failed, or has no room.
         """
-        serving = self.copy.serving
-        await serving.flusher.sync()
-        position = serving.node.store.log.next_position + 1
+        components = self.copy.components
+        await components.flusher.sync()
+        position = components.node.store.log.next_position + 1
         keeper = self.member.keeper(revision, position, self._settings.replica_policy)
         if self.member.lacks(keeper):
             return None
-        leadership = Leadership(keeper, serving, self._runtime.clock, self._stream)
+        leadership = Leadership(keeper, components, self._runtime.clock, self._stream)
         await leadership.begin(self._in_thread)
         return leadership
 
     async def _watch(self, leadership: Leadership) -> None:
         """Show how the followers do; resign once the log has rotted and another member has it all."""
-        serving, books = leadership.serving, leadership.keeper.books
+        components, books = leadership.components, leadership.keeper.books
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             self._metrics.leader.set(not self.is_follower)
@@ -199,8 +199,12 @@ class Role(role.Role[Leadership], NodeRole):
                 self._metrics.replica_lag_bytes.labels(name).set(books.lag(name))
                 lag_ms = books.lag_ms(name, now_ms)
                 self._metrics.replica_lag_seconds.labels(name).set(lag_ms / 1000)
-            others = books.holders(serving.node.store.readable_position + 1) > 1
-            rotten = serving.damage.rotten
-            if rotten is not None and rotten >= serving.node.store.log.first_position and others:
-                self.member.step_back(f"its log is damaged at position {rotten}")
+            others = books.holders(components.node.store.readable_position + 1) > 1
+            damaged_from = components.damage.first_damaged_position
+            if (
+                damaged_from is not None
+                and damaged_from >= components.node.store.log.first_position
+                and others
+            ):
+                self.member.step_back(f"its log is damaged at position {damaged_from}")
                 return

@@ -17,7 +17,7 @@ from batonmq._core.records import read_header, read_topic
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
 from batonmq_server.runtime.access import produce
 from batonmq_server.runtime.guard import Require
-from batonmq_server.storage import validation as requests
+from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.delay_queue import DelayKey
@@ -70,7 +70,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Context) -> pb.ScheduleResponse:
         """See the proto."""
-        requests.check_batches([item.batch for item in request.items])
+        validation.check_batches([item.batch for item in request.items])
         self._appender.flusher.check()
         now_unix_ms = self._appender.clock.unix_ms()
         items = [_checked(item, now_unix_ms) for item in request.items]
@@ -79,7 +79,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         outcomes = self._schedule(items, self._topics.as_of_now(topics))
         if stored := [one.receipt for one in outcomes if isinstance(one, _Stored)]:
             self._changed()
-            await self._appender.flusher.reached(max(one.next_position for one in stored))
+            await self._appender.flusher.wait_until_safe(max(one.next_position for one in stored))
         return pb.ScheduleResponse(outcomes=[self._outcome(one) for one in outcomes])
 
     async def CancelScheduled(
@@ -90,7 +90,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         position = self._store.schedule.waiting.position(key)
         if self._require is not None and position is not None:
             self._require(context, produce(self._topic(position)))
-        await self._appender.flusher.reached(self._withdraw(key, request.schedule_id))
+        await self._appender.flusher.wait_until_safe(self._withdraw(key, request.schedule_id))
         return pb.CancelScheduledResponse()
 
     def _topic(self, position: int) -> str:

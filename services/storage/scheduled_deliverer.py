@@ -110,7 +110,7 @@ class ScheduledDeliverer:
         position = self._settle(found, self._topics.as_of_now(topics))
         if any(entry.key in self._waiting for entry in found):
             self._retry_ms = now_ms + RETRY_MS
-        await self._appender.flusher.reached(position)
+        await self._appender.flusher.wait_until_safe(position)
         now_unix_ms = self._clock.unix_ms()
         for entry in found:
             if entry.key not in self._waiting:
@@ -138,7 +138,7 @@ class ScheduledDeliverer:
         position = max(stored, default=0)
         if lost:
             position = max(position, self._give_up(lost))
-        await self._appender.flusher.reached(position)
+        await self._appender.flusher.wait_until_safe(position)
         return bool(position)
 
     async def _pause(self) -> None:
@@ -183,7 +183,7 @@ class ScheduledDeliverer:
             for name, topic in topics.items()
         }
         outcomes = self._appender.append(batches, open_topics)
-        self._appender.tell(batches, outcomes)
+        self._appender.count_appended(batches, outcomes)
         for refusal in {type(one): one for one in outcomes if isinstance(one, BatonError)}.values():
             log.warning("scheduled batches wait error=%s", refusal)
         position = max(

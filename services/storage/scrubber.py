@@ -47,18 +47,18 @@ class Scrubber:
             OSError: the disk can't be read.
         """
         while self._bytes_per_s:
-            while (piece := self._scrub.next_piece()) is not None:
-                begin = piece.position
-                await self.check(piece)
-                await asyncio.sleep((piece.position - begin) / self._bytes_per_s)
+            while (range_ := self._scrub.next_range()) is not None:
+                begin = range_.position
+                await self.check(range_)
+                await asyncio.sleep((range_.position - begin) / self._bytes_per_s)
             await asyncio.sleep(ROUND_INTERVAL_S)
 
-    async def check(self, piece: ScrubRange) -> None:
-        """Check one piece, and report what is damaged."""
+    async def check(self, range_: ScrubRange) -> None:
+        """Check one range_, and report what is damaged."""
         try:
-            await self._in_thread(self._scrub.check, piece)
+            await self._in_thread(self._scrub.check, range_)
         except FileNotFoundError:  # retention was faster
-            piece.position = piece.segment_end_position
-        for position, detail in piece.damaged.items():
-            self._damage.note(position, detail)
-        self._scrub.checked(piece)
+            range_.position = range_.segment_end_position
+        for position, detail in range_.damaged.items():
+            self._damage.report_batch(position, detail)
+        self._scrub.checked(range_)

@@ -29,7 +29,7 @@ QUEUE_ID_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class ParsedPull:
     """A pull whose fields are all in range.
 
     Attributes:
@@ -37,8 +37,8 @@ class Pull:
         client_id: Who says to pull; only told, never trusted.
     """
 
-    holder: QueueOwner
-    wanted: ReadSpec
+    owner: QueueOwner
+    spec: ReadSpec
     hold_ms: int
     offsets_epoch: int
     subscription_generation: int
@@ -47,7 +47,7 @@ class Pull:
     client_id: str = ""
 
 
-def append_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
+def parse_batches(request: pb.AppendRequest, *, replicated: bool = False) -> list[bytes]:
     """The batches of a request, each still to be checked.
 
     Raises:
@@ -78,11 +78,11 @@ def check_batches(batches: Sequence[bytes]) -> None:
     """
     if not batches:
         raise InvalidArgument("a request needs a batch", facts={"field": "batches"})
-    limit("batches", len(batches), APPEND_BATCHES_MAX)
-    limit("bytes", sum(map(len, batches)), APPEND_BYTES_MAX)
+    check_limit("batches", len(batches), APPEND_BATCHES_MAX)
+    check_limit("bytes", sum(map(len, batches)), APPEND_BYTES_MAX)
 
 
-def pull(request: pb.PullRequest, broker: str) -> Pull:
+def parse_pull(request: pb.PullRequest, broker: str) -> ParsedPull:
     """A pull, checked against everything but the state of topic and queue.
 
     Raises:
@@ -92,13 +92,13 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
         raise InvalidArgument("a pull names a queue", facts={"field": "queue"})
     check_group(request.queue.group)
     queue = check_queue_name(request.queue.queue, broker)
-    _least("token", request.token, 0)
-    _least("offsets_epoch", request.offsets_epoch, 0)
-    _least("subscription_generation", request.subscription_generation, 0)
-    limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
-    return Pull(
+    _check_least("token", request.token, 0)
+    _check_least("offsets_epoch", request.offsets_epoch, 0)
+    _check_least("subscription_generation", request.subscription_generation, 0)
+    check_limit("hold_ms", request.hold_ms, HOLD_MS_MAX)
+    return ParsedPull(
         QueueOwner(request.queue.group, queue.topic, broker, queue.queue_id, request.token),
-        wanted(request),
+        parse_read(request),
         request.hold_ms,
         request.offsets_epoch,
         request.subscription_generation,
@@ -108,15 +108,15 @@ def pull(request: pb.PullRequest, broker: str) -> Pull:
     )
 
 
-def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:
+def parse_read(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:
     """What a request wants to read, defaults filled in.
 
     Raises:
         InvalidArgument, LimitExceeded, BadExpression: a field is out of range.
     """
-    _least("offset", request.offset, 0)
-    limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
-    limit("messages_max", request.messages_max, PULL_MESSAGES_MAX)
+    _check_least("offset", request.offset, 0)
+    check_limit("bytes_max", request.bytes_max, PULL_BYTES_MAX)
+    check_limit("messages_max", request.messages_max, PULL_MESSAGES_MAX)
     return ReadSpec(
         request.offset,
         request.bytes_max or PULL_BYTES_DEFAULT,
@@ -125,7 +125,7 @@ def wanted(request: pb.PullRequest | query_pb.ReadRequest) -> ReadSpec:
     )
 
 
-def queried_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.QueueRef]:
+def parse_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.QueueRef]:
     """The queues of a request, each still to be checked.
 
     Raises:
@@ -135,7 +135,7 @@ def queried_queues(request: pb.QueryOffsetsRequest) -> list[queue_pb2.QueueRef]:
     queues = list(request.queues)
     if not queues:
         raise InvalidArgument("a request needs a queue", facts={"field": "queues"})
-    limit("queues", len(queues), QUERY_QUEUES_MAX)
+    check_limit("queues", len(queues), QUERY_QUEUES_MAX)
     return queues
 
 
@@ -148,7 +148,7 @@ def check_queue_name(queue: queue_pb2.QueueRef, broker: str) -> queue_pb2.QueueR
     """
     check_topic(queue.topic)
     check_broker(queue.broker)
-    limit("queue_id", queue.queue_id, QUEUE_ID_MAX)
+    check_limit("queue_id", queue.queue_id, QUEUE_ID_MAX)
     if queue.broker != broker:
         raise WrongBroker(
             f"this is broker {broker}, not {queue.broker}",
@@ -168,7 +168,7 @@ def filter_of(expression: str) -> HashFilter | SqlFilter:
     return found if isinstance(found, SqlFilter) else HashFilter(found.hashes)
 
 
-def limit(field: str, actual: int, most: int) -> None:
+def check_limit(field: str, actual: int, most: int) -> None:
     """Refuse a field that is larger than `most`.
 
     Raises:
@@ -181,6 +181,6 @@ def limit(field: str, actual: int, most: int) -> None:
         )
 
 
-def _least(field: str, actual: int, least: int) -> None:
+def _check_least(field: str, actual: int, least: int) -> None:
     if actual < least:
         raise InvalidArgument(f"{field} {actual} is below {least}", facts={"field": field})

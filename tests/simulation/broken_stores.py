@@ -27,7 +27,7 @@ def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
         if self._store.log.synced_position < position:
             await self.sync()
 
-    patch.setattr(Flusher, "reached", reached)
+    patch.setattr(Flusher, "wait_until_safe", reached)
 
 
 def compare_positions_only(patch: pytest.MonkeyPatch) -> None:
@@ -53,34 +53,34 @@ def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
     real = LogFollower._settle
 
     async def settle(
-        self: LogFollower, serving: StorageComponents, answer: replication_pb.FetchResponse
+        self: LogFollower, components: StorageComponents, answer: replication_pb.FetchResponse
     ) -> None:
-        serving.flusher.confirmed(serving.node.store.log.synced_position)
-        await real(self, serving, answer)
+        components.flusher.confirmed(components.node.store.log.synced_position)
+        await real(self, components, answer)
 
     patch.setattr(LogFollower, "_settle", settle)
 
 
 def replicated_alone(patch: pytest.MonkeyPatch) -> None:
     """What everybody in sync has is said to be REPLICATED, also if that is the leader alone."""
-    real = Role.reached
+    real = Role.durability_of
 
     def reached(self: Role, next_position: int) -> pb.Durability.ValueType:
         durability = real(self, next_position)
         safe = durability == pb.DURABILITY_FSYNCED
         return pb.DURABILITY_REPLICATED if safe else durability
 
-    patch.setattr(Role, "reached", reached)
+    patch.setattr(Role, "durability_of", reached)
 
 
 def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
     """[two_delayers] What is due is delivered by every node that knows of it."""
 
     def served(*args: Any) -> StorageComponents:
-        serving = build_components(*args)
-        return replace(serving, loops=(*serving.loops, serving.due.run))
+        components = build_components(*args)
+        return replace(components, loops=(*components.loops, components.due.run))
 
-    patch.setattr("batonmq_server.storage.app.serve", served)
+    patch.setattr("batonmq_server.storage.app.build_components", served)
     patch.setattr(Role, "refusal", lambda *_: None)
 
 
@@ -100,7 +100,7 @@ def forget_the_producers(patch: pytest.MonkeyPatch) -> None:
     real = Leadership.begin
 
     async def begin(self: Leadership, in_thread: InThread) -> None:
-        self.serving.node.store.producers = ProducerTable()
+        self.components.node.store.producers = ProducerTable()
         await real(self, in_thread)
 
     patch.setattr(Leadership, "begin", begin)

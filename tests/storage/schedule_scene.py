@@ -97,7 +97,7 @@ class Scene:
             space=disk.space,
             flusher=self.flusher,
             retention=self.retention,
-            guarantee=StandaloneRole(node.store),
+            role=StandaloneRole(node.store),
             metrics=metrics,
             stream=StorageMetricStream(EventHub("storage/a", 1, clock), BROKER),
             clock=clock,

@@ -97,7 +97,7 @@ async def test_only_who_may_read_its_topic_gets_a_message_by_its_id() -> None:
             [check(batch(b"body"))], {TOPIC: here.topics.topics[TOPIC]}
         )
         assert not isinstance(receipt, Exception)
-        await here.flusher.reached(receipt.next_position)
+        await here.flusher.wait_until_safe(receipt.next_position)
         damage = DamageTracker(Counter("damaged", "", registry=here.registry))
         request = query_pb.GetMessageRequest(message_id=f"{BROKER}-{receipt.position:x}-0")
 

@@ -55,7 +55,7 @@ class Scene:
 
     def append(self, *raw: bytes) -> None:
         append(self.node.store, *raw)
-        self.flusher.wrote()
+        self.flusher.notify_written()
 
 
 async def at_once(function: Callable[[Any], None], argument: Any) -> None:

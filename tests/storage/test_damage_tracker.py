@@ -67,7 +67,7 @@ def scrubbed(made: Opened, disk: MemoryDisk) -> list[int]:
     """Positions of damaged batches that one round of the scrub finds."""
     found: list[int] = []
     scrub = LogScrub(disk, made.store.log)
-    while (piece := scrub.next_piece()) is not None:
+    while (piece := scrub.next_range()) is not None:
         scrub.check(piece)
         scrub.checked(piece)
         found += piece.damaged
@@ -124,7 +124,7 @@ def test_every_read_that_meets_damage_counts_it_once_and_logs_it(
     for _ in range(3):
         with pytest.raises(DataLoss) as lost:
             store.read((TOPIC_ID, 1), wanted(receipts[4].first_offset))
-        damage.met(lost.value)
+        damage.report_error(lost.value)
     assert (len(damage), counter._value.get()) == (1, 1)
     (record,) = caplog.records
     assert record.levelname == "ERROR"
@@ -138,7 +138,7 @@ async def at_once(call: Callable[[Any], None], argument: Any) -> None:
 
 def test_the_scrub_reads_no_faster_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of 60,000 bytes takes 6 s at 10,000 bytes/s, and each of its pieces its part."""
-    monkeypatch.setattr(scrub_core, "PIECE_BYTES", 5_000)
+    monkeypatch.setattr(scrub_core, "RANGE_BYTES", 5_000)
     disk = MemoryDisk()
     with recovered(disk, segment_bytes=1 << 20, monotonic_ms=lambda: 0) as node:
         while node.store.log.next_position < 60_000:

@@ -59,9 +59,9 @@ def test_runs_name_the_delivered_offsets(
             )
             expected += [first + i for i, one in enumerate(kept) if one or everything]
             at = step.next_offset
-            if not ranges or not ranges[-1].takes(step):
+            if not ranges or not ranges[-1].extend(step):
                 ranges.append(DeliveredRange(step))
-        told = [one for range_ in ranges for one in range_.told()]
+        told = [one for range_ in ranges for one in range_.reports()]
     assert [offset for one in told for offset in offsets_of(one)] == expected
     assert told[0].first_offset == begin and told[-1].next_offset == at
     assert all(a.next_offset == b.first_offset for a, b in pairwise(told))
@@ -75,14 +75,14 @@ def test_runs_name_the_delivered_offsets(
 
 def test_pulls_that_deliver_all_are_one_range_without_runs() -> None:
     range_ = DeliveredRange(PullDelivery(first_offset=5, next_offset=7))
-    assert range_.takes(PullDelivery(first_offset=7, next_offset=9))
-    (told,) = range_.told()
+    assert range_.extend(PullDelivery(first_offset=7, next_offset=9))
+    (told,) = range_.reports()
     assert (told.first_offset, told.next_offset, told.message_count, told.runs) == (5, 9, 4, [])
 
 
 def test_a_range_from_which_nothing_passed_the_filter_has_a_run() -> None:
     step = PullDelivery(first_offset=5, next_offset=7, kept=np.empty(0, np.int64))
-    (told,) = DeliveredRange(step).told()
+    (told,) = DeliveredRange(step).reports()
     assert (told.message_count, told.filtered_count, told.runs) == (0, 2, [2])
 
 
@@ -94,4 +94,4 @@ def test_a_range_from_which_nothing_passed_the_filter_has_a_run() -> None:
     ],
 )
 def test_a_pull_from_elsewhere_or_over_a_hole_begins_a_range(step: PullDelivery) -> None:
-    assert not DeliveredRange(PullDelivery(first_offset=5, next_offset=7)).takes(step)
+    assert not DeliveredRange(PullDelivery(first_offset=5, next_offset=7)).extend(step)

@@ -88,8 +88,8 @@ async def test_each_delivery_has_its_own_verdict() -> None:
         await until(lambda: twin.calls == [1])
         stale = replace(HOLDER, token=7)
         both = [
-            tasks.create_task(refusal_of(deliveries, PendingDelivery(holder, 0, 1, 0)))
-            for holder in (stale, HOLDER)
+            tasks.create_task(refusal_of(deliveries, PendingDelivery(owner, 0, 1, 0)))
+            for owner in (stale, HOLDER)
         ]
         twin.answering.set()
         await blocker
@@ -98,13 +98,13 @@ async def test_each_delivery_has_its_own_verdict() -> None:
 
 
 async def test_touch_answers_every_holder() -> None:
-    holders = [replace(HOLDER, queue_id=n % 100, token=1 + n % 2) for n in range(TOUCHES_MAX + 5)]
+    owners = [replace(HOLDER, queue_id=n % 100, token=1 + n % 2) for n in range(TOUCHES_MAX + 5)]
     async with asking(Clock()) as (deliveries, twin):
-        verdicts = await deliveries.touch(holders)
+        verdicts = await deliveries.touch(owners)
         assert [type(one) for one in verdicts] == [
-            Fenced if holder.token == 2 else type(None) for holder in holders
+            Fenced if owner.token == 2 else type(None) for owner in owners
         ]
-        assert len(twin.touched) == len(holders)
+        assert len(twin.touched) == len(owners)
 
 
 async def test_a_touch_under_an_epoch_that_is_over_tells_nothing() -> None:

@@ -80,8 +80,8 @@ async def two_sets() -> AsyncIterator[tuple[Scene, DeliveryRouter]]:
         running.cancel()
 
 
-def range_of(holder: QueueOwner, epoch: int = 0, offsets_set: str = "") -> PendingDelivery:
-    return PendingDelivery(holder, 0, 1, epoch, offsets_set=offsets_set)
+def range_of(owner: QueueOwner, epoch: int = 0, offsets_set: str = "") -> PendingDelivery:
+    return PendingDelivery(owner, 0, 1, epoch, offsets_set=offsets_set)
 
 
 async def refusal_of(deliveries: DeliveryRouter, delivery: PendingDelivery) -> BatonError | None:

@@ -40,7 +40,7 @@ class Log:
         return len(self.written)
 
     def lead(self, epoch: int, count: int) -> None:
-        self.history = self.history.began(epoch, self.end)
+        self.history = self.history.with_epoch(epoch, self.end)
         self.written += [epoch] * count
 
     def follow(self, leader: Log, count: int) -> None:
@@ -48,11 +48,11 @@ class Log:
         point = common_point(leader.history, leader.end, self.history, self.end)
         if point < self.end:
             del self.written[point:]
-            self.history = self.history.until(point)
+            self.history = self.history.truncated(point)
         for _ in range(count):
-            self.history = leader.history.until(self.end)
+            self.history = leader.history.truncated(self.end)
             self.written += leader.written[self.end : self.end + 1]
-        self.history = leader.history.until(self.end)
+        self.history = leader.history.truncated(self.end)
 
 
 @st.composite
@@ -107,14 +107,14 @@ def test_only_what_rises_is_a_history(starts: list[tuple[int, int]]) -> None:
 
 
 def test_an_epoch_that_wrote_nothing_is_forgotten() -> None:
-    history = EpochHistory().began(1, 0).began(4, 100).began(7, 100)
+    history = EpochHistory().with_epoch(1, 0).with_epoch(4, 100).with_epoch(7, 100)
     assert history.starts == ((1, 0), (7, 100))
 
 
 def test_who_has_all_before_an_epoch_has_the_epoch() -> None:
     history = EpochHistory(((1, 0), (7, 100)))
-    assert history.until(99).position(99) == Position(1, 99)
-    assert history.until(100).position(100) == Position(7, 100)
+    assert history.truncated(99).position(99) == Position(1, 99)
+    assert history.truncated(100).position(100) == Position(7, 100)
 
 
 def test_who_has_lost_something_has_no_position() -> None:

@@ -77,7 +77,7 @@ class Scene:
         """Position after a batch that was just written."""
         (receipt,) = append(self.store, batch(body, queue_id=queue_id))
         assert isinstance(receipt, StoreReceipt)
-        self.flusher.wrote()
+        self.flusher.notify_written()
         return receipt.next_position
 
 
@@ -96,7 +96,7 @@ async def flushing(folder: Path, *, interval_ms: int = 0) -> AsyncIterator[Scene
 async def test_a_write_is_synced_and_shown(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene:
         position = scene.write(queue_id=3)
-        await scene.flusher.reached(position)
+        await scene.flusher.wait_until_safe(position)
         assert scene.store.log.synced_position == position
         assert scene.grown == [frozenset({(TOPIC_ID, 3)})]
 
@@ -104,9 +104,11 @@ async def test_a_write_is_synced_and_shown(tmp_path: Path) -> None:
 async def test_who_waits_during_a_sync_shares_the_next_one(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene, asyncio.TaskGroup() as tasks:
         scene.node.gate.clear()
-        first = tasks.create_task(scene.flusher.reached(scene.write()))
+        first = tasks.create_task(scene.flusher.wait_until_safe(scene.write()))
         await until(lambda: len(scene.node.synced) == 1)
-        others = [tasks.create_task(scene.flusher.reached(scene.write())) for _ in range(50)]
+        others = [
+            tasks.create_task(scene.flusher.wait_until_safe(scene.write())) for _ in range(50)
+        ]
         await until(lambda: len(scene.flusher._waiting) == 51)
         assert scene.store.log.synced_position == 0
         scene.node.gate.set()
@@ -127,9 +129,9 @@ async def test_what_is_written_during_a_sync_is_not_safe_after_it(tmp_path: Path
 async def test_a_safe_position_is_reached_at_once(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene:
         position = scene.write()
-        await scene.flusher.reached(position)
+        await scene.flusher.wait_until_safe(position)
         syncs = len(scene.node.synced)
-        await scene.flusher.reached(position)
+        await scene.flusher.wait_until_safe(position)
         assert len(scene.node.synced) == syncs
 
 
@@ -138,7 +140,7 @@ async def test_with_an_interval_only_those_who_wait_hurry_it(tmp_path: Path) -> 
         first = scene.write()
         assert scene.node.synced == []
         second = scene.write()
-        await scene.flusher.reached(second)
+        await scene.flusher.wait_until_safe(second)
         assert scene.node.synced == [second]
         assert first < second
 
@@ -173,7 +175,7 @@ async def test_a_failed_sync_acknowledges_nothing_and_ends_the_process(tmp_path:
 
 async def waits_in_vain(scene: Scene) -> None:
     with pytest.raises(NotServing, match="input/output"):
-        await scene.flusher.reached(scene.write())
+        await scene.flusher.wait_until_safe(scene.write())
 
 
 async def test_a_failed_write_ends_the_process_too(tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ async def test_a_failed_write_ends_the_process_too(tmp_path: Path) -> None:
         scene = Scene(node, 0)
         scene.flusher.fail(OSError(errno.EIO, "input/output error"))
         with pytest.raises(NotServing):
-            await scene.flusher.reached(10)
+            await scene.flusher.wait_until_safe(10)
         with pytest.raises(OSError, match="input/output"):
             await scene.flusher.run()
 
@@ -190,7 +192,7 @@ async def test_with_replicas_a_position_is_reached_once_they_have_it_too(tmp_pat
     async with flushing(tmp_path) as scene, asyncio.TaskGroup() as tasks:
         scene.store.confirmed(0)
         position = scene.write()
-        waiting = tasks.create_task(scene.flusher.reached(position))
+        waiting = tasks.create_task(scene.flusher.wait_until_safe(position))
         await until(lambda: scene.store.log.synced_position == position)
         assert not waiting.done()
         assert scene.store.offsets((TOPIC_ID, 0)).next_offset == 0
@@ -207,18 +209,18 @@ async def test_who_waits_for_replicas_that_are_given_up_knows_nothing(tmp_path: 
 
         async def fails() -> None:
             with pytest.raises(NotServing, match="no leader"):
-                await scene.flusher.reached(position)
+                await scene.flusher.wait_until_safe(position)
 
         waiting = tasks.create_task(fails())
         await until(lambda: scene.store.log.synced_position == position)
-        scene.flusher.give_up("no leader any more")
+        scene.flusher.fail_waiters("no leader any more")
         await waiting
         scene.flusher.confirmed(position)
-        await scene.flusher.reached(position)
+        await scene.flusher.wait_until_safe(position)
 
 
 async def test_nobody_waits_for_a_log_that_is_closed(tmp_path: Path) -> None:
     async with flushing(tmp_path) as scene:
         scene.flusher.close("cut")
         with pytest.raises(NotServing, match="cut"):
-            await scene.flusher.reached(1)
+            await scene.flusher.wait_until_safe(1)

@@ -62,13 +62,13 @@ class Scene:
     Attributes:
         needed_from: What somebody else needs of the log.
         gone: Topic ids that do not exist any more.
-        followed: First position of the leader's log, on a follower.
+        leader_first_position: First position of the leader's log, on a follower.
     """
 
     def __init__(self, node: StorageNode, disk: MemoryDisk, **policy: Any) -> None:
         self.node, self.disk, self.clock = node, disk, WallClock()
         self.needed_from: int | None = None
-        self.followed: int | None = None
+        self.leader_first_position: int | None = None
         self.gone: set[int] = set()
         self.registry = CollectorRegistry()
         metrics = StorageMetrics(self.registry)
@@ -86,10 +86,10 @@ class Scene:
                 needed_from=(lambda: self.needed_from,),
                 checkpointed=self.checkpointer.position,
                 checkpoint=self.checkpointer.take,
-                reached=self.flusher.reached,
+                wait_until_safe=self.flusher.wait_until_safe,
                 is_gone=lambda _, topic_id: topic_id in self.gone,
                 remove_later=node.checkpointing.remove_later,
-                followed=lambda: self.followed,
+                leader_first_position=lambda: self.leader_first_position,
             ),
             metrics,
             clock=self.clock,
@@ -470,11 +470,11 @@ async def test_a_follower_removes_what_its_leader_has_removed_and_nothing_else()
     with scene() as here:
         fill(here.store, 12)
         here.later(hours=100)
-        here.followed = 0
+        here.leader_first_position = 0
         assert await here.clean() == 0, "however old it is"
-        here.followed = 2 * SEGMENT_BYTES + 1
+        here.leader_first_position = 2 * SEGMENT_BYTES + 1
         await here.clean()
         assert here.store.log.first_position == 2 * SEGMENT_BYTES
-        here.followed = None
+        here.leader_first_position = None
         await here.clean()
         assert here.store.log.first_position == 3 * SEGMENT_BYTES, "now it decides by itself"

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC
 from batonmq_server.storage.core.epochs import EpochHistory
-from batonmq_server.storage.core.log_transfer import check_received, read_whole, whole_bytes
+from batonmq_server.storage.core.log_transfer import (
+    check_received,
+    count_whole_bytes,
+    read_whole_batches,
+)
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.store import Store
 from batonmq_server.testing.disks import MemoryDisk
@@ -39,7 +43,9 @@ class Pair:
         return self.recovery.store
 
     def next_piece(self, bytes_max: int, history: EpochHistory = HISTORY) -> bytes:
-        return read_whole(self.leader.log, history, self.follower.log.next_position, bytes_max)
+        return read_whole_batches(
+            self.leader.log, history, self.follower.log.next_position, bytes_max
+        )
 
     def take(self, data: bytes) -> None:
         position = self.follower.log.next_position
@@ -140,8 +146,8 @@ def test_where_nothing_good_stands_nothing_is_sent() -> None:
 def test_the_end_of_a_segment_is_whole_however_much_room_it_has(room: int) -> None:
     filler = FILLER.pack(FILLER_MAGIC, room) if room >= FILLER.size else b""
     raw = filler.ljust(room, b"\0")
-    assert whole_bytes(raw, 100, 100 + room) == (room, 0)
+    assert count_whole_bytes(raw, 100, 100 + room) == (room, 0)
     for length in range(1, room):
-        whole, wanted = whole_bytes(raw[:length], 100, 100 + room)
+        whole, wanted = count_whole_bytes(raw[:length], 100, 100 + room)
         assert whole == 0
         assert wanted > length

@@ -238,7 +238,7 @@ def test_a_run_that_vanishes_or_is_cut_is_data_loss(kept: int | None) -> None:
     opened = fresh()
     for number in range(3):
         store_at(opened.store, NOW + number, 0, ("a",), ("b",))
-    opened.store.keys.settle()
+    opened.store.keys.write_ended_runs()
     path = f"keyindex/{0:020d}"
     if kept is None:
         opened.disk.remove(path)

@@ -1,6 +1,6 @@
 """Goal: the scrub goes over everything that is safe on disk, and finds every damaged batch, once.
 
-Method: the core on a disk in memory, piece by piece; the loop on a temporary folder.
+Method: the core on a disk in memory, range_ by range_; the loop on a temporary folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "PIECE_BYTES", 300)
+    monkeypatch.setattr(core, "RANGE_BYTES", 300)
 
 
 def filled(count: int = 60) -> Opened:
@@ -39,12 +39,12 @@ def round_of(scrub: LogScrub) -> tuple[dict[int, str], int]:
     """What one round finds, and how many pieces it has."""
     damaged: dict[int, str] = {}
     pieces = 0
-    while (piece := scrub.next_piece()) is not None:
-        begin = piece.position
-        scrub.check(piece)
-        assert piece.position > begin
-        scrub.checked(piece)
-        damaged |= piece.damaged
+    while (range_ := scrub.next_range()) is not None:
+        begin = range_.position
+        scrub.check(range_)
+        assert range_.position > begin
+        scrub.checked(range_)
+        damaged |= range_.damaged
         pieces += 1
     return damaged, pieces
 
@@ -124,14 +124,14 @@ def test_what_is_not_synced_is_not_looked_at() -> None:
 def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
     made = filled()
     scrub = LogScrub(made.disk, made.store.log)
-    piece = scrub.next_piece()
-    assert piece is not None
+    range_ = scrub.next_range()
+    assert range_ is not None
     (_, position), *_ = made.store.log.sealed()
     for path in made.store.log.drop_before(position):
         made.disk.remove(path)
     with pytest.raises(FileNotFoundError):
-        scrub.check(piece)
-    following = scrub.next_piece()
+        scrub.check(range_)
+    following = scrub.next_range()
     assert following is not None
     assert following.position == position
 
@@ -139,11 +139,11 @@ def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
 def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     damage = DamageTracker(Counter("found", "DamageTracker.", registry=CollectorRegistry()))
     for _ in range(2):
-        damage.note(7, "rotten")
-        damage.met(DataLoss("rotten", facts={"position": 7}))
-        damage.met(DataLoss("rotten too", facts={"position": 8}))
-        damage.met(DataLoss("one index ends early", facts={"offset": 1}))
-        damage.met(DataLoss("another index ends early", facts={"offset": 1}))
+        damage.report_batch(7, "rotten")
+        damage.report_error(DataLoss("rotten", facts={"position": 7}))
+        damage.report_error(DataLoss("rotten too", facts={"position": 8}))
+        damage.report_error(DataLoss("one index ends early", facts={"offset": 1}))
+        damage.report_error(DataLoss("another index ends early", facts={"offset": 1}))
     assert len(damage) == len(caplog.records) == 4
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 4
 
@@ -166,10 +166,10 @@ async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Pat
             await until(lambda: len(damage) and scrubber.position == 0)
             running.cancel()
         again, found = LogScrub(node.disk, node.store.log), dict[int, str]()
-        while (piece := again.next_piece()) is not None:
-            await scrubber.check(piece)
-            again.checked(piece)
-            found |= piece.damaged
+        while (range_ := again.next_range()) is not None:
+            await scrubber.check(range_)
+            again.checked(range_)
+            found |= range_.damaged
         assert list(found) == [len(raw)]
         assert len(damage) == 1
         assert counter._value.get() == 1

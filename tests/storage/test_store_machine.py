@@ -172,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
             needed_from=(),
             checkpointed=lambda: self.node.checkpointing.position,
             checkpoint=self._checkpoint_taken,
-            reached=self._synced_to,
+            wait_until_safe=self._synced_to,
             is_gone=lambda _topic, _topic_id: False,
             remove_later=self.node.checkpointing.remove_later,
         )

@@ -29,7 +29,7 @@ class CheckpointCapture:
 
     Attributes:
         columns: Their keys, first offsets, next offsets and first positions, as they were.
-        doomed: Files that this checkpoint does not need any more, unlike the one before.
+        obsolete_paths: Files that this checkpoint does not need any more, unlike the one before.
         entries: Of consume queues, to be made durable.
     """
 
@@ -40,7 +40,7 @@ class CheckpointCapture:
     columns: tuple[list[QueueKey], list[int], list[int], list[int]]
     producers: ProducerColumns
     waiting: DelaySnapshot
-    doomed: tuple[str, ...]
+    obsolete_paths: tuple[str, ...]
     entries: list[tuple[ConsumeQueue, UnsavedEntries]] = field(default_factory=list)
 
 
@@ -56,16 +56,16 @@ class CheckpointWriter:
 
     def __init__(self, disk: Disk, store: Store, position: int) -> None:
         self._disk, self._store, self.position = disk, store, position
-        self._doomed: list[str] = []
+        self._obsolete_paths: list[str] = []
 
     @property
-    def doomed(self) -> bool:
+    def has_obsolete(self) -> bool:
         """Whether something waits to be removed."""
-        return bool(self._doomed)
+        return bool(self._obsolete_paths)
 
     def remove_later(self, paths: Iterable[str]) -> None:
         """Remove files and folders of indexes once no checkpoint counts on them."""
-        self._doomed += paths
+        self._obsolete_paths += paths
 
     def begin(self) -> CheckpointCapture:
         """The state at the present end of the log."""
@@ -84,7 +84,7 @@ class CheckpointWriter:
             ),
             store.producers.snapshot(),
             store.schedule.waiting.snapshot(),
-            tuple(self._doomed),
+            tuple(self._obsolete_paths),
         )
 
     def collect(self, capture: CheckpointCapture) -> Iterator[None]:
@@ -118,16 +118,16 @@ class CheckpointWriter:
         except OSError as error:
             raise OSError(errno.EIO, f"indexes not synced: {error}") from error
         disk.replace(PATH, encode(_checkpoint(capture)))
-        for path in filter(None, (*capture.doomed, keys.obsolete)):
+        for path in filter(None, (*capture.obsolete_paths, keys.obsolete)):
             disk.remove(path)
 
     def done(self, capture: CheckpointCapture) -> Iterator[None]:
         """Note that `write` has ended well; pauses now and then for others."""
         self.position = capture.position
         self._store.keys.saved(capture.keys)
-        for path in capture.doomed:
+        for path in capture.obsolete_paths:
             self._store.cache.forget(path)
-        del self._doomed[: len(capture.doomed)]
+        del self._obsolete_paths[: len(capture.obsolete_paths)]
         for number, (queue, entries) in enumerate(capture.entries, start=1):
             queue.saved(entries)
             if number % QUEUES_AT_ONCE == 0:

@@ -69,7 +69,7 @@ class DeliveredRange:
         self._parts: list[tuple[int, int, Int64Array | None]] = []
         self._add(first)
 
-    def takes(self, step: PullDelivery) -> bool:
+    def extend(self, step: PullDelivery) -> bool:
         """Add a pull, if it belongs to this range."""
         fits = step.first_offset == self.next_offset and not step.lost_count
         if fits and len(self._parts) < PULLS_MAX:
@@ -77,7 +77,7 @@ class DeliveredRange:
             return True
         return False
 
-    def told(self) -> Iterator[ReportedRange]:
+    def reports(self) -> Iterator[ReportedRange]:
         """The range, in as many parts as it needs; sums that can't be divided are in the first."""
         begins, ends = self._edges()
         if len(begins):

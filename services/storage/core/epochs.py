@@ -57,13 +57,13 @@ class EpochHistory:
         """How far a node has come whose log has this history and ends at `end`."""
         return NOWHERE if self.damaged else Position(self.epoch, end)
 
-    def began(self, epoch: int, position: int) -> EpochHistory:
+    def with_epoch(self, epoch: int, position: int) -> EpochHistory:
         """A later epoch begins to write at `position`, the end of the log."""
         assert epoch > self.epoch
         kept = tuple(start for start in self.starts if start[1] < position)
         return replace(self, starts=(*kept, (epoch, position)))
 
-    def until(self, end: int) -> EpochHistory:
+    def truncated(self, end: int) -> EpochHistory:
         """What of it a log has that ends at `end`: who has all before a start has its epoch too."""
         return replace(self, starts=tuple(start for start in self.starts if start[1] <= end))
 

@@ -177,7 +177,7 @@ class Fsck:
             return self.report
         self._load_checkpoint(store.log)
         try:
-            recovery.begin_anew(self._checkpoint)
+            recovery.reset_indexes(self._checkpoint)
         except DataLoss as error:
             self.report.add("log", -1, error.message)
             return self.report
@@ -198,7 +198,7 @@ class Fsck:
             return False
         disk = ProtectedLogDisk(self._real)
         store, recovery = _fresh(disk)
-        recovery.begin_anew(self._checkpoint)
+        recovery.reset_indexes(self._checkpoint)
         store.log.next_position, _ = recovery.scan(store.log.first_position)
         unsynced = store.log.unsynced()
         for file in unsynced.files:
@@ -270,7 +270,7 @@ class Fsck:
             report.notes.append("checkpoint and key index not compared: the log is damaged")
             self._disk.ends = True
             return
-        store.keys.settle()
+        store.keys.write_ended_runs()
         keys = store.keys.unsaved(found.position)
         path = open_path(keys.open_run.stretch.first_position)
         content = self._real.load(path)[: keys.rows.nbytes]

@@ -259,7 +259,7 @@ class KeyIndex:
         self._runs = [run for run in self._runs if run.stretch.next_position > position]
         return gone
 
-    def settle(self) -> None:
+    def write_ended_runs(self) -> None:
         """Write the ended runs now, but for those handed out with `unsaved`."""
         ended = tuple(run for run in self._ended if run not in self._handed_out)
         for run in ended:
@@ -276,7 +276,7 @@ class KeyIndex:
         if self._open.first_position < next_position:
             if len(self._ended) >= ENDED_MAX:
                 with suppress(OSError):  # as on a full disk: then they stay in memory, for now
-                    self.settle()
+                    self.write_ended_runs()
             self._ended.append(EndedRun(self._open.stretch(next_position), self._open.rows))
         self._open = _OpenRunRows(next_position)
 

@@ -14,7 +14,9 @@ _LENGTH_FROM = {_MAGIC: 8, _FILLER_MAGIC: 4}
 _HEAD_BYTES = 12
 
 
-def read_whole(log: CommitLog, history: EpochHistory, position: int, bytes_max: int) -> bytes:
+def read_whole_batches(
+    log: CommitLog, history: EpochHistory, position: int, bytes_max: int
+) -> bytes:
     """What is on disk from `position` on: whole batches and fillers of one segment, one epoch.
 
     Args:
@@ -30,13 +32,13 @@ def read_whole(log: CommitLog, history: EpochHistory, position: int, bytes_max: 
     whole, wanted = 0, bytes_max
     while not whole:  # at most three times: the first batch may be longer than all that was read
         raw = log.read(position, min(end - position, wanted))
-        whole, wanted = whole_bytes(raw, position, segment_end)
+        whole, wanted = count_whole_bytes(raw, position, segment_end)
         if not whole and wanted <= len(raw):
             raise DataLoss(f"the log ends within a batch at {end}", facts={"position": position})
     return raw[:whole]
 
 
-def whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int, int]:
+def count_whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int, int]:
     """How many bytes of the log from `position` on are whole, and how many the next batch has.
 
     Raises:

@@ -95,7 +95,7 @@ class ReadSpec:
     """What a pull asks for.
 
     Attributes:
-        offset: First offset wanted.
+        offset: First offset spec.
         bytes_max: Stop at about this many bytes; the first batch always fits.
         messages_max: Stop at this many messages that pass the filter.
     """
@@ -274,8 +274,8 @@ class Store:
         outcomes |= self._write(run)
         return [outcomes[index] for index in range(len(batches))]
 
-    def read(self, key: QueueKey, wanted: ReadSpec) -> ReadResult | None:
-        """What is to be delivered from `wanted.offset` on; None if nothing is there yet.
+    def read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
+        """What is to be delivered from `spec.offset` on; None if nothing is there yet.
 
         Raises:
             OffsetAheadOfLog: the offset is beyond the end of the queue.
@@ -283,38 +283,38 @@ class Store:
             DataLoss: a stored batch fails its checksum.
         """
         queue = self._queues.get(key)
-        _check_offset(queue, wanted.offset)
-        if queue is None or wanted.offset >= queue.visible_offset:
+        _check_offset(queue, spec.offset)
+        if queue is None or spec.offset >= queue.visible_offset:
             return None
-        scanned_max = wanted.messages_max
-        if isinstance(wanted.filter, SqlFilter) or not wanted.filter.keeps_all:
+        scanned_max = spec.messages_max
+        if isinstance(spec.filter, SqlFilter) or not spec.filter.keeps_all:
             scanned_max = max(SCANNED_MAX, scanned_max)
-        entries = queue.read(wanted.offset, min(queue.visible_offset, wanted.offset + scanned_max))
-        if isinstance(wanted.filter, SqlFilter):
-            return self._find(key, entries, wanted, wanted.filter)
+        entries = queue.read(spec.offset, min(queue.visible_offset, spec.offset + scanned_max))
+        if isinstance(spec.filter, SqlFilter):
+            return self._find(key, entries, spec, spec.filter)
         selection = select(
-            entries, wanted.filter, bytes_max=wanted.bytes_max, messages_max=wanted.messages_max
+            entries, spec.filter, bytes_max=spec.bytes_max, messages_max=spec.messages_max
         )
         return ReadResult(
             list(self._read_batches(key, selection.positions, selection.sizes)),
-            wanted.offset + selection.scanned_count,
+            spec.offset + selection.scanned_count,
             selection.kept_count,
             selection.scanned_count - selection.kept_count,
             kept=selection.kept,
         )
 
-    def pull(self, key: QueueKey, wanted: ReadSpec) -> ReadResult | None:
+    def pull(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         """As `read`, but what is no longer kept counts as scanned, and as lost.
 
         Raises:
             OffsetAheadOfLog, DataLoss: as `read`.
         """
         queue = self._queues.get(key)
-        lost_count = max(0, queue.first_offset - wanted.offset) if queue else 0
+        lost_count = max(0, queue.first_offset - spec.offset) if queue else 0
         if not lost_count:
-            return self.read(key, wanted)
-        kept_from = wanted.offset + lost_count
-        reading = self.read(key, replace(wanted, offset=kept_from))
+            return self.read(key, spec)
+        kept_from = spec.offset + lost_count
+        reading = self.read(key, replace(spec, offset=kept_from))
         return replace(reading or ReadResult([], kept_from, 0, 0), lost_count=lost_count)
 
     def offsets(self, key: QueueKey) -> VisibleRange:
@@ -327,7 +327,7 @@ class Store:
     def synced(self, position: int) -> frozenset[QueueKey]:
         """Everything below `position` is on disk; the queues in which readers see more now."""
         self.log.synced(position)
-        return self._show()
+        return self._make_visible()
 
     def confirmed(self, position: int) -> frozenset[QueueKey]:
         """As `synced`: the replicas that have to have it have everything below `position`.
@@ -335,16 +335,16 @@ class Store:
         Of a node that is never told everything counts as confirmed.
         """
         self._confirmed = max(position, self._confirmed or 0)
-        return self._show()
+        return self._make_visible()
 
-    def _show(self) -> frozenset[QueueKey]:
+    def _make_visible(self) -> frozenset[QueueKey]:
         position = self.readable_position
         grown: dict[QueueKey, int] = {}
         while self._unseen and self._unseen[0][0] <= position:
             _, key, next_offset = self._unseen.popleft()
             grown[key] = next_offset
         for key, next_offset in grown.items():
-            self._queues[key].show(next_offset)
+            self._queues[key].make_visible(next_offset)
         return frozenset(grown)
 
     def restore(self, header: Header, batch: bytes | memoryview) -> None:
@@ -462,7 +462,7 @@ class Store:
             self.schedule.take(header, receipt, batch)
 
     def _find(
-        self, key: QueueKey, entries: Entries, wanted: ReadSpec, condition: SqlFilter
+        self, key: QueueKey, entries: Entries, spec: ReadSpec, condition: SqlFilter
     ) -> ReadResult:
         """As `read`; batches have to be read to see what passes."""
         starts = batch_starts(entries.positions)
@@ -471,14 +471,14 @@ class Store:
             zip(
                 [*starts[1:].tolist(), len(entries)], self._read_batches(key, *places), strict=True
             ),
-            wanted.offset,
+            spec.offset,
             condition,
-            bytes_max=wanted.bytes_max,
-            messages_max=wanted.messages_max,
+            bytes_max=spec.bytes_max,
+            messages_max=spec.messages_max,
         )
         return ReadResult(
             found.batches,
-            wanted.offset + found.scanned_count,
+            spec.offset + found.scanned_count,
             found.kept_count,
             found.scanned_count - found.kept_count,
             kept=np.array(found.kept, np.int64),
