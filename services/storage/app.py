@@ -262,7 +262,7 @@ async def _environment(
         return DeliveryRecorder(
             partial(peers.stub, offsets_set),
             runtime.clock,
-            age_ms_max=settings.verdict_age_ms_max,
+            age_ms_max=settings.record_age_ms_max,
             offsets_set=offsets_set,
         )
 

@@ -93,21 +93,22 @@ def build_components(
     role: NodeRole,
     leader_first_position: Callable[[], int | None] = lambda: None,
 ) -> StorageComponents:
-    """All parts of a storage node on `node`.
+    """Build the components that work on the open data directory `node`.
 
     Args:
-        role: Of what this node writes.
-        leader_first_position: First position of the leader's log, by which a follower cleans its own.
+        role: Role of this node in its replica set.
+        leader_first_position: First position of the leader's log: a follower removes what lies
+            before it.
     """
     settings, runtime, metrics = environment.settings, environment.runtime, environment.metrics
     in_thread, topics, stream = environment.in_thread, environment.topics, environment.stream
     require = runtime.guard.require if runtime.guard.on else None
     pulls = LongPolls(
         environment.deliveries.touch,
-        metrics.parked_pulls,
-        parked_max=settings.parked_pulls_max,
+        polls_max=settings.long_polls_max,
         interval_ms=settings.touch_interval_ms,
     )
+    metrics.parked_pulls.set_function(lambda: len(pulls))
     flusher = Flusher(
         node,
         pulls.wake,
@@ -118,7 +119,7 @@ def build_components(
     retention = Retention(settings.retention_policy(), settings.segment_bytes)
     stream.usage = lambda: retention.usage
     checkpointer = Checkpointer(node, flusher, in_thread)
-    damage = DamageTracker(metrics.damaged_batches)
+    damage = DamageTracker(metrics.damaged_batches.inc)
     scrubber = Scrubber(node, damage, bytes_per_s=settings.scrub_bytes_per_s, in_thread=in_thread)
     store = node.store
     cleaner = LogCleaner(

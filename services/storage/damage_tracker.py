@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-
-from prometheus_client import Counter
+from collections.abc import Callable
 
 from batonmq.errors import DataLoss
 
@@ -21,8 +20,8 @@ class DamageTracker:
         rotten: Position of the first batch that is damaged on the disk; None if there is none.
     """
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
+    def __init__(self, on_damage: Callable[[], None]) -> None:
+        self._on_damage = on_damage
         self._reported: set[int | str] = set()
         self.first_damaged_position: int | None = None
 
@@ -53,5 +52,5 @@ class DamageTracker:
         if what in self._reported:
             return False
         self._reported.add(what)
-        self._counter.inc()
+        self._on_damage()
         return True

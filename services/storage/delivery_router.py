@@ -43,7 +43,9 @@ class DeliveryRouter:
         return self._places.set_of(group)
 
     async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
-        """As `DeliveryRecorder.record`. An epoch that the puller has seen at another set says nothing.
+        """Record a delivery at the offsets set that keeps its group.
+
+        An epoch that the consumer has seen at another offsets set is ignored.
 
         Raises:
             DeliveryUnrecorded: also if the group is not at the set that was asked.

@@ -174,7 +174,7 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How a follower wants to be answered: held so long if there is nothing, with so much at most."""
+    """Limits of one fetch: time to wait for new bytes, in ms, and the maximum answer size."""
 
     hold_ms: int
     bytes_max: int

@@ -44,17 +44,18 @@ RESERVE_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleaningBounds:
-    """What of the log others still need.
+    """Which part of the log must be kept, whatever retention decides.
 
     Attributes:
-        needed_from: Positions from which on somebody does; no segment that holds one goes.
-        checkpointed: Position of the last checkpoint, before which the log is not needed to start.
-        checkpoint: Takes one; False if there was no space for it.
-        reached: Waits until everything below a position is safe.
-        is_gone: Whether a topic of that name and id does not exist any more.
-        remove_later: Removes files of indexes once no checkpoint counts on them.
-        leader_first_position: First position of the leader's log, by which a follower goes; None for a node that
-            decides by itself.
+        needed_from: Return positions from which the log is still needed, or None. A segment that
+            contains or follows one of them is kept.
+        checkpointed: Return the position of the last checkpoint; a start reads the log from there.
+        checkpoint: Takes a checkpoint; returns False if there was no space for it.
+        wait_until_safe: Waits until everything below a position is safe.
+        is_gone: Whether the topic with this name and id no longer exists.
+        remove_later: Removes index files once no checkpoint refers to them.
+        leader_first_position: First position of the leader's log, which a follower follows; None
+            for a node that decides by itself.
     """
 
     needed_from: Sequence[Callable[[], int | None]]

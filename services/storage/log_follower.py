@@ -1,8 +1,9 @@
-"""A follower's part: fetch what the leader has written, make it durable, ask for more.
+"""The replication loop of a follower: fetch the leader's log, write it durably, fetch again.
 
-Asking tells the leader how far the follower has come. Where the two logs have parted the follower cuts
-its own; where the leader has nothing so old any more it begins anew. It never goes back to an older
-epoch. What comes is checked like a log at a start, before anything of it is written.
+Each fetch tells the leader the end of the follower's log. Where the two logs differ, the follower
+cuts its own log. If the leader has already removed what the follower needs, the follower discards
+its copy and starts at the leader's first position. It never returns to an older epoch. Received
+bytes are checked like a log at recovery before any of them is written.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import Gauge
-
 from baton.common.v1 import queue_pb2
 from batonmq.errors import BatonError, Overloaded
 from batonmq_server.storage.core.producers import QueueKey
@@ -55,15 +53,14 @@ class LongPolls:
     Args:
         touch: Tells offsets of owners that are alive; None or the refusal for each.
         parked: Shows how many there are.
-        parked_max: More are refused.
+        polls_max: More are refused.
         interval_ms: Time between two touches.
     """
 
-    def __init__(self, touch: Touch, parked: Gauge, *, parked_max: int, interval_ms: int) -> None:
-        self._touch, self._parked_max, self._interval_ms = touch, parked_max, interval_ms
+    def __init__(self, touch: Touch, *, polls_max: int, interval_ms: int) -> None:
+        self._touch, self._polls_max, self._interval_ms = touch, polls_max, interval_ms
         self._by_queue: dict[QueueKey, dict[_LongPoll, None]] = {}
         self._count = 0
-        parked.set_function(lambda: self._count)
 
     def __len__(self) -> int:
         return self._count
@@ -75,11 +72,11 @@ class LongPolls:
             Fenced, UnknownQueue: offsets says that the token is not current.
             Overloaded: too many pulls are parked.
         """
-        if self._count >= self._parked_max:
+        if self._count >= self._polls_max:
             raise Overloaded(
                 f"{self._count} pulls are held already",
                 retry_after_ms=1_000,
-                facts={"limit": self._parked_max},
+                facts={"limit": self._polls_max},
             )
         parked = _LongPoll(owner)
         others = self._by_queue.setdefault(key, {})

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.long_polls import QueueOwner
-from batonmq_server.storage.traffic import Traffic
+from batonmq_server.storage.metrics import TrafficMetrics
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class RetentionLosses:
     anew in between.
     """
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: TrafficMetrics) -> None:
         self._traffic = traffic
         self._told: OrderedDict[tuple[str, QueueKey], int] = OrderedDict()
 

@@ -150,7 +150,7 @@ class StorageServicer(pb_grpc.StorageServiceServicer):
             next_position=store.log.next_position,
             synced_position=store.log.synced_position,
             queue_count=store.queue_count,
-            parked_pull_count=len(self._parts.pulls),
+            long_poll_count=len(self._parts.pulls),
             appended_count=store.appended_count,
             scheduled_count=len(store.schedule.waiting),
             disk_state=pb.DiskState.Value(f"DISK_STATE_{retention.state.name}"),

@@ -110,7 +110,7 @@ class Running:
         await until(lambda: self._parked(count))
 
     async def _parked(self, count: int) -> bool:
-        return (await self.describe()).parked_pull_count == count
+        return (await self.describe()).long_poll_count == count
 
 
 def pull_request(**fields: object) -> pb.PullRequest:

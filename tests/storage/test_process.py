@@ -197,7 +197,7 @@ async def test_sigterm_ends_held_pulls_and_keeps_everything(
 
             async def parked() -> bool:
                 described = await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
-                return bool(described.parked_pull_count)
+                return bool(described.long_poll_count)
 
             await until(parked)
             process.send_signal(signal.SIGTERM)

@@ -137,7 +137,7 @@ def test_a_round_goes_on_behind_what_retention_has_removed() -> None:
 
 
 def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    damage = DamageTracker(Counter("found", "DamageTracker.", registry=CollectorRegistry()))
+    damage = DamageTracker(lambda: None)
     for _ in range(2):
         damage.report_batch(7, "rotten")
         damage.report_error(DataLoss("rotten", facts={"position": 7}))
@@ -150,7 +150,7 @@ def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> No
 
 async def test_damage_is_found_in_the_background_counted_and_shown(tmp_path: Path) -> None:
     counter = Counter("found", "DamageTracker.", registry=CollectorRegistry())
-    damage = DamageTracker(counter)
+    damage = DamageTracker(counter.inc)
     with opened(tmp_path, segment_bytes=4_096, monotonic_ms=lambda: 0) as node:
         raw = batch(b"x" * 200)
         append(node.store, raw, raw, raw)
