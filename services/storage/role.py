@@ -1,7 +1,7 @@
 """A node of a storage replica set: follows the leader, and leads once it is elected.
 
-What is in memory follows the log whoever writes it, so a follower that is elected has all of it: the
-queues, the keys, what waits for its time, and the sequences of producers.
+A follower derives the same in-memory state from the log as the leader: queues, keys, scheduled
+batches and producer sequences. So it has all of it when it is elected.
 """
 
 from __future__ import annotations
