@@ -129,10 +129,15 @@ class Questions:
     async def locks(self, group: str) -> Answer[dict[Key, Lock]]:
         """The lock entries of a group; of all groups if it is empty."""
         request = lockmgr_pb.ListRequest(group=group)
-        answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
-        if answer.value is None:
-            return Answer(failure=answer.failure)
-        return Answer({_key(entry.queue): _lock(entry) for entry in answer.value.entries})
+        locks: dict[Key, Lock] = {}
+        while True:
+            answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
+            if answer.value is None:
+                return Answer(failure=answer.failure)
+            locks.update((_key(entry.queue), _lock(entry)) for entry in answer.value.entries)
+            request.page_token = answer.value.next_page_token
+            if not request.page_token:
+                return Answer(locks)
 
     async def lock(self, group: str, queue: QueueRef) -> Answer[Lock]:
         """One lock entry with everything known about it."""
