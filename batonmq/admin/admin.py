@@ -1,9 +1,10 @@
 """Looking at a cluster and changing its topics and groups, from one nameserver address.
 
-What the commands of `baton` show, as values of `batonmq.admin.reports` and `batonmq.admin.group_reports`. A
-report that joins several services says in `problems` which of them did not answer, and has None
-where their values would stand. Progress is moved in `batonmq.admin.resets`, locks in `batonmq.admin.locks`,
-messages are looked up in `batonmq.admin.query`.
+What the commands of `baton` show, as values of `batonmq.admin.reports` and
+`batonmq.admin.group_reports`. A report that joins several services says in `problems` which of them
+did not answer, and has None where their values would stand. Progress is moved in
+`batonmq.admin.resets`, locks in `batonmq.admin.locks`, messages are looked up in
+`batonmq.admin.query`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Columns = Mapping[str, str | Callable[[Item], object]]
 _NONE: Columns = {}
 
 
-class Form(StrEnum):
+class OutputFormat(StrEnum):
     """What output is made for."""
 
     TABLE = "table"
@@ -37,15 +37,15 @@ class Form(StrEnum):
 class Output:
     """Prints in one form. Items are the same in both; a table shows some of their keys."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: OutputFormat) -> None:
         self.form = form
 
     def items(self, items: Sequence[Item], columns: Columns, more: Columns = _NONE) -> None:
         """A list: a table, which has `more` columns if it is to be wide, or one JSON array."""
-        if self.form is Form.JSON:
+        if self.form is OutputFormat.JSON:
             print(json.dumps(list(items), indent=2), flush=True)
             return
-        columns = {**columns, **more} if self.form is Form.WIDE else columns
+        columns = {**columns, **more} if self.form is OutputFormat.WIDE else columns
         self._table(_rows(items, columns), list(columns))
 
     async def item_pages(
@@ -55,10 +55,10 @@ class Output:
 
         Columns are as wide as the widest cell so far, so those of a later page may be wider.
         """
-        if self.form is Form.JSON:
+        if self.form is OutputFormat.JSON:
             await _json_array(pages)
             return
-        columns = {**columns, **more} if self.form is Form.WIDE else columns
+        columns = {**columns, **more} if self.form is OutputFormat.WIDE else columns
         widths, header = [len(heading) for heading in columns], True
         async for page in pages:
             rows = _rows(page, columns)
@@ -79,7 +79,7 @@ class Output:
     ) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
         # Not a terminal: as wide as it needs to be, so that a program finds one row per line.
-        folds = sys.stdout.isatty() and self.form is not Form.WIDE
+        folds = sys.stdout.isatty() and self.form is not OutputFormat.WIDE
         for index, heading in enumerate(headings):
             width = widths[index] if widths and not folds else None
             table.add_column(heading, overflow="fold", min_width=width)
@@ -94,7 +94,7 @@ class Output:
         self, item: Item, parts: Sequence[Item], columns: Columns, more: Columns = _NONE
     ) -> None:
         """One thing with parts: a table of the parts, or one JSON object of all."""
-        if self.form is Form.JSON:
+        if self.form is OutputFormat.JSON:
             print(json.dumps(item, indent=2), flush=True)
         else:
             self.items(parts, columns, more)
@@ -112,16 +112,16 @@ class Output:
 
     def line(self, item: Item, text: str) -> None:
         """One of many: a line of text, or a line of JSON; out at once."""
-        print(json.dumps(item) if self.form is Form.JSON else text, flush=True)
+        print(json.dumps(item) if self.form is OutputFormat.JSON else text, flush=True)
 
     def note(self, text: str) -> None:
         """Something a person wants to know beside the result; a program doesn't."""
-        if self.form is not Form.JSON:
+        if self.form is not OutputFormat.JSON:
             print("\n".join(map(printable, text.split("\n"))), flush=True)
 
     def error(self, error: BatonError) -> None:
         """A refusal or failure: its reason, its sentence, its remedy."""
-        if self.form is not Form.JSON:
+        if self.form is not OutputFormat.JSON:
             self.failure(error.reason, error.message, error.remedy)
             for line in differences(error):
                 print(f"  {line}", file=sys.stderr)
@@ -130,7 +130,7 @@ class Output:
 
     def failure(self, reason: str, message: str, remedy: str) -> None:
         """A failure that did not come from a service."""
-        if self.form is Form.JSON:
+        if self.form is OutputFormat.JSON:
             failure = {"reason": reason, "message": message, "remedy": remedy}
             print(json.dumps({"error": failure}), file=sys.stderr)
         else:

@@ -21,7 +21,7 @@ import pytest
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq.cli.output import Columns, Form, Output
+from batonmq.cli.output import Columns, OutputFormat, Output
 from batonmq_server.lockmgr.core.locks import Lock, Policy
 from batonmq_server.lockmgr.core.table import LockTable
 from batonmq_server.runtime.paging import token_of_key
@@ -112,16 +112,16 @@ async def pages_of(*pages: Sequence[dict[str, Any]]) -> AsyncIterator[Sequence[d
 async def test_listing_is_printed_page_by_page(capsys: pytest.CaptureFixture[str]) -> None:
     first = [{"queue_id": 1, "client_id": "long-client-id"}, {"queue_id": 2, "client_id": ""}]
     last = [{"queue_id": 3, "client_id": "a"}]
-    await Output(Form.TABLE).item_pages(pages_of(first, last), COLUMNS)
+    await Output(OutputFormat.TABLE).item_pages(pages_of(first, last), COLUMNS)
     paged = capsys.readouterr().out
-    Output(Form.TABLE).items([*first, *last], COLUMNS)
+    Output(OutputFormat.TABLE).items([*first, *last], COLUMNS)
     assert paged == capsys.readouterr().out
-    await Output(Form.TABLE).item_pages(pages_of([]), COLUMNS)
+    await Output(OutputFormat.TABLE).item_pages(pages_of([]), COLUMNS)
     assert capsys.readouterr().out == "QUEUE  OWNER\n"
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 async def test_listing_in_json_is_one_array(capsys: pytest.CaptureFixture[str], count: int) -> None:
     rows = [{"queue_id": number, "client_id": "a"} for number in range(count)]
-    await Output(Form.JSON).item_pages(pages_of(rows[:2], rows[2:]), COLUMNS)
+    await Output(OutputFormat.JSON).item_pages(pages_of(rows[:2], rows[2:]), COLUMNS)
     assert capsys.readouterr().out == json.dumps(rows, indent=2) + "\n"
