@@ -13,7 +13,7 @@ import grpc.aio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import CALL_TIMEOUT_S, Surroundings
+from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
@@ -121,7 +121,7 @@ class MemoryBroker:
     # ---- clients
 
     @property
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> ClientEnvironment:
         """For clients that the code under test makes, with the address `nameserver`."""
         return self._own.surroundings()
 

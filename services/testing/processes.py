@@ -12,7 +12,7 @@ from typing import Any
 
 from batonmq._common.aio import only_error
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import Surroundings
+from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import NoQuorum
 from batonmq_server.offsets.serving import Offsets
 from batonmq_server.runtime.events import watchable
@@ -196,9 +196,9 @@ class SimulatedProcess:
             self.world.thawed()
             self.host.thaw()
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> ClientEnvironment:
         """What its clients take from outside."""
-        return Surroundings(
+        return ClientEnvironment(
             clock=self.clock,
             random=self.random,
             connect=memory_connector(self.world.network, self.host),

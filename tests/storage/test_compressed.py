@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.records import (
     BatchBuilder,
     Message,
@@ -37,7 +37,7 @@ BODIES = [message.body for message in MESSAGES]
 
 
 def packed(compression: Compression, producer: tuple[int, int] = (0, 0)) -> bytes:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for message in MESSAGES:
         builder.add(message, encode_record(message))
     return builder.encode(topic=TOPIC, queue_id=0, producer=producer)

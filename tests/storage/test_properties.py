@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.records import (
     RECORD,
     BatchBuilder,
@@ -280,7 +280,7 @@ def test_what_needs_no_look_is_passed_over_in_one_request() -> None:
 def test_compressed_batches_are_found_as_plain_ones_and_leave_compressed(
     compression: Compression, count: int
 ) -> None:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for value in ["1", "9", ""] * count:
         one = message(value)
         builder.add(one, encode_record(one))

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from batonmq._process.config import Settings
-from batonmq._process.explain import explain
+from batonmq._process.settings_help import settings_help
 
 
 class Lamp(Settings):
@@ -27,7 +27,7 @@ def test_values_come_from_environment_file_or_nowhere(tmp_path: Path) -> None:
     file = tmp_path / "lamp.toml"
     file.write_text('node_id = "file"\nlog_level = "DEBUG"\n')
     env = {"BATON_LAMP_CONFIG_FILE": str(file), "BATON_LAMP_NODE_ID": "env", "OTHER": "x"}
-    settings, problems = explain(Lamp, "BATON_LAMP", env)
+    settings, problems = settings_help(Lamp, "BATON_LAMP", env)
     found = {setting.name: setting for setting in settings}
     assert problems == ()
     assert (found["node_id"].value, found["node_id"].source) == ("env", "environment")
@@ -39,7 +39,7 @@ def test_values_come_from_environment_file_or_nowhere(tmp_path: Path) -> None:
 
 
 def test_everything_that_is_wrong_is_told_at_once() -> None:
-    settings, problems = explain(
+    settings, problems = settings_help(
         Lamp, "BATON_LAMP", {"BATON_LAMP_WARM_MS": "0", "BATON_LAMP_X": ""}
     )
     assert [problem.place for problem in problems] == [
@@ -54,6 +54,6 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
 
 def test_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     env = {"BATON_LAMP_CONFIG_FILE": str(tmp_path / "absent.toml")}
-    settings, problems = explain(Lamp, "BATON_LAMP", env)
+    settings, problems = settings_help(Lamp, "BATON_LAMP", env)
     assert [problem.place for problem in problems] == ["BATON_LAMP_CONFIG_FILE"]
     assert {setting.source for setting in settings} == {"default", ""}

@@ -8,17 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from batonmq._core.queues import QueueRef
-from batonmq._core.records import KEYS_BYTES_MAX, Message
-from batonmq._core.redriving import (
+from batonmq._core.dead_letters import (
     Criteria,
     DeadLetter,
     copy_of,
     dead_letter,
     destination,
-    once_id,
+    redrive_producer_id,
 )
-from batonmq._core.retries import Failure, Origin, indexed, origin_of, properties_of, unindexed
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import KEYS_BYTES_MAX, Message
+from batonmq._core.retries import (
+    HandlingFailure,
+    Origin,
+    origin_of,
+    properties_of,
+    with_origin_key,
+    without_origin_key,
+)
 from batonmq.errors import BadExpression
 
 ORIGIN = Origin(QueueRef("orders", "broker-1", 3), 42, "broker-1-1f-0")
@@ -26,7 +33,7 @@ DLQ = QueueRef("%DLQ%shop", "broker-1", 0)
 
 
 def letter(attempts: int = 17, **properties: str) -> DeadLetter:
-    told = properties_of(ORIGIN, attempts, Failure("failed", "ValueError: x"), "worker-1")
+    told = properties_of(ORIGIN, attempts, HandlingFailure("failed", "ValueError: x"), "worker-1")
     message = Message(b"body", "paid", ("k1", ORIGIN.message_id), {**told, "a": "1", **properties})
     return dead_letter(("broker-1-ff-0", DLQ, 7), (100, 200), message, redriven=False)
 
@@ -72,9 +79,11 @@ def test_attempts_add_up_over_redrives() -> None:
 
 
 def test_a_replay_sends_each_letter_under_one_id_and_another_under_others() -> None:
-    ids = {once_id(replay, name) for replay in ("r1", "r2") for name in ("b-1-0", "b-2-0")}
+    ids = {
+        redrive_producer_id(replay, name) for replay in ("r1", "r2") for name in ("b-1-0", "b-2-0")
+    }
     assert len(ids) == 4
-    assert once_id("r1", "b-1-0") in ids
+    assert redrive_producer_id("r1", "b-1-0") in ids
     assert all(0 < each < 1 << 63 for each in ids)
 
 
@@ -114,16 +123,16 @@ def test_criteria_with_a_bad_condition_are_refused() -> None:
 
 
 def test_copies_carry_the_id_of_the_original_as_a_key_once() -> None:
-    keys = indexed(("k1",), ORIGIN)
+    keys = with_origin_key(("k1",), ORIGIN)
     assert keys == ("k1", ORIGIN.message_id)
-    assert indexed(keys, ORIGIN) == keys
-    assert unindexed(keys, ORIGIN) == unindexed(("k1",), ORIGIN) == ("k1",)
-    assert indexed((), ORIGIN) == (ORIGIN.message_id,)
+    assert with_origin_key(keys, ORIGIN) == keys
+    assert without_origin_key(keys, ORIGIN) == without_origin_key(("k1",), ORIGIN) == ("k1",)
+    assert with_origin_key((), ORIGIN) == (ORIGIN.message_id,)
 
 
 def test_keys_without_room_for_the_id_stay_as_they_are() -> None:
     room = KEYS_BYTES_MAX - len(ORIGIN.message_id) - 1
-    assert len(indexed(("k" * room,), ORIGIN)) == 2
-    assert indexed(("k" * (room + 1),), ORIGIN) == ("k" * (room + 1),)
+    assert len(with_origin_key(("k" * room,), ORIGIN)) == 2
+    assert with_origin_key(("k" * (room + 1),), ORIGIN) == ("k" * (room + 1),)
     umlauts = "ü" * (room // 2 + 1)
-    assert indexed((umlauts,), replace(ORIGIN)) == (umlauts,)
+    assert with_origin_key((umlauts,), replace(ORIGIN)) == (umlauts,)

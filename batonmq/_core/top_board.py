@@ -11,24 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from batonmq._core.queues import QueueRef
+
 WINDOW_MS = 5_000
 RECENT_MAX = 50
 CHURN_MS = 60_000
 """Hand-overs, denials and conflicts are counted over so long."""
 
 
-class Place(NamedTuple):
-    """A queue."""
-
-    topic: str
-    broker: str
-    queue_id: int
-
-    def __str__(self) -> str:
-        return f"{self.topic}/{self.broker}/{self.queue_id}"
-
-
-class Happening(NamedTuple):
+class RecentEvent(NamedTuple):
     """Something that a person wants to have seen."""
 
     unix_ms: int
@@ -37,11 +28,11 @@ class Happening(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class GroupQueueStatus:
     """A queue of a group, as asked for: -1 for what is not known."""
 
     group: str
-    place: Place
+    place: QueueRef
     committed_offset: int = -1
     next_offset: int = -1
     owner: str = ""
@@ -93,7 +84,7 @@ class Snapshot:
     topics: tuple[TopicRow, ...]
     groups: tuple[GroupRow, ...]
     owners: tuple[OwnerRow, ...]
-    recent: tuple[Happening, ...]
+    recent: tuple[RecentEvent, ...]
     sources: dict[str, int]
 
 
@@ -121,8 +112,8 @@ class _Window:
 @dataclass(slots=True)
 class _Group:
     members: int = 0
-    committed: dict[Place, int] = field(default_factory=dict)
-    owners: dict[Place, str] = field(default_factory=dict)
+    committed: dict[QueueRef, int] = field(default_factory=dict)
+    owners: dict[QueueRef, str] = field(default_factory=dict)
 
 
 class Board:
@@ -139,12 +130,12 @@ class Board:
             name: _Window(CHURN_MS)
             for name in ("redelivered", "hand-overs", "denials", "conflicts")
         }
-        self._ends: dict[Place, int] = {}
+        self._ends: dict[QueueRef, int] = {}
         self._groups: defaultdict[str, _Group] = defaultdict(_Group)
-        self._recent: deque[Happening] = deque(maxlen=RECENT_MAX)
+        self._recent: deque[RecentEvent] = deque(maxlen=RECENT_MAX)
         self._sources: dict[str, int] = {}
 
-    def begin(self, standings: Iterable[Standing], members: dict[str, int]) -> None:
+    def begin(self, standings: Iterable[GroupQueueStatus], members: dict[str, int]) -> None:
         """Where queues stood, and how many members groups had, when events began to come."""
         for name, count in members.items():
             self._groups[name].members = count
@@ -165,7 +156,7 @@ class Board:
         """One `MetricEvent`; kinds that nothing is shown of pass by."""
         kind = event.WhichOneof("kind")
         queue = event.queue.queue
-        place = Place(queue.topic, queue.broker, queue.queue_id)
+        place = QueueRef(queue.topic, queue.broker, queue.queue_id)
         told: Any = getattr(event, kind) if kind else None
         if kind == "appended":
             self._rates["in"].add(place.topic, told.message_count, now_ms)
@@ -203,7 +194,7 @@ class Board:
             sources=dict(sorted(self._sources.items())),
         )
 
-    def _take_of_queue(self, kind: str, group: _Group, place: Place, told: Any) -> None:
+    def _take_of_queue(self, kind: str, group: _Group, place: QueueRef, told: Any) -> None:
         if kind in ("committed", "queue_lag"):
             group.committed[place] = told.committed_offset
         elif kind == "progress_reset":
@@ -215,7 +206,7 @@ class Board:
         elif kind in ("lock_released", "lock_forced"):
             group.owners.pop(place, None)
 
-    def _note(self, event: Any, kind: str, told: Any, place: Place, now_ms: int) -> None:
+    def _note(self, event: Any, kind: str, told: Any, place: QueueRef, now_ms: int) -> None:
         name = event.queue.group
         if kind == "group_changed":
             self._groups[name].members = told.member_count
@@ -226,9 +217,9 @@ class Board:
             if counted:
                 self._counts[counted].add(name, 1, now_ms)
             text = _TEXTS[kind].format(told=told, place=place)
-            self._recent.append(Happening(event.unix_ms, name, text))
+            self._recent.append(RecentEvent(event.unix_ms, name, text))
 
-    def _lag(self, group: _Group, places: Iterable[Place]) -> int:
+    def _lag(self, group: _Group, places: Iterable[QueueRef]) -> int:
         known = [
             max(0, self._ends[place] - group.committed[place])
             for place in places
@@ -252,7 +243,7 @@ class Board:
 
     def _owner_rows(self, name: str) -> list[OwnerRow]:
         group = self._groups[name]
-        owned: defaultdict[str, list[Place]] = defaultdict(list)
+        owned: defaultdict[str, list[QueueRef]] = defaultdict(list)
         for place, owner in group.owners.items():
             owned[owner].append(place)
         return [

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq._core.targets import (
-    Place,
+from batonmq._core.reset_targets import (
+    ResetBounds,
+    ResetOffset,
+    ResetTarget,
     ShiftBy,
-    Standing,
-    Target,
     ToEarliest,
     ToLatest,
     ToOffset,
     ToTime,
-    place,
+    resolve_target,
 )
 
-QUEUE = Standing(first_offset=10, next_offset=20, committed_offset=15, time_offset=17)
+QUEUE = ResetBounds(first_offset=10, next_offset=20, committed_offset=15, time_offset=17)
 
 
 @pytest.mark.parametrize(
@@ -37,28 +37,32 @@ QUEUE = Standing(first_offset=10, next_offset=20, committed_offset=15, time_offs
         (ShiftBy(0), 15),
     ],
 )
-def test_target_within_the_queue_is_where_it_says(target: Target, offset: int) -> None:
-    assert place(target, QUEUE) == Place(offset)
+def test_target_within_the_queue_is_where_it_says(target: ResetTarget, offset: int) -> None:
+    assert resolve_target(target, QUEUE) == ResetOffset(offset)
 
 
 @pytest.mark.parametrize("target", [ToOffset(9), ShiftBy(-6)])
-def test_what_is_not_kept_becomes_the_first_with_a_note(target: Target) -> None:
-    assert place(target, QUEUE) == Place(10, "offset 9 is not kept; 10 is the first that is")
+def test_what_is_not_kept_becomes_the_first_with_a_note(target: ResetTarget) -> None:
+    assert resolve_target(target, QUEUE) == ResetOffset(
+        10, "offset 9 is not kept; 10 is the first that is"
+    )
 
 
 @pytest.mark.parametrize("target", [ToOffset(21), ShiftBy(6)])
-def test_what_is_past_the_end_becomes_the_end_with_a_note(target: Target) -> None:
-    assert place(target, QUEUE) == Place(20, "offset 21 is past the end; 20 is the end")
+def test_what_is_past_the_end_becomes_the_end_with_a_note(target: ResetTarget) -> None:
+    assert resolve_target(target, QUEUE) == ResetOffset(
+        20, "offset 21 is past the end; 20 is the end"
+    )
 
 
 def test_queue_without_progress_is_not_shifted() -> None:
-    found = place(ShiftBy(1), Standing(10, 20))
+    found = resolve_target(ShiftBy(1), ResetBounds(10, 20))
     assert found.offset is None
     assert "no progress" in found.note
 
 
 def test_progress_ahead_of_the_log_is_brought_back_to_its_end() -> None:
-    assert place(ShiftBy(0), Standing(0, 5, committed_offset=8)).offset == 5
+    assert resolve_target(ShiftBy(0), ResetBounds(0, 5, committed_offset=8)).offset == 5
 
 
 TARGETS = st.one_of(
@@ -78,8 +82,8 @@ TARGETS = st.one_of(
     st.integers(0, 1_000),
 )
 def test_no_target_leaves_the_queue(
-    target: Target, first: int, length: int, committed: int, found: int
+    target: ResetTarget, first: int, length: int, committed: int, found: int
 ) -> None:
-    placed = place(target, Standing(first, first + length, committed, found))
+    placed = resolve_target(target, ResetBounds(first, first + length, committed, found))
     assert placed.offset is not None
     assert first <= placed.offset <= first + length

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Refusal(NamedTuple):
+class TlsFailure(NamedTuple):
     """Why there is no connection, as a sentence about the server, and what to do about it."""
 
     reason: str
     remedy: str
 
 
-_OTHER_NAME = Refusal(
+_OTHER_NAME = TlsFailure(
     "it shows a certificate for other names than that of its address",
     "Use an address that is in the certificate, or give the name: server_name, or --server-name.",
 )
 _KNOWN = (
     (
         "has expired",
-        Refusal(
+        TlsFailure(
             "it shows a certificate that has expired",
             "Renew the certificate of the services; they take the new files by themselves.",
         ),
@@ -28,20 +28,20 @@ _KNOWN = (
     ("IP address mismatch", _OTHER_NAME),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        Refusal(
+        TlsFailure(
             "it shows a certificate of no authority that is trusted here",
             "Give the authority of the cluster's certificates: ca_file, or --ca-file.",
         ),
     ),
     (
         "WRONG_VERSION_NUMBER",
-        Refusal(
+        TlsFailure(
             "it does not speak TLS",
             "Leave TLS out: no files, or --no-tls where a context gives them.",
         ),
     ),
 )
-_ENDED = Refusal(
+_ENDED = TlsFailure(
     "it ended the connection before the first call",
     "If it speaks TLS give ca_file, and cert_file and key_file of a certificate that it trusts and "
     "that has not expired; its log says what it missed.",
@@ -49,7 +49,7 @@ _ENDED = Refusal(
 """gRPC's servers do not tell what they miss."""
 
 
-def refusal(text: str) -> Refusal | None:
+def explain_tls_failure(text: str) -> TlsFailure | None:
     """What `text` means; None if it does not tell of TLS."""
     for words, found in _KNOWN:
         if words in text:

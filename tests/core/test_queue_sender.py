@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batonmq._core.queue_sender import Batch, QueueSender
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
@@ -23,7 +24,6 @@ from batonmq._core.records import (
     encode_record,
     read_header,
 )
-from batonmq._core.sending import Batch, QueueSender
 from batonmq.errors import BatonError
 from batonmq_server.storage.core.producers import ProducerTable, Receipt
 

@@ -5,30 +5,30 @@ from __future__ import annotations
 import socket
 import ssl
 
-from batonmq._common.handshakes import Refusal, refusal
+from batonmq._common.tls_failure import TlsFailure, explain_tls_failure
 from batonmq._connection.security import Security
 
 TIMEOUT_S = 1.0
-_SPEAKS_TLS = Refusal(
+_SPEAKS_TLS = TlsFailure(
     "it speaks TLS",
     "Give the authority of its certificate: ca_file, or --ca-file; or use the context of the "
     "cluster: baton context list.",
 )
-_WANTS_ONE = Refusal(
+_WANTS_ONE = TlsFailure(
     "it wants a client certificate",
     "Give one: cert_file and key_file, or --cert-file and --key-file.",
 )
-_EXPIRED = Refusal(
+_EXPIRED = TlsFailure(
     "it refuses the client certificate, which has expired",
     "Renew the certificate; clients that run take the new files by themselves.",
 )
-_UNTRUSTED = Refusal(
+_UNTRUSTED = TlsFailure(
     "it does not trust the authority of the client certificate",
     "Show a certificate of an authority that the services trust: their tls_ca_file.",
 )
 
 
-def refused(address: str, security: Security | None) -> Refusal | None:
+def find_tls_failure(address: str, security: Security | None) -> TlsFailure | None:
     """Why there is no connection to `host:port`; None if TLS is not the reason. Blocks."""
     host, _, port = address.rpartition(":")
     place = (host.strip("[]"), int(port) if port.isdecimal() else 0)
@@ -37,7 +37,7 @@ def refused(address: str, security: Security | None) -> Refusal | None:
             return _SPEAKS_TLS if _speaks_tls(place) else None
         return None if _is_welcome(place, security) else _unwelcome(security)
     except ssl.SSLError as error:
-        return refusal(str(error))
+        return explain_tls_failure(str(error))
     except OSError:
         return None
 
@@ -73,7 +73,7 @@ def _is_welcome(place: tuple[str, int], security: Security) -> bool:
         return bool(secured.recv(1))
 
 
-def _unwelcome(security: Security) -> Refusal:
+def _unwelcome(security: Security) -> TlsFailure:
     """What may be wrong with what a client shows, by what it trusts itself."""
     if not security.cert_file:
         return _WANTS_ONE

@@ -11,19 +11,19 @@ from collections import Counter
 
 import pytest
 
-from batonmq._core.brokers import FAILED_MS, Brokers
+from batonmq._core.broker_health import FAILED_MS, BrokerHealth
 from batonmq._core.queues import QueueRef
 
 QUEUES = tuple(QueueRef("orders", broker, queue) for broker in "abc" for queue in range(2))
 
 
-def chosen(brokers: Brokers, now_ms: int, count: int = 12) -> Counter[str]:
+def chosen(brokers: BrokerHealth, now_ms: int, count: int = 12) -> Counter[str]:
     """How many of the next batches go to each broker."""
     return Counter(brokers.choose(QUEUES, turn, now_ms).broker for turn in range(count))
 
 
 def test_queues_have_their_turns() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     assert [brokers.choose(QUEUES, turn, 0) for turn in range(8)] == [*QUEUES, *QUEUES[:2]]
 
 
@@ -37,7 +37,7 @@ def test_queues_have_their_turns() -> None:
 def test_slow_broker_is_avoided_as_long_as_its_latency_says(
     latency_ms: int, avoided_ms: int
 ) -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     brokers.answered("a", latency_ms, 1_000)
     if avoided_ms:
         assert chosen(brokers, 1_000 + avoided_ms - 1)["a"] == 0
@@ -45,13 +45,13 @@ def test_slow_broker_is_avoided_as_long_as_its_latency_says(
 
 
 def test_the_others_share_evenly_what_an_avoided_broker_does_not_get() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     brokers.failed("b", 0)
     assert chosen(brokers, 1) == {"a": 6, "c": 6}
 
 
 def test_failed_broker_gets_one_batch_as_a_probe_when_its_time_is_over() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     brokers.failed("a", 0)
     assert chosen(brokers, FAILED_MS - 1)["a"] == 0
     assert chosen(brokers, FAILED_MS)["a"] == 1
@@ -60,14 +60,14 @@ def test_failed_broker_gets_one_batch_as_a_probe_when_its_time_is_over() -> None
 
 
 def test_answer_in_time_ends_the_trouble_at_once() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     brokers.failed("a", 0)
     brokers.answered("a", 20, 5)
     assert chosen(brokers, 6) == {"a": 4, "b": 4, "c": 4}
 
 
 def test_probe_that_fails_begins_the_time_anew() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     brokers.failed("a", 0)
     assert chosen(brokers, FAILED_MS)["a"] == 1
     brokers.failed("a", FAILED_MS + 500)
@@ -76,14 +76,14 @@ def test_probe_that_fails_begins_the_time_anew() -> None:
 
 
 def test_if_all_are_avoided_the_one_soonest_back_is_used() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     for now_ms, broker in enumerate("bac"):
         brokers.failed(broker, now_ms)
     assert chosen(brokers, 5) == {"b": 12}
 
 
 def test_all_batches_may_move_to_a_broker_without_trouble_and_one_to_a_due_one() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     brokers.failed("a", 0)
     assert brokers.takes_count(QUEUES, "a", 0) == sys.maxsize
     assert brokers.takes_count(QUEUES[:2], "a", 0) == 0, "it has no queue at another"
@@ -96,6 +96,6 @@ def test_all_batches_may_move_to_a_broker_without_trouble_and_one_to_a_due_one()
 
 
 def test_broker_in_trouble_elsewhere_does_not_matter_to_a_topic_without_it() -> None:
-    brokers = Brokers()
+    brokers = BrokerHealth()
     brokers.failed("d", 0)
     assert chosen(brokers, 1) == {"a": 4, "b": 4, "c": 4}

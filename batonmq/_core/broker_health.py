@@ -23,7 +23,7 @@ FAILED_MS = 10_000
 """A broker that failed is avoided for so long."""
 
 
-class Brokers:
+class BrokerHealth:
     """What is known of the brokers that are in trouble."""
 
     def __init__(self) -> None:

@@ -21,13 +21,13 @@ from batonmq._core.retries import (
     PROPERTIES,
     REASON,
     Origin,
-    indexed,
     origin_of,
-    unindexed,
+    with_origin_key,
+    without_origin_key,
 )
 from batonmq._core.subscription import parse_filter
 
-PREFIX = "%DLQ%"
+DEAD_LETTER_PREFIX = "%DLQ%"
 REDRIVE_ID = "baton.redrive_id"
 REDRIVEN_FROM = "baton.redriven_from"
 REDRIVEN_BY = "baton.redriven_by"
@@ -125,7 +125,7 @@ def dead_letter(
     found = origin_of(properties)
     origin, attempts = found if found else (None, 0)
     return DeadLetter(
-        group=queue.topic.removeprefix(PREFIX),
+        group=queue.topic.removeprefix(DEAD_LETTER_PREFIX),
         message_id=message_id,
         queue=queue,
         offset=offset,
@@ -138,14 +138,14 @@ def dead_letter(
         former_attempts=_number(properties.get(FORMER_ATTEMPTS, "")),
         client_id=properties.get(CLIENT, ""),
         tag=message.tag,
-        keys=unindexed(message.keys, origin) if origin else tuple(message.keys),
+        keys=without_origin_key(message.keys, origin) if origin else tuple(message.keys),
         properties={k: v for k, v in properties.items() if k not in PROPERTIES | HISTORY},
         body=message.body,
         redriven=redriven,
     )
 
 
-def once_id(replay_id: str, message_id: str) -> int:
+def redrive_producer_id(replay_id: str, message_id: str) -> int:
     """Producer id under which one dead letter is sent again by a replay.
 
     Whoever repeats the replay comes to the same, so storage keeps one copy.
@@ -184,7 +184,10 @@ def copy_of(letter: DeadLetter, replay_id: str, by: str, reason: str, *, to_topi
             CLIENT: letter.client_id,
         }
     return Message(
-        letter.body, letter.tag, indexed(letter.keys, origin), {**letter.properties, **history}
+        letter.body,
+        letter.tag,
+        with_origin_key(letter.keys, origin),
+        {**letter.properties, **history},
     )
 
 
@@ -193,7 +196,7 @@ def destination(letter: DeadLetter, queues: Sequence[QueueRef], once: int) -> Qu
 
     Args:
         queues: That take messages, ascending, at least one; all of one topic.
-        once: The copy's `once_id`: every repetition comes to the same queue.
+        once: The copy's `redrive_producer_id`: every repetition comes to the same queue.
     """
     if letter.origin is not None and letter.origin.queue in queues:
         return letter.origin.queue

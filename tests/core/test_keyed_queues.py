@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batonmq._core.keyed_queues import KeyedQueues
 from batonmq._core.queues import QueueRef
-from batonmq._core.route import KeyedQueues
 
 QUEUES = tuple(
     QueueRef("orders", broker, queue_id)

@@ -44,7 +44,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class QueueProgressNow:
     """Where a group is on a queue now; attributes as in `Hold`.
 
     Attributes:
@@ -64,7 +64,7 @@ class Standing:
         return _handled(offset, self.committed_offset, self.acked, complete=self.acked_complete)
 
 
-class What(StrEnum):
+class TraceEventKind(StrEnum):
     """What happened."""
 
     DELIVERED = "delivered"
@@ -82,21 +82,21 @@ class What(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceEvent:
     """Something that happened between two times; at `begin_unix_ms` if both are the same.
 
     Attributes:
         end_unix_ms: 0 for: by now.
     """
 
-    what: What
+    what: TraceEventKind
     begin_unix_ms: int
     end_unix_ms: int
     token: int
     client_id: str | None
 
 
-class State(StrEnum):
+class MessageState(StrEnum):
     """Where a message is for a group, in one queue."""
 
     ACKED = "acked"
@@ -108,7 +108,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class MessageTrace:
     """What became of one message in one queue, for one group.
 
     Attributes:
@@ -117,12 +117,14 @@ class Stay:
         before: It was handled before the oldest hold that is recorded, so nobody knows by whom.
     """
 
-    steps: tuple[Step, ...]
-    state: State
+    steps: tuple[TraceEvent, ...]
+    state: MessageState
     before: bool
 
 
-def stay(holds: Sequence[Hold], standing: Standing, offset: int, store_unix_ms: int) -> Stay:
+def trace_message(
+    holds: Sequence[Hold], standing: QueueProgressNow, offset: int, store_unix_ms: int
+) -> MessageTrace:
     """The story of an offset.
 
     Args:
@@ -131,19 +133,19 @@ def stay(holds: Sequence[Hold], standing: Standing, offset: int, store_unix_ms: 
     """
     oldest_first = list(reversed(holds))
     had = [*(hold.had(offset) for hold in oldest_first), standing.has(offset)]
-    steps: list[Step] = []
+    steps: list[TraceEvent] = []
     before: Hold | None = None
     for hold, then, after in zip(oldest_first, had[:-1], had[1:], strict=True):
         begin = max(hold.begin_unix_ms, store_unix_ms)
         if then is not True and (what := _delivery(hold, before, offset, sure=then is False)):
-            steps.append(Step(what, begin, hold.end_unix_ms, hold.token, hold.client_id))
+            steps.append(TraceEvent(what, begin, hold.end_unix_ms, hold.token, hold.client_id))
         if then is not after and None not in (then, after):
             steps.append(_change(hold, begin, handled=bool(after), offset=offset))
         before = hold
-    return Stay(tuple(steps), _state(oldest_first, standing, had[-1], offset), bool(had[0]))
+    return MessageTrace(tuple(steps), _state(oldest_first, standing, had[-1], offset), bool(had[0]))
 
 
-def _delivery(hold: Hold, before: Hold | None, offset: int, *, sure: bool) -> What | None:
+def _delivery(hold: Hold, before: Hold | None, offset: int, *, sure: bool) -> TraceEventKind | None:
     """How a message that was not handled yet met a hold, if it did."""
     if offset >= hold.delivered_offset_max or hold.client_id is None:
         return None
@@ -153,38 +155,38 @@ def _delivery(hold: Hold, before: Hold | None, offset: int, *, sure: bool) -> Wh
         and before.client_id == hold.client_id
         and before.committed_offset <= offset < before.delivered_offset
     ):
-        return What.KEPT
+        return TraceEventKind.KEPT
     if sure and hold.committed_offset <= offset < hold.delivered_offset:
-        return What.DELIVERED
-    return What.MAYBE_DELIVERED
+        return TraceEventKind.DELIVERED
+    return TraceEventKind.MAYBE_DELIVERED
 
 
-def _change(hold: Hold, begin: int, *, handled: bool, offset: int) -> Step:
+def _change(hold: Hold, begin: int, *, handled: bool, offset: int) -> TraceEvent:
     """It was handled, or was not any more, by the time the hold ended."""
     if hold.end != "reset":
-        return Step(What.ACKED, begin, hold.end_unix_ms, hold.token, hold.client_id)
+        return TraceEvent(TraceEventKind.ACKED, begin, hold.end_unix_ms, hold.token, hold.client_id)
     at = hold.end_unix_ms
     if not handled:
-        return Step(What.BROUGHT_BACK, at, at, hold.token, None)
+        return TraceEvent(TraceEventKind.BROUGHT_BACK, at, at, hold.token, None)
     if offset >= hold.delivered_offset_max:
-        return Step(What.SKIPPED, at, at, hold.token, None)
-    return Step(What.SETTLED, begin, at, hold.token, hold.client_id)
+        return TraceEvent(TraceEventKind.SKIPPED, at, at, hold.token, None)
+    return TraceEvent(TraceEventKind.SETTLED, begin, at, hold.token, hold.client_id)
 
 
 def _state(
-    oldest_first: Sequence[Hold], standing: Standing, handled: bool | None, offset: int
-) -> State:
+    oldest_first: Sequence[Hold], standing: QueueProgressNow, handled: bool | None, offset: int
+) -> MessageState:
     if handled is not False:
-        return State.UNKNOWN if handled is None else State.ACKED
+        return MessageState.UNKNOWN if handled is None else MessageState.ACKED
     if standing.client_id is None:
-        return State.WAITING
+        return MessageState.WAITING
     if not oldest_first:
-        return State.MAYBE_IN_HAND
+        return MessageState.MAYBE_IN_HAND
     if offset < oldest_first[-1].delivered_offset:
-        return State.IN_HAND
+        return MessageState.IN_HAND
     if offset < oldest_first[-1].delivered_offset_max:
-        return State.MAYBE_IN_HAND
-    return State.WAITING
+        return MessageState.MAYBE_IN_HAND
+    return MessageState.WAITING
 
 
 def _handled(

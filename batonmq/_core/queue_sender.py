@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from batonmq._core.compression import Packing
+from batonmq._core.compression import RecordCompressor
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder
 from batonmq.errors import BatonError, Unreachable
@@ -19,7 +19,7 @@ SEQUENCE_LIMIT = 1 << 32
 MAYBE_STORED = (
     "Check that the storage service runs. It may have stored the message before it was lost."
 )
-ONCE_EPOCH = (1 << 32) - 1
+ONE_BATCH_EPOCH = (1 << 32) - 1
 """Epoch of a producer that sends one batch in its life, whose id is the name of that batch."""
 
 
@@ -59,11 +59,11 @@ class QueueSender(Generic[Token]):
         producer_id: int,
         bytes_max: int,
         count_max: int,
-        packing: Packing | None = None,
+        packing: RecordCompressor | None = None,
     ) -> None:
         self.queue = queue
         self._producer_id, self._bytes_max, self._count_max = producer_id, bytes_max, count_max
-        self._packing = packing or Packing()
+        self._packing = packing or RecordCompressor()
         self._epoch = 0
         self._sequence = 0
         self._waiting: deque[Batch[Token]] = deque()
@@ -189,7 +189,7 @@ class QueueSender(Generic[Token]):
         return batch
 
 
-def doubtful(error: BatonError) -> BatonError:
+def maybe_stored(error: BatonError) -> BatonError:
     """What is told of a message that an earlier try may have stored, if the last one says no."""
     if isinstance(error, Unreachable):
         return Unreachable(error.message, remedy=MAYBE_STORED, facts=error.facts)

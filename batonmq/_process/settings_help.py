@@ -14,11 +14,11 @@ from typing import Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from batonmq._process.config import ConfigError, Problem, Settings, given, load
+from batonmq._process.config import ConfigError, ConfigProblem, Settings, load, read_raw_settings
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SettingHelp:
     """One setting of a process.
 
     Attributes:
@@ -38,20 +38,20 @@ class Setting:
     source: str
 
 
-def explain(
+def settings_help(
     kind: type[Settings], prefix: str, env: Mapping[str, str] | None = None
-) -> tuple[tuple[Setting, ...], tuple[Problem, ...]]:
+) -> tuple[tuple[SettingHelp, ...], tuple[ConfigProblem, ...]]:
     """Every setting of `kind`, and what is wrong with them.
 
     Args:
         env: The environment; the process's if not given.
     """
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ConfigProblem, ...] = ()
     by_env: Mapping[str, object] = {}
     by_file: Mapping[str, object] = {}
     path = ""
     try:
-        found = given(prefix, env)
+        found = read_raw_settings(prefix, env)
         by_env, by_file, path = found.by_env, found.by_file, found.path
         load(kind, prefix, env)
     except ConfigError as error:
@@ -66,7 +66,7 @@ def explain(
         elif value is None:
             source = ""
         settings.append(
-            Setting(
+            SettingHelp(
                 name=name,
                 variable=f"{prefix}_{name.upper()}",
                 unit=unit_of(name, field),

@@ -39,11 +39,11 @@ class ShiftBy:
     count: int
 
 
-Target = ToOffset | ToTime | ToEarliest | ToLatest | ShiftBy
+ResetTarget = ToOffset | ToTime | ToEarliest | ToLatest | ShiftBy
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ResetBounds:
     """A queue, and how far the group is on it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ResetOffset:
     """Where to put the group; `note` says where that is not what was asked for.
 
     Attributes:
@@ -69,7 +69,7 @@ class Place:
     note: str = ""
 
 
-def place(target: Target, standing: Standing) -> Place:
+def resolve_target(target: ResetTarget, standing: ResetBounds) -> ResetOffset:
     """Where `target` is on a queue."""
     match target:
         case ToOffset(offset):
@@ -78,20 +78,20 @@ def place(target: Target, standing: Standing) -> Place:
             assert standing.time_offset is not None
             return _clamped(standing.time_offset, standing)
         case ToEarliest():
-            return Place(standing.first_offset)
+            return ResetOffset(standing.first_offset)
         case ToLatest():
-            return Place(standing.next_offset)
+            return ResetOffset(standing.next_offset)
         case ShiftBy(count):
             if standing.committed_offset is None:
-                return Place(None, "the group has no progress to shift; left as it is")
+                return ResetOffset(None, "the group has no progress to shift; left as it is")
             return _clamped(standing.committed_offset + count, standing)
 
 
-def _clamped(offset: int, standing: Standing) -> Place:
+def _clamped(offset: int, standing: ResetBounds) -> ResetOffset:
     if offset < standing.first_offset:
         first = standing.first_offset
-        return Place(first, f"offset {offset} is not kept; {first} is the first that is")
+        return ResetOffset(first, f"offset {offset} is not kept; {first} is the first that is")
     if offset > standing.next_offset:
         end = standing.next_offset
-        return Place(end, f"offset {offset} is past the end; {end} is the end")
-    return Place(offset)
+        return ResetOffset(end, f"offset {offset} is past the end; {end} is the end")
+    return ResetOffset(offset)
