@@ -21,7 +21,7 @@ import pytest
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq.cli.output import Columns, OutputFormat, Output
+from batonmq.cli.output import Columns, Output, OutputFormat
 from batonmq_server.lockmgr.core.locks import Lock, Policy
 from batonmq_server.lockmgr.core.table import LockTable
 from batonmq_server.runtime.paging import token_of_key
