@@ -93,7 +93,7 @@ class LockTable:
     def entries(
         self, group: str = "", topic: str = "", after: GroupQueue | None = None
     ) -> Iterator[Entry]:
-        """Yield the entries that are in etcd, are being changed or are waited for, ascending by key.
+        """Yield entries, ascending by key: in etcd, being changed, or waited for.
 
         The table must not change during the iteration.
 
