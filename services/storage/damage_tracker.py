@@ -30,8 +30,8 @@ class DamageTracker:
 
     def report_error(self, error: DataLoss) -> None:
         """Note that a read came upon a damaged batch, or index; nothing was served."""
-        if "position" in error.facts:
-            self._report(int(error.facts["position"]), error.message)
+        if error.detail.position is not None:
+            self._report(error.detail.position, error.message)
         elif self._is_new(error.message):
             log.error("damaged index detail=%r", error.message)
 

@@ -19,7 +19,7 @@ from baton.storage.v1 import replication_service_pb2 as pb
 from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
-from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail
 from batonmq_server.runtime.peers import Peer
 from batonmq_server.runtime.process import Runtime
 from batonmq_server.runtime.stuck import Stuck
@@ -107,7 +107,7 @@ class LogFollower:
         if answer.epoch < history.epoch:
             raise OldEpoch(
                 f"the leader has epoch {answer.epoch}, this node {history.epoch}",
-                facts={"epoch": answer.epoch, "current": history.epoch},
+                detail=OldEpochDetail(epoch=answer.epoch, current=history.epoch),
             )
         theirs = read_history((start.epoch, start.position) for start in answer.history)
         async with self._copy.writing:

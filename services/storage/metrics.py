@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from batonmq._core.redriving import PREFIX as DEAD_LETTERS_PREFIX
+from batonmq._core.dead_letters import DEAD_LETTER_PREFIX
 
 _TOPIC, _GROUP = "topic", "consumer_group"
 _LATENESS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 60, 3_600)
@@ -197,8 +197,8 @@ class TrafficMetrics:
         self._topics.add(topic)
         self._messages_in.labels(topic).inc(count)
         self._bytes_in.labels(topic).inc(size)
-        if topic.startswith(DEAD_LETTERS_PREFIX):
-            group = topic.removeprefix(DEAD_LETTERS_PREFIX)
+        if topic.startswith(DEAD_LETTER_PREFIX):
+            group = topic.removeprefix(DEAD_LETTER_PREFIX)
             self._groups.add(group)
             self._dead.labels(group).inc(count)
 

@@ -20,7 +20,7 @@ from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Store
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
 from batonmq_server.storage.core.store import ReadSpec, Store, TopicQueues, check
 from batonmq_server.storage.core.tag_filter import HashFilter
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 
 TOPIC = "orders"
 TOPIC_ID = 7

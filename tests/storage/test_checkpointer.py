@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from batonmq_server.storage import checkpointer as checkpoints
+from batonmq_server.storage import checkpointer
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.flusher import Flusher
 from batonmq_server.storage.node import StorageNode, recovered
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import append, batch, bodies, open_store
 from tests.storage.running_node import running
 from tests.support.waiting import until
@@ -103,9 +103,9 @@ async def test_a_disk_that_fails_ends_the_process() -> None:
 
 @pytest.mark.parametrize("due", ["time", "size"])
 async def test_they_are_taken_when_they_are_due(due: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "_LOOK_S", 0.001)
-    monkeypatch.setattr(checkpoints, "INTERVAL_S", 0 if due == "time" else 3_600)
-    monkeypatch.setattr(checkpoints, "BYTES_MAX", 1 << 40 if due == "time" else 500)
+    monkeypatch.setattr(checkpointer, "_LOOK_S", 0.001)
+    monkeypatch.setattr(checkpointer, "INTERVAL_S", 0 if due == "time" else 3_600)
+    monkeypatch.setattr(checkpointer, "BYTES_MAX", 1 << 40 if due == "time" else 500)
     async with scene() as here, asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(here.checkpointer.run())
         for number in range(1, 4):

@@ -25,8 +25,8 @@ from batonmq_server.storage.core.files import File
 from batonmq_server.storage.core.producers import StoreReceipt
 from batonmq_server.storage.core.retention import DiskState, DiskUsage
 from batonmq_server.storage.core.store import check
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
-from tests.storage import schedule_scene as delay_scene
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
+from tests.storage import schedule_scene
 from tests.storage.batches import (
     NOW,
     TOPIC,
@@ -164,7 +164,7 @@ def test_a_retry_of_what_is_stored_has_its_receipt_on_a_full_disk() -> None:
 
 async def test_a_refusal_has_the_numbers_of_the_moment() -> None:
     """The last look at the disk may be a second old, and the disk may have been empty then."""
-    async with delay_scene.scene() as here:
+    async with schedule_scene.scene() as here:
         here.retention.observe(DiskUsage(10, 1 << 40), 0, 0)
         assert here.retention.state is DiskState.OK
         here.disk.room = 1_000

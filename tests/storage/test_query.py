@@ -21,7 +21,7 @@ from batonmq_server.storage.core.query import (
     TimeWindow,
 )
 from batonmq_server.storage.core.store import Store
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC_ID,

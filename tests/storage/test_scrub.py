@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from batonmq.errors import DataLoss
+from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core import scrub as core
 from batonmq_server.storage.core.scrub import LogScrub
 from batonmq_server.storage.damage_tracker import DamageTracker
 from batonmq_server.storage.node import opened
 from batonmq_server.storage.scrubber import Scrubber
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
 from tests.support.waiting import until
 
@@ -140,8 +140,8 @@ def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> No
     damage = DamageTracker(lambda: None)
     for _ in range(2):
         damage.report_batch(7, "rotten")
-        damage.report_error(DataLoss("rotten", facts={"position": 7}))
-        damage.report_error(DataLoss("rotten too", facts={"position": 8}))
+        damage.report_error(DataLoss("rotten", detail=DataLossDetail(position=7)))
+        damage.report_error(DataLoss("rotten too", detail=DataLossDetail(position=8)))
         damage.report_error(DataLoss("one index ends early", facts={"offset": 1}))
         damage.report_error(DataLoss("another index ends early", facts={"offset": 1}))
     assert len(damage) == len(caplog.records) == 4

@@ -37,7 +37,7 @@ from batonmq_server.storage.core.tag_filter import HashFilter
 from batonmq_server.storage.log_cleaner import CleaningBounds, LogCleaner
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import StorageNode, recovered
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, append, batch
 
 SEGMENT_BYTES = 800
