@@ -12,8 +12,8 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq.admin.admin import Admin
 from batonmq_server.local.child import execute
 from batonmq_server.local.cluster import LocalCluster

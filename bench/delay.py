@@ -9,7 +9,7 @@ from time import perf_counter
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin

@@ -23,7 +23,7 @@ from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin

@@ -123,8 +123,8 @@ async def _set(stack: AsyncExitStack, folder: Path, copies: int) -> _Set:
 
 
 async def _catch_up(one: _Set, count: int) -> tuple[float, float]:
-    """MiB a second that a follower gets which was away while `count` appends were written, and that a
-    writer at full speed writes meanwhile: from when the follower begins to get something.
+    """MiB a second that a follower gets which was away while `count` appends were written, and that
+    a writer at full speed writes meanwhile: from when the follower begins to get something.
     """
     name, behind = await _follower(one), await _position(one)
     await one.cluster.stop(name)

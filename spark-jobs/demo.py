@@ -31,9 +31,9 @@ import pyarrow as pa
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch
 from batonmq._common.aio import interruptible
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer

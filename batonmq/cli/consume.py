@@ -12,12 +12,12 @@ import typer
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.delays import parse_duration_ms
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
-from batonmq._core.starting import ConsumeFrom
+from batonmq._core.start_offset import ConsumeFrom
 from batonmq._core.subscription import parse_filter
 from batonmq.admin.admin import Admin
 from batonmq.cli.complete import groups_that_begin

@@ -23,8 +23,8 @@ import numpy as np
 
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin

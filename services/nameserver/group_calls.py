@@ -29,6 +29,7 @@ from batonmq_server.nameserver.refusals import Refusals
 from batonmq_server.nameserver.sessions import SessionKey, Sessions
 from batonmq_server.nameserver.telemetry import Telemetry
 from batonmq_server.nameserver.topic_calls import TopicCalls
+from batonmq_server.runtime.paging import key_of_token, page_of
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +112,12 @@ class GroupCalls:
         Args:
             seen: Whether the caller may know of a group.
         """
+        after = key_of_token(request.page_token)
         self.catalog.check_ready()
-        names = filter(seen, sorted(self.catalog.groups))
-        return pb.ListGroupsResponse(groups=filter(None, map(self.catalog.message, names)))
+        names = filter(seen, sorted(name for name in self.catalog.groups if name > after))
+        groups = ((name, self.catalog.message(name)) for name in names)
+        page = page_of(((name, group) for name, group in groups if group), request.page_size)
+        return pb.ListGroupsResponse(groups=page.entries, next_page_token=page.next_page_token)
 
     async def describe(self, request: pb.DescribeGroupRequest) -> pb.DescribeGroupResponse:
         """See the proto."""

@@ -259,7 +259,8 @@ class Inspector:
         if stamp is None or stamp.offset != e.head_offset:
             answer = await self._questions.message_at(queue, e.head_offset)
             if isinstance(answer.failure, DataLoss):
-                position = str(answer.failure.facts.get("position", "unknown"))
+                at = answer.failure.detail.position
+                position = "unknown" if at is None else str(at)
                 return replace(e, damage=Damage(position, answer.error))
             stamp = answer.value
             if seen is not None:

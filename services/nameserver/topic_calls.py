@@ -16,6 +16,7 @@ from batonmq_server.nameserver.core.topics import QUEUES_DEFAULT, QUEUES_MAX, Ro
 from batonmq_server.nameserver.progress import Progress
 from batonmq_server.nameserver.spread import resized
 from batonmq_server.nameserver.topic_store import CreatedTopic, TopicStore, topic_not_found
+from batonmq_server.runtime.paging import key_of_token, page_of
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +79,11 @@ class TopicCalls:
         Args:
             seen: Whether the caller may know of a topic.
         """
+        after, topics = key_of_token(request.page_token), self._catalog.topics
         self._catalog.check_ready()
-        topics = self._catalog.topics
-        names = filter(seen, sorted(topics))
-        return pb.ListTopicsResponse(topics=[topic_to_pb(topics[name]) for name in names])
+        names = filter(seen, sorted(name for name in topics if name > after))
+        page = page_of(((name, topic_to_pb(topics[name])) for name in names), request.page_size)
+        return pb.ListTopicsResponse(topics=page.entries, next_page_token=page.next_page_token)
 
     async def describe(self, request: pb.DescribeTopicRequest) -> pb.DescribeTopicResponse:
         """See the proto."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from batonmq.errors import TopicExists, TopicNotFound
+from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.convert_topics import topic_from_bytes, topic_to_pb
 from batonmq_server.nameserver.core.topics import Topic, housed, spread_queues
 from batonmq_server.nameserver.turns import Turns, as_read
@@ -145,7 +145,7 @@ class TopicStore:
 
 def topic_not_found(name: str) -> TopicNotFound:
     """The error for a topic that does not exist."""
-    return TopicNotFound(f"topic {name} does not exist", facts={"topic": name})
+    return TopicNotFound(f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name))
 
 
 def _found(topic: Topic, revision: int, queue_count: int) -> CreatedTopic:

@@ -19,7 +19,7 @@ from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
-from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, Unreachable
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail, Unreachable
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.core.change_log import ChangeLog, Entry, StoreChange
 from batonmq_server.offsets.persistence import ProgressStore, change_log_of, read_change_log
@@ -117,7 +117,7 @@ class Follower:
         if answer.epoch < before.epoch:
             raise OldEpoch(
                 f"the leader has epoch {answer.epoch}, this node {before.epoch}",
-                facts={"epoch": answer.epoch, "current": before.epoch},
+                detail=OldEpochDetail(epoch=answer.epoch, current=before.epoch),
             )
         async with self.writing:
             if self.changes.position != before:

@@ -15,9 +15,9 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import CALL_TIMEOUT_S, Surroundings
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._producer.producer import Producer
 from tests.cli.running import Up
 from tests.support.waiting import until_now

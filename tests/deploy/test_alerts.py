@@ -20,8 +20,8 @@ import yaml
 
 from batonmq._common.rpc import ERROR_OF
 from batonmq_server.nameserver.core.diagnosis import Reason
-from tests.deploy.promql import METRICS, matchers, result_labels, rules, selectors
-from tests.docs.pages import ROOT
+from tools.dashboards.promql import METRICS, matchers, result_labels, rules, selectors
+from tools.docs.pages import ROOT
 
 FOLDER = ROOT / "deploy" / "prometheus"
 RUNBOOKS = ROOT / "docs" / "runbooks"

@@ -156,7 +156,7 @@ class Crew:
 
         Args:
             life: Makes the journal another one, for a process with the client id of one before.
-            options: Of `tests.e2e.member`.
+            options: Of `tests.support.member`.
         """
         journal = self.folder / f"{client_id}{life}.lines"
         named = {
@@ -171,7 +171,7 @@ class Crew:
         process = Child(
             Program(
                 name=client_id,
-                command=[sys.executable, "-m", "tests.e2e.member", *arguments],
+                command=[sys.executable, "-m", "tests.support.member", *arguments],
                 log_path=self.folder / f"{client_id}{life}.log",
                 is_ready=_at_once,
             ),

@@ -24,8 +24,8 @@ import pytest
 from batonmq._common.clock import Clock
 from batonmq._connection.security import Security
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.access import AccessControl, Grant, Role

@@ -21,7 +21,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import QueueRef
 from batonmq._telemetry.events import EventHub
-from batonmq.errors import DataLoss, Held, NotLeader, SubscriptionConflict
+from batonmq.errors import DataLoss, DataLossDetail, Held, NotLeader, SubscriptionConflict
 from batonmq_server.nameserver.core.diagnosis import Reason
 from batonmq_server.nameserver.core.groups import Group, Pause, Staged, Subscription
 from batonmq_server.nameserver.group_metrics import GroupMetrics
@@ -178,7 +178,9 @@ async def test_damage_is_told_with_its_position(asked: Scene) -> None:
     group = asked.group("g", "c1")
     asked.own(group, "c1")
     asked.progress(group, 13)
-    asked.brokers["a"].damage = DataLoss("checksum does not match", facts={"position": 4096})
+    asked.brokers["a"].damage = DataLoss(
+        "checksum does not match", detail=DataLossDetail(position=4096)
+    )
     found = await why(asked, group)
     assert reasons(found) == [*[Reason.DATA_LOSS] * 2, *[Reason.NOT_PULLING] * 2]
     assert found[0].finding.values["position"] == "4096"

@@ -24,9 +24,10 @@ from random import Random
 from typing import Any
 
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.forms import Handler
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_adapters import Handler
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+from batonmq._consumer.session import OwnershipEvent
 from batonmq._core.subscription import TagFilter
 from batonmq.errors import BatonError
 from batonmq_server.lockmgr.config import LockmgrSettings

@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
-from batonmq._consumer.session import ConsumerSettings
 from batonmq_server.testing.processes import Process
 from tests.simulation.cluster import ConsumerProcess
 from tests.simulation.stage import Later, Stage

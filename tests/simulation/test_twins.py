@@ -20,7 +20,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
 from batonmq._process.config import load
-from batonmq.errors import NoQuorum, OldEpoch, Unreachable
+from batonmq.errors import NoQuorum, OldEpoch, OldEpochDetail, Unreachable
 from batonmq_server.runtime.election import Election
 from batonmq_server.runtime.etcd import Compare, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
@@ -49,7 +49,7 @@ class Offsets(pb_grpc.OffsetsServiceServicer):
             finally:
                 self.cancelled += 1
         if request.term < 5:
-            raise OldEpoch("term is over", facts={"current": 5})
+            raise OldEpoch("term is over", detail=OldEpochDetail(current=5))
         self.announced.append(request.term)
         return pb.AnnounceResponse(offsets_epoch=request.term)
 
@@ -178,7 +178,8 @@ def test_a_call_is_answered_and_a_refusal_is_raised_as_itself() -> None:
         assert (await pair.announce(7)).offsets_epoch == 7
         refused = await pair.refusal(3)
         assert isinstance(refused, OldEpoch)
-        assert refused.facts == {"current": "5"}
+        assert isinstance(refused, OldEpoch)
+        assert refused.detail == OldEpochDetail(current=5)
 
     run_virtual(main())
 

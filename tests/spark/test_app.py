@@ -32,7 +32,6 @@ from batonspark.progress import measured
 from batonspark.rollup import ROLLUP
 from batonspark.rules import RuleBook
 from batonspark.settings import PREFIX, JobSettings
-from tests.deploy.boards_inside import SPARK
 from tests.deploy.live import (
     differing,
     documented,
@@ -44,6 +43,7 @@ from tests.deploy.live import (
 )
 from tests.spark.running import TEST_CONFIG, RunningCluster
 from tests.support.waiting import until_now
+from tools.dashboards.internals import SPARK
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "spark.md").read_text()

@@ -15,9 +15,12 @@ SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
 REPO = Path(__file__).resolve().parents[2]
 PROGRAMS = (
-    "batonmq_server.lockmgr", "batonmq_server.nameserver", "batonmq_server.offsets", "batonmq_server.storage",
+    "batonmq_server.lockmgr",
+    "batonmq_server.nameserver",
+    "batonmq_server.offsets",
+    "batonmq_server.storage",
     "tests.e2e.member",
-)  # fmt: skip
+)
 
 
 @cache

@@ -20,9 +20,9 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._core.retries import dead_letter_topic
 from batonmq._producer.producer import Producer
