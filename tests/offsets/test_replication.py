@@ -1,10 +1,10 @@
 """A replica set of offsets, its leader dead, cut off, slow or back again.
 
-Goal: answered progress is never lost and never goes back, whichever node is the leader; a node whose
-lease may have expired does not answer; a node that lacks a confirmed change is never elected; all
-copies are equal.
-Method: three real nodes in one process (tests/offsets/replica_cluster.py). A test waits for a state,
-never for a time.
+Goal: answered progress is never lost and never goes back, whichever node is the leader; a node
+whose lease may have expired does not answer; a node that lacks a confirmed change is never elected;
+all copies are equal.
+Method: three real nodes in one process (tests/offsets/replica_cluster.py). A test waits for a
+state, never for a time.
 """
 
 from __future__ import annotations
