@@ -15,7 +15,7 @@ from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton.common.v1 import error_pb2
-from batonmq._common.handshakes import refusal
+from batonmq._common.tls_failure import explain_tls_failure
 from batonmq.errors import (
     BatonError,
     DataLossDetail,
@@ -194,7 +194,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
         )
     if error.code() not in _TRANSIENT:
         return Internal(f"{error.code().name}: {details}")
-    refused = refusal(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
+    refused = explain_tls_failure(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
     if refused is None:
         return Unreachable(f"{error.code().name}: {details}")
     where = _ADDRESS.search(details)

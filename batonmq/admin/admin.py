@@ -22,7 +22,12 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from batonmq._common.rpc import from_rpc_error
-from batonmq._connection.directory import CALL_TIMEOUT_S, Directory, Surroundings, as_reached
+from batonmq._connection.directory import (
+    CALL_TIMEOUT_S,
+    ClientEnvironment,
+    Directory,
+    with_reachable_addresses,
+)
 from batonmq._connection.security import Security
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
@@ -82,9 +87,9 @@ class Admin:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         security: Security | None = None,
-        surroundings: Surroundings | None = None,
+        surroundings: ClientEnvironment | None = None,
     ) -> None:
-        outside = (surroundings or Surroundings()).secured(security)
+        outside = (surroundings or ClientEnvironment()).secured(security)
         self.directory = Directory(nameserver, outside.random, outside.connect)
         self._timeout_s = timeout_s
 
@@ -193,7 +198,7 @@ class Admin:
             return self.directory.nameserver().DescribeCluster(request, timeout=limit_s)
 
         answer = await self.ask(describe)
-        nodes = tuple(map(node_from_pb, as_reached(answer.nodes, asked)))
+        nodes = tuple(map(node_from_pb, with_reachable_addresses(answer.nodes, asked)))
         return Cluster(answer.cluster, answer.generation, nodes)
 
     async def list_groups(self) -> tuple[Group, ...]:

@@ -13,9 +13,9 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
+from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
-from batonmq._core.route import TOPICS_REVISION
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
 from batonmq_server.runtime.gates import Gates
 from batonmq_server.storage import requests

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter
 
-from batonmq._core.redriving import PREFIX as DEAD_LETTERS_PREFIX
+from batonmq._core.dead_letters import DEAD_LETTER_PREFIX as DEAD_LETTERS_PREFIX
 
 _TOPIC, _GROUP = "topic", "consumer_group"
 

@@ -30,7 +30,7 @@ NAMES = [
     if not inspect.ismodule(getattr(importlib.import_module(module), name))
 ]
 SETTINGS = ("ConsumerSettings", "ProducerSettings", "PullerSettings", "ClusterOptions")
-FURTHER = {"DataDirInUse"}
+FURTHER = {"ClusterDirInUse"}
 """What is raised, and is no public name, nor one of Python."""
 
 

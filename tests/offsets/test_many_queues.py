@@ -14,9 +14,8 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets import persistence, server
 from batonmq_server.offsets.core.ranges import EMPTY
-from batonmq_server.offsets.core.values import Acks, Instant, QueueLimits
-from batonmq_server.offsets.persistence import recover_in_steps, recover_standalone
-from batonmq_server.testing.disks import OffsetsDisk
+from batonmq_server.offsets.persistence import recover_standalone, recover_in_steps
+from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
 from tests.offsets.service_calls import TERM, Service, call, deletion, queue, wish
 
 GROUPS = [f"group-{number}" for number in range(7)]
@@ -90,7 +89,7 @@ async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
             turns += 1
             await asyncio.sleep(0)
 
-    disk = OffsetsDisk(Random(1), lambda _: 0.0)
+    disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
     _, table, records = recover_standalone(disk, QueueLimits(), NOW)
     entries_of = persistence.entries_of(table, records)
     keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(200)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.common.v1 import queue_pb2
 from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
-from batonmq._core.retries import once_id, retry_topic
+from batonmq._core.retries import retry_producer_id, retry_topic
 from batonmq._core.subscription import TagFilter
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.progress_table import ProgressTable
@@ -204,7 +204,10 @@ class Books:
         if key.topic != self.retries and not self.group.wants(tag, self.queues[key].judged[offset]):
             return False
         place = QueueRef(key.topic, key.broker, key.queue_id)
-        return once_id(place, self.topic_ids[key.topic], offset, reset_epoch) not in self.copies
+        return (
+            retry_producer_id(place, self.topic_ids[key.topic], offset, reset_epoch)
+            not in self.copies
+        )
 
     def key(self, queue: QueueRef) -> GroupQueue:
         """The queue as offsets names it."""

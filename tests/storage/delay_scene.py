@@ -25,7 +25,7 @@ from batonmq_server.storage.node import Node, recovered
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.stream import StorageStream
 from batonmq_server.storage.topics import Topics
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
 
 BROKER = "broker-a"

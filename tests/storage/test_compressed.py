@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.records import (
     BatchBuilder,
     Message,
@@ -20,7 +20,7 @@ from batonmq._core.records import (
 from batonmq.errors import BadBatch, LimitExceeded
 from batonmq_server.storage.core.checkpointing import Checkpointing
 from batonmq_server.storage.core.fsck import Fsck
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.core.test_compressed_batches import repacked
 from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
 from tests.storage.delay_scene import scene
@@ -37,7 +37,7 @@ BODIES = [message.body for message in MESSAGES]
 
 
 def packed(compression: Compression, producer: tuple[int, int] = (0, 0)) -> bytes:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for message in MESSAGES:
         builder.add(message, encode_record(message))
     return builder.encode(topic=TOPIC, queue_id=0, producer=producer)

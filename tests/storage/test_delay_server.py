@@ -33,7 +33,7 @@ from batonmq_server.storage.core.retention import Usage
 from batonmq_server.storage.core.store import TopicQueues
 from batonmq_server.storage.due import UNSETTLED_MAX
 from batonmq_server.storage.schedule_server import decode_id, encode_id
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, wanted
 from tests.storage.delay_scene import SEGMENT_BYTES, scene
 

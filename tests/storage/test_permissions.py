@@ -14,8 +14,8 @@ from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
+from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.records import read_header
-from batonmq._core.route import TOPICS_REVISION
 from batonmq.errors import BatonError, NotReadable
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.running import BROKER, TIMEOUT_S, Running, running

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.records import (
     RECORD,
     BatchBuilder,
@@ -28,7 +28,7 @@ from batonmq._core.records import (
 from batonmq._core.subscription import SqlFilter, parse_filter
 from batonmq_server.storage.core.filter import batch_starts
 from batonmq_server.storage.core.properties import STEPS_MAX, Found, find_passing
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, open_store, stored, wanted
 
 KEY = (TOPIC_ID, 0)
@@ -280,7 +280,7 @@ def test_what_needs_no_look_is_passed_over_in_one_request() -> None:
 def test_compressed_batches_are_found_as_plain_ones_and_leave_compressed(
     compression: Compression, count: int
 ) -> None:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for value in ["1", "9", ""] * count:
         one = message(value)
         builder.add(one, encode_record(one))

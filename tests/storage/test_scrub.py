@@ -18,7 +18,7 @@ from batonmq_server.storage.core.scrub import Scrub
 from batonmq_server.storage.damage import Damage
 from batonmq_server.storage.node import opened
 from batonmq_server.storage.scrub import Scrubber
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
 from tests.support.waiting import until
 

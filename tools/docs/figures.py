@@ -28,7 +28,7 @@ from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.session import OwnershipEvent
-from batonmq._core.compression import Compression, Packing
+from batonmq._core.compression import Compression, RecordCompressor
 from batonmq._core.queues import GroupQueue
 from batonmq._core.records import (
     BatchBuilder,
@@ -121,7 +121,7 @@ def _order(random: Random, number: int) -> bytes:
 
 
 def _packed(compression: Compression, messages: Sequence[Message]) -> bytes:
-    builder = BatchBuilder(Packing(compression))
+    builder = BatchBuilder(RecordCompressor(compression))
     for message in messages:
         builder.add(message, encode_record(message))
     return builder.encode(topic="orders", queue_id=0)

@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import Field
 
 from batonmq._process.config import Settings, load
-from batonmq_server.local import tether
+from batonmq_server.local import parent_death
 from batonmq_server.local.cluster import to_stderr
 from tools.faults.network import found_launcher
 from tools.faults.page import write_page
@@ -64,7 +64,7 @@ def play(name: str, folder: Path, *arguments: str) -> int:
         f"{UPSETS_FOLDER}={folder / name / UPSETS}",
     ]
     options = ["--network"] if launcher else []
-    tied = [sys.executable, "-I", "-S", tether.__file__, str(os.getpid())]
+    tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
     run = [sys.executable, "-m", "tools.faults.playing", name, str(folder), *options, *arguments]
     command = [*tied, *launcher, "/usr/bin/env", *surroundings, *run]
     return subprocess.run(command, cwd=REPO, check=False).returncode

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from batonmq._core.queue_sender import ONE_BATCH_EPOCH
 from batonmq._core.records import Header
-from batonmq._core.sending import ONCE_EPOCH
 from batonmq.errors import DuplicateSequence, ProducerFenced, SequenceGap
 
 BATCHES_KEPT = 5
@@ -157,7 +157,7 @@ class ProducerTable:
             self._of(one.epoch).load(one)
 
     def _of(self, epoch: int) -> _Table:
-        return self._once if epoch == ONCE_EPOCH else self._lasting
+        return self._once if epoch == ONE_BATCH_EPOCH else self._lasting
 
 
 class _Table:
