@@ -14,7 +14,8 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
 from batonmq_server.offsets import persistence, server
 from batonmq_server.offsets.core.ranges import EMPTY
-from batonmq_server.offsets.persistence import recover_standalone, recover_in_steps
+from batonmq_server.offsets.core.values import Acks, Instant, QueueLimits
+from batonmq_server.offsets.persistence import recover_in_steps, recover_standalone
 from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
 from tests.offsets.service_calls import TERM, Service, call, deletion, queue, wish
 
