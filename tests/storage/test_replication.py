@@ -35,7 +35,7 @@ from batonmq_server.storage.copies import Copy
 from batonmq_server.storage.core.epochs import History, decode
 from batonmq_server.storage.following import Following
 from batonmq_server.storage.role import Role
-from tests.offsets.replicas import LEASE_MS
+from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
 from tests.support.waiting import until
