@@ -1,8 +1,8 @@
 """Conversion of `BatonError` to gRPC statuses and Protobuf messages, and back.
 
-A failed call carries a `google.rpc.Status` in the trailer `grpc-status-details-bin`. Its details are
-a `baton.common.v1.Error`, which BatonMQ's clients read, and beside it `google.rpc.ErrorInfo` and
-`google.rpc.RetryInfo`, which generic clients understand.
+A failed call carries a `google.rpc.Status` in the trailer `grpc-status-details-bin`. Its details
+are a `baton.common.v1.Error`, which clients of BatonMQ read, and beside it `google.rpc.ErrorInfo`
+and `google.rpc.RetryInfo`, which generic clients understand.
 """
 
 from __future__ import annotations
