@@ -14,7 +14,7 @@ from batonmq._common.aio import only_error
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import NoQuorum
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.events import watchable
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import App, Runtime
@@ -103,7 +103,7 @@ class MemoryEnvironment(NetworkObserver):
 
     # ---- what happens to processes
 
-    def offsets_opened(self, offsets: Offsets) -> None:
+    def offsets_opened(self, offsets: OffsetsEpoch) -> None:
         """A life of offsets, or a leadership, begins to serve what is on its disk."""
 
     def storage_opened(self, node_id: str, node: StorageNode) -> None:

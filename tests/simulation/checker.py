@@ -18,7 +18,7 @@ from batonmq._core.queues import GroupQueue
 from batonmq._core.records import Record, decode_records, read_header
 from batonmq._core.retries import ATTEMPTS
 from batonmq_server.offsets.disk import Entry
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.places import OFFSETS
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.producers import StoreReceipt
@@ -72,7 +72,7 @@ class Checker:
 
     # ---- offsets
 
-    def watch_leadership(self, offsets: Offsets) -> None:
+    def watch_leadership(self, offsets: OffsetsEpoch) -> None:
         """See what a leader of offsets begins with and does; what it writes counts once the
         in-sync set has it."""
         table = self.books.tables.get(OFFSETS)

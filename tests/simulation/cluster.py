@@ -33,7 +33,7 @@ from batonmq.errors import BatonError
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd import Stored
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import StorageNode
@@ -117,7 +117,7 @@ class World(processes.MemoryEnvironment):
     def told(self, call: MemoryCall, answer: Any) -> None:
         self.trace.told(call, answer)
 
-    def offsets_opened(self, offsets: Offsets) -> None:
+    def offsets_opened(self, offsets: OffsetsEpoch) -> None:
         if self.checker.replicas.opened(offsets):
             self.checker.watch_leadership(offsets)
         else:

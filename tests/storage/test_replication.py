@@ -35,7 +35,7 @@ from batonmq_server.storage.core.epochs import EpochHistory, decode
 from batonmq_server.storage.log_copy import LogCopy
 from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.role import Role
-from tests.offsets.replicas import LEASE_MS
+from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
 from tests.support.waiting import until

@@ -7,7 +7,7 @@ from batonmq_server.runtime.gates import Gates
 from batonmq_server.runtime.mirror import Mirror
 
 
-class Modes:
+class GroupModes:
     """Checks calls against the gates of the groups.
 
     Args:

@@ -10,7 +10,7 @@ import pytest
 from batonmq._core.queues import Incarnation
 from batonmq.errors import Fenced, NotIdle, TokenMismatch, Unacked
 from batonmq_server.offsets.core.ranges import EMPTY
-from tests.offsets.scene import FORCED, IDLE, SAME_HOLDER, A, B, Scene, offsets
+from tests.offsets.rules_scene import FORCED, IDLE, SAME_HOLDER, A, B, Scene, offsets
 
 
 def test_story_1_no_fence_what_a_silent_holder_had_is_flagged() -> None:

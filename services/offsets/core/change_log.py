@@ -22,7 +22,7 @@ POSITION, HISTORY = b"position", b"history"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StoreChange:
     """One step: everything in it, or nothing."""
 
     position: Position
@@ -51,7 +51,7 @@ class ChangeLog:
         kept_bytes_max: int = 64 * 1024 * 1024,
     ) -> None:
         self._history, self._version = list(history), version
-        self._kept: deque[Change] = deque()
+        self._kept: deque[StoreChange] = deque()
         self._kept_bytes, self._kept_bytes_max = 0, kept_bytes_max
 
     @property
@@ -72,7 +72,7 @@ class ChangeLog:
             own.append((HISTORY, encode_history([*self._history, (epoch, at.version)])))
         return at, own
 
-    def keep(self, change: Change) -> None:
+    def append(self, change: StoreChange) -> None:
         """The node has this change now, durably; it is the next one.
 
         Raises:
@@ -89,32 +89,32 @@ class ChangeLog:
         while self._kept_bytes > self._kept_bytes_max and len(self._kept) > 1:
             self._kept_bytes -= self._kept.popleft().bytes_count
 
-    def become(self, other: ChangeLog) -> None:
+    def replace_with(self, other: ChangeLog) -> None:
         """The node has begun anew: go on from where `other` is."""
         self._history, self._version = other._history, other._version
         self._kept, self._kept_bytes = other._kept, other._kept_bytes
 
-    def holds(self, position: Position) -> bool:
+    def contains(self, position: Position) -> bool:
         """Whether that is a point of this node's history, so that who stands there can go on."""
         if position.version > self._version:
             return False
         return self._epoch_of(position.version) == position.epoch
 
-    def since(self, position: Position, bytes_max: int) -> list[Change] | None:
+    def since(self, position: Position, bytes_max: int) -> list[StoreChange] | None:
         """The changes after `position`, as many as fit, but one in any case.
 
         None if they are not kept, and for who has nothing: one that has lost what it had must not
         look as if it had some of it, nor keep what is left of something else.
         """
         missing = self._version - position.version
-        if not self.holds(position) or missing > len(self._kept):
+        if not self.contains(position) or missing > len(self._kept):
             return None
         if not position.version and self._version:
             return None
         wanted = [self._kept[i] for i in range(len(self._kept) - missing, len(self._kept))]
         room = bytes_max
 
-        def fits(change: Change) -> bool:
+        def fits(change: StoreChange) -> bool:
             nonlocal room
             room -= change.bytes_count
             return room >= 0
@@ -130,7 +130,9 @@ def encode_history(history: Sequence[tuple[int, int]]) -> bytes:
     return b" ".join(b"%d:%d" % one for one in history)
 
 
-def read_log(own: Mapping[bytes, bytes], *, kept_bytes_max: int = 64 * 1024 * 1024) -> ChangeLog:
+def decode_change_log(
+    own: Mapping[bytes, bytes], *, kept_bytes_max: int = 64 * 1024 * 1024
+) -> ChangeLog:
     """The log of a node that holds these values under POSITION and HISTORY, or neither.
 
     Raises:

@@ -15,7 +15,7 @@ from batonmq.errors import GroupMoved, GroupMovedDetail, InvalidArgument, NotSer
 ARRIVING_RETRY_MS = 100
 
 
-class HomeState(IntEnum):
+class PlacementState(IntEnum):
     """What became of a group here; numbers as in the contract."""
 
     ARRIVING = 1
@@ -25,7 +25,7 @@ class HomeState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class LocalPlacement:
     """A group that has come here, or left.
 
     Attributes:
@@ -34,44 +34,44 @@ class Home:
     """
 
     move: int
-    state: HomeState
+    state: PlacementState
     gone_to: str = ""
     topic_ids: Mapping[str, int] = field(default_factory=dict)
 
 
-_KEPT = (HomeState.ARRIVING, HomeState.HERE)
+_KEPT = (PlacementState.ARRIVING, PlacementState.HERE)
 
 
-class Homes:
+class LocalPlacements:
     """The groups that have an entry."""
 
     def __init__(self) -> None:
-        self._homes: dict[str, Home] = {}
+        self._placements: dict[str, LocalPlacement] = {}
 
-    def get(self, group: str) -> Home | None:
+    def get(self, group: str) -> LocalPlacement | None:
         """The entry of a group."""
-        return self._homes.get(group)
+        return self._placements.get(group)
 
-    def put(self, group: str, home: Home) -> None:
+    def put(self, group: str, placement: LocalPlacement) -> None:
         """Note what has become of a group; it is durable, or about to be before anybody is told."""
-        self._homes[group] = home
+        self._placements[group] = placement
 
     def keeps(self, group: str) -> bool:
         """Whether what is stored of a group counts here: it is neither on its way nor gone."""
-        home = self._homes.get(group)
-        return home is None or home.state is HomeState.HERE
+        placement = self._placements.get(group)
+        return placement is None or placement.state is PlacementState.HERE
 
     def topic_id(self, group: str, topic: str) -> int:
         """For which id the progress on a topic was last deleted where the group came from."""
-        home = self._homes.get(group)
-        return home.topic_ids.get(topic, 0) if home is not None else 0
+        placement = self._placements.get(group)
+        return placement.topic_ids.get(topic, 0) if placement is not None else 0
 
     def counts(self) -> tuple[int, int]:
         """How many groups are on their way here, and how many have gone."""
         # Scraped from another thread: list() of a dict's values is one step of the interpreter.
-        states = [home.state for home in list(self._homes.values())]
-        gone = states.count(HomeState.GONE) + states.count(HomeState.FORGOTTEN)
-        return states.count(HomeState.ARRIVING), gone
+        states = [placement.state for placement in list(self._placements.values())]
+        gone = states.count(PlacementState.GONE) + states.count(PlacementState.FORGOTTEN)
+        return states.count(PlacementState.ARRIVING), gone
 
     def check(self, group: str) -> None:
         """Refuse a call about a group that is not here.
@@ -80,12 +80,12 @@ class Homes:
             GroupMoved: it has left.
             NotServing: it is on its way.
         """
-        home = self._homes.get(group)
-        if home is None or home.state is HomeState.HERE:
+        placement = self._placements.get(group)
+        if placement is None or placement.state is PlacementState.HERE:
             return
-        if home.state is HomeState.ARRIVING:
+        if placement.state is PlacementState.ARRIVING:
             raise arriving(group)
-        raise moved(group, home.gone_to, home.move)
+        raise moved(group, placement.gone_to, placement.move)
 
     def seal(self, group: str, move: int, to_set: str, topic_ids: Mapping[str, int]) -> bool:
         """Give a group up; False if this move has sealed it before.
@@ -97,16 +97,22 @@ class Homes:
             OldMove: it came here, or left, by a later move, or there is nothing left of it.
             NotServing: it has not arrived yet.
         """
-        home = self._homes.get(group)
-        if home is not None and home.move >= move:
-            if (home.move, home.state, home.gone_to) == (move, HomeState.GONE, to_set):
+        placement = self._placements.get(group)
+        if placement is not None and placement.move >= move:
+            if (placement.move, placement.state, placement.gone_to) == (
+                move,
+                PlacementState.GONE,
+                to_set,
+            ):
                 return False
-            raise old_move(group, move, home.move)
-        if home is not None and home.state is not HomeState.HERE:
+            raise old_move(group, move, placement.move)
+        if placement is not None and placement.state is not PlacementState.HERE:
             raise arriving(group)
-        ahead = home.topic_ids if home is not None else {}
+        ahead = placement.topic_ids if placement is not None else {}
         joined = {topic: max(ahead.get(topic, 0), one) for topic, one in topic_ids.items()}
-        self._homes[group] = Home(move, HomeState.GONE, to_set, {**ahead, **joined})
+        self._placements[group] = LocalPlacement(
+            move, PlacementState.GONE, to_set, {**ahead, **joined}
+        )
         return True
 
     def forget(self, group: str, move: int) -> bool:
@@ -115,14 +121,18 @@ class Homes:
         Raises:
             InvalidArgument: it was not handed over.
         """
-        home = self._homes.get(group)
-        if home is None or home.move < move or (home.move == move and home.state in _KEPT):
+        placement = self._placements.get(group)
+        if (
+            placement is None
+            or placement.move < move
+            or (placement.move == move and placement.state in _KEPT)
+        ):
             raise InvalidArgument(
                 f"group {group} was not handed over by move {move}", facts={"field": "move"}
             )
-        if home.move > move or home.state is not HomeState.GONE:
+        if placement.move > move or placement.state is not PlacementState.GONE:
             return False
-        self._homes[group] = Home(move, HomeState.FORGOTTEN, home.gone_to)
+        self._placements[group] = LocalPlacement(move, PlacementState.FORGOTTEN, placement.gone_to)
         return True
 
 

@@ -1,8 +1,8 @@
-"""Numbered changes: who wrote which, what follows a position, and where two nodes have parted.
+"""The change log: the epoch of each change, the changes after a position, diverged histories.
 
-Goal: a follower goes on only from a point of the leader's own history, and gets every change after
-it once and in order; otherwise it is told to begin anew.
-Method: claims on the log of changes alone; hypothesis builds histories of several leaders.
+Goal: a follower continues only from a position of the leader's own history, and gets every change
+after it once and in order; otherwise it is told to read everything anew.
+Method: assertions on the change log alone; hypothesis builds histories of several leaders.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
-from batonmq_server.offsets.core.changes import HISTORY, POSITION, Change, ChangeLog, read_log
+from batonmq_server.offsets.core.change_log import (
+    HISTORY,
+    POSITION,
+    ChangeLog,
+    StoreChange,
+    decode_change_log,
+)
 from batonmq_server.runtime.position import NOWHERE, Position
 
 BIG = 1 << 30
@@ -22,10 +28,10 @@ def write(log: ChangeLog, epoch: int, count: int = 1, size: int = 1) -> None:
     for _ in range(count):
         at, own = log.next(epoch)
         entries = [(b"key", b"x" * size), *own]
-        log.keep(Change(at, entries))
+        log.append(StoreChange(at, entries))
 
 
-def positions(found: list[Change] | None) -> list[tuple[int, int]]:
+def positions(found: list[StoreChange] | None) -> list[tuple[int, int]]:
     assert found is not None
     return [(change.position.epoch, change.position.version) for change in found]
 
@@ -50,7 +56,7 @@ def test_a_change_that_does_not_follow_is_refused() -> None:
     write(log, 2)
     for at in (Position(2, 3), Position(2, 1), Position(1, 2)):
         with pytest.raises(DataLoss):
-            log.keep(Change(at, ()))
+            log.append(StoreChange(at, ()))
     assert log.position == Position(2, 1)
 
 
@@ -58,9 +64,9 @@ def test_who_wrote_what_another_leader_did_not_begins_anew() -> None:
     log = ChangeLog((), 0)
     write(log, 1, 3)
     write(log, 2, 2)
-    assert log.holds(Position(1, 3))
-    assert not log.holds(Position(1, 4)), "the old leader wrote on when epoch 2 had begun"
-    assert not log.holds(Position(2, 6)), "nobody has been there"
+    assert log.contains(Position(1, 3))
+    assert not log.contains(Position(1, 4)), "the old leader wrote on when epoch 2 had begun"
+    assert not log.contains(Position(2, 6)), "nobody has been there"
     assert log.since(Position(1, 4), BIG) is None
 
 
@@ -89,12 +95,14 @@ def test_what_is_stored_brings_the_log_back(steps: list[tuple[int, int]]) -> Non
         for _ in range(count):
             at, mine = log.next(epoch)
             own.update(mine)
-            log.keep(Change(at, ()))
-    again = read_log(own)
+            log.append(StoreChange(at, ()))
+    again = decode_change_log(own)
     assert again.position == log.position
     for version in range(log.position.version + 2):
         for wrote in range(epoch + 2):
-            assert again.holds(Position(wrote, version)) == log.holds(Position(wrote, version))
+            assert again.contains(Position(wrote, version)) == log.contains(
+                Position(wrote, version)
+            )
 
 
 @pytest.mark.parametrize(
@@ -111,4 +119,4 @@ def test_what_is_stored_brings_the_log_back(steps: list[tuple[int, int]]) -> Non
 )
 def test_what_contradicts_itself_is_data_loss(own: dict[bytes, bytes]) -> None:
     with pytest.raises(DataLoss):
-        read_log(own)
+        decode_change_log(own)

@@ -27,23 +27,23 @@ from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.offsets.codec import (
     META,
     decode_key,
-    decode_operation,
     decode_progress,
+    decode_reset,
     seal,
     unseal,
 )
-from batonmq_server.offsets.core.calls import Instant, Tombstone
-from batonmq_server.offsets.core.changes import Entry
-from batonmq_server.offsets.core.homes import Home, HomeState
+from batonmq_server.offsets.core.change_log import Entry
+from batonmq_server.offsets.core.local_placements import LocalPlacement, PlacementState
 from batonmq_server.offsets.core.progress import Progress
-from batonmq_server.offsets.core.resets import Operation
-from batonmq_server.offsets.leaving import Keeping
+from batonmq_server.offsets.core.resets import RecordedReset
+from batonmq_server.offsets.core.values import Instant, Tombstone
+from batonmq_server.offsets.group_exporter import EpochState
 from batonmq_server.offsets.persistence import (
     RESET,
-    HomeKey,
-    Written,
+    PlacementKey,
+    RawEntries,
     entries_of_group,
-    home_entry,
+    placement_entry,
     tombstone_entries,
 )
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
@@ -58,7 +58,7 @@ AT_ONCE_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PlacementDirectory:
     """Where groups come from, and who has to be told.
 
     Attributes:
@@ -73,18 +73,22 @@ class Origin:
     stub: Callable[[str], pb_grpc.OffsetsServiceAsyncStub]
 
 
-class Arriving:
+class GroupImporter:
     """Fetches groups for one epoch."""
 
-    def __init__(self, keeping: Keeping, origin: Origin, clock: Clock) -> None:
-        self._table, self._records = keeping.table, keeping.records
-        self._commits, self._disk, self._moving = keeping.commits, keeping.disk, keeping.moving
-        self._origin, self._clock = origin, clock
+    def __init__(self, state: EpochState, directory: PlacementDirectory, clock: Clock) -> None:
+        self._table, self._records = state.table, state.records
+        self._commits, self._disk, self._placement_lock = (
+            state.commits,
+            state.disk,
+            state.placement_lock,
+        )
+        self._directory, self._clock = directory, clock
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Fetch for ever what is to be here; to be run as one task."""
-        places = self._origin.places
+        places = self._directory.places
         told = self._tell
         places.on_change.append(told)
         try:
@@ -107,12 +111,12 @@ class Arriving:
     async def _place_what_is_here(self) -> None:
         """Groups that began here and have no place get it, before another set is given them."""
         groups = {key.group for key, _ in self._table.items()}
-        here = Place(self._origin.offsets_set).encode()
-        for group in sorted(groups - self._origin.places.values.keys()):
-            while self._table.homes.get(group) is None:
+        here = Place(self._directory.offsets_set).encode()
+        for group in sorted(groups - self._directory.places.values.keys()):
+            while self._table.placements.get(group) is None:
                 key = PREFIX + group
                 try:
-                    await self._origin.etcd.txn(
+                    await self._directory.etcd.txn(
                         compare=[Compare(key, create_revision=0)], put=[Put(key, here)]
                     )
                     break
@@ -125,11 +129,11 @@ class Arriving:
 
     def _waiting(self) -> dict[str, Place]:
         """Groups that are to be here, and whose move is not finished."""
-        found = {group: place_of(stored) for group, stored in self._origin.places.values.items()}
+        found = {group: place_of(stored) for group, stored in self._directory.places.values.items()}
         return {
             group: place
             for group, place in found.items()
-            if place.offsets_set == self._origin.offsets_set and place.from_set
+            if place.offsets_set == self._directory.offsets_set and place.from_set
         }
 
     async def _try(self, group: str, place: Place, turns: asyncio.Semaphore) -> None:
@@ -140,35 +144,41 @@ class Arriving:
             log.info("group has not arrived yet group=%s move=%d why=%s", group, place.move, error)
 
     async def _move(self, group: str, place: Place) -> None:
-        home = self._table.homes.get(group)
-        if home is not None and home.move > place.move:
+        placement = self._table.placements.get(group)
+        if placement is not None and placement.move > place.move:
             return  # what is known here of etcd is old
-        if home is None or home.move < place.move or home.state is HomeState.ARRIVING:
+        if (
+            placement is None
+            or placement.move < place.move
+            or placement.state is PlacementState.ARRIVING
+        ):
             await self._fetch(group, place)
         forget = pb.ForgetGroupRequest(group=group, move=place.move)
-        stub = self._origin.stub(place.from_set)
+        stub = self._directory.stub(place.from_set)
         await answered(stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
         key = PREFIX + group
         finished = Place(place.offsets_set, place.move)
-        done = await self._origin.etcd.txn(
+        done = await self._directory.etcd.txn(
             compare=[Compare(key, mod_revision=place.revision)], put=[Put(key, finished.encode())]
         )
         if done:
             log.info("group moved group=%s move=%d from=%s", group, place.move, place.from_set)
 
     async def _fetch(self, group: str, place: Place) -> None:
-        async with self._moving:
-            self._table.homes.put(group, Home(place.move, HomeState.ARRIVING))
-            await self._written(HomeKey(group))
-        request = pb.HandOverRequest(group=group, move=place.move, to_set=self._origin.offsets_set)
+        async with self._placement_lock:
+            self._table.placements.put(group, LocalPlacement(place.move, PlacementState.ARRIVING))
+            await self._written(PlacementKey(group))
+        request = pb.HandOverRequest(
+            group=group, move=place.move, to_set=self._directory.offsets_set
+        )
         while True:
-            stub = self._origin.stub(place.from_set)
+            stub = self._directory.stub(place.from_set)
             answer = await answered(stub.HandOver(request, timeout=CALL_TIMEOUT_S))
             entries = [(entry.key, entry.value) for entry in answer.entries]
             for key, value in entries:
                 unseal(key, value)
-            async with self._moving:
-                await self._written(Written(entries))
+            async with self._placement_lock:
+                await self._written(RawEntries(entries))
             if answer.last:
                 break
             request.after_key = answer.entries[-1].key
@@ -183,13 +193,13 @@ class Arriving:
         deleted of the group too. Ids that this set has not heard of yet are noted with the group,
         so that what is deleted for them later leaves alone what the group has begun since.
         """
-        async with self._moving:
+        async with self._placement_lock:
             now = Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
             own_ids = self._table.topic_ids
             ahead = {topic: one for topic, one in topic_ids.items() if one > own_ids.get(topic, 0)}
-            home = Home(place.move, HomeState.HERE, topic_ids=ahead)
+            placement = LocalPlacement(place.move, PlacementState.HERE, topic_ids=ahead)
             queues, operations = _decoded(await entries_of_group(self._disk, group))
-            at, value = home_entry(group, home)
+            at, value = placement_entry(group, placement)
             changes: list[Entry] = [(at, seal(at, value))]
             for key, state in queues.items():
                 deleted = own_ids.get(key.topic, 0) > topic_ids.get(key.topic, 0)
@@ -199,30 +209,30 @@ class Arriving:
                     queues[key] = ended
             if term > self._table.term:
                 self._table.announce(term)
-                self._commits.changed(None)
-            await self._written(Written(changes))
+                self._commits.mark_changed(None)
+            await self._written(RawEntries(changes))
             for key, state in queues.items():
                 self._table.restore(key, state, now)
             for operation in operations:
                 self._records.put(group, operation)
-            self._table.homes.put(group, home)
+            self._table.placements.put(group, placement)
         log.info("group is here group=%s move=%d queues=%d", group, place.move, len(queues))
 
-    async def _written(self, key: HomeKey | Written) -> None:
+    async def _written(self, key: PlacementKey | RawEntries) -> None:
         self._commits.check_room()
-        self._commits.changed(key)
-        await self._commits.settled_all()
+        self._commits.mark_changed(key)
+        await self._commits.wait_all_durable()
 
 
 def _decoded(
     entries: list[tuple[bytes, bytes]],
-) -> tuple[dict[GroupQueue, Progress | Tombstone], list[Operation]]:
+) -> tuple[dict[GroupQueue, Progress | Tombstone], list[RecordedReset]]:
     queues: dict[GroupQueue, Progress | Tombstone] = {}
     operations = []
     for key, sealed in entries:
         value = unseal(key, sealed)
         if key.startswith(RESET):
-            operations.append(decode_operation(value))
+            operations.append(decode_reset(value))
         elif not key.startswith(META):
             queue = decode_key(key)
             queues[queue] = decode_progress(queue, value)

@@ -21,12 +21,12 @@ from batonmq.errors import (
     Unacked,
     UnknownQueue,
 )
-from batonmq_server.offsets.core.calls import Acks, Limits, Source
 from batonmq_server.offsets.core.ranges import EMPTY
-from tests.offsets.scene import FORCED, IDLE, KEY, SAME_HOLDER, A, B, Scene, offsets
+from batonmq_server.offsets.core.values import Acks, ProgressSource, QueueLimits
+from tests.offsets.rules_scene import FORCED, IDLE, KEY, SAME_HOLDER, A, B, Scene, offsets
 
 
-def held(limits: Limits | None = None) -> Scene:
+def held(limits: QueueLimits | None = None) -> Scene:
     """A holds token 1 and has [0, 10) in flight."""
     scene = Scene(limits)
     scene.fence(A, 0)
@@ -162,15 +162,20 @@ def test_s14_acks_and_closes_name_no_subscription() -> None:
 def test_s2_progress_tells_what_changed_it_last() -> None:
     scene = held()
     found = [scene.queue.source]
-    scene.table.commit(KEY, 1, Acks(0, 1, EMPTY), scene.now, Source.PULL)
+    scene.table.commit(KEY, 1, Acks(0, 1, EMPTY), scene.now, ProgressSource.PULL)
     found.append(scene.queue.source)
     scene.commit(1, 2)
     found.append(scene.queue.source)
     scene.commit(1, 2)
     found.append(scene.queue.source)
-    assert found == [Source.FENCE, Source.PULL, Source.COMMIT, Source.COMMIT]
+    assert found == [
+        ProgressSource.FENCE,
+        ProgressSource.PULL,
+        ProgressSource.COMMIT,
+        ProgressSource.COMMIT,
+    ]
     scene.restart()
-    assert scene.queue.source is Source.COMMIT
+    assert scene.queue.source is ProgressSource.COMMIT
 
 
 # ---- without a token
@@ -182,7 +187,7 @@ def test_s15_first_commit_without_token_creates_the_progress() -> None:
     queue = scene.queue
     assert (queue.token, queue.holder, queue.closed) == (0, None, True)
     assert (queue.acked, queue.drained) == (offsets((1_004, 1_006)), True)
-    assert queue.source is Source.COMMIT
+    assert queue.source is ProgressSource.COMMIT
 
 
 def test_s15_first_commit_without_token_counts_though_nothing_is_acked() -> None:
@@ -190,7 +195,7 @@ def test_s15_first_commit_without_token_counts_though_nothing_is_acked() -> None
     assert scene.commit_unowned() == (0, True)
     scene.restart()
     assert scene.commit_unowned() == (0, False)
-    assert scene.queue.source is Source.COMMIT, "where the group begins is decided once"
+    assert scene.queue.source is ProgressSource.COMMIT, "where the group begins is decided once"
 
 
 def test_s15_commits_without_token_are_a_set_union_that_never_falls() -> None:
@@ -250,9 +255,11 @@ def test_s8_commit_without_token_is_no_access_under_the_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(ack_ranges_max=100), Limits(ack_bytes_max=250)], ids=["ranges", "bytes"]
+    "limits",
+    [QueueLimits(ack_ranges_max=100), QueueLimits(ack_bytes_max=250)],
+    ids=["ranges", "bytes"],
 )
-def test_s16_at_the_cap_deliveries_wait_and_acks_are_taken_and_kept(limits: Limits) -> None:
+def test_s16_at_the_cap_deliveries_wait_and_acks_are_taken_and_kept(limits: QueueLimits) -> None:
     scene = held(limits)
     scene.record(1, 10, 1_000)
     many = offsets(*((offset, offset + 1) for offset in range(1, 1_000, 2)))
@@ -277,4 +284,4 @@ def test_s16_default_cap_is_100_000_ranges_or_1_mib() -> None:
     scene.commit(1, 0, offsets((199_999, 200_000)))
     assert len(scene.queue.acked.runs) == 100_000
     assert scene.queue.ack_window_full(scene.limits)
-    assert Limits().ack_bytes_max == 1 << 20
+    assert QueueLimits().ack_bytes_max == 1 << 20

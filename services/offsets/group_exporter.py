@@ -11,15 +11,15 @@ import logging
 from dataclasses import dataclass, field
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from batonmq_server.offsets.core.homes import HomeState, old_move
-from batonmq_server.offsets.core.resets import Records
-from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.local_placements import PlacementState, old_move
+from batonmq_server.offsets.core.progress_table import ProgressTable
+from batonmq_server.offsets.core.resets import ResetHistory
 from batonmq_server.offsets.group_commit import GroupCommit
 from batonmq_server.offsets.persistence import (
     DurableKey,
-    HomeKey,
-    Stored,
-    Written,
+    PlacementKey,
+    ProgressStore,
+    RawEntries,
     entries_of_group,
 )
 
@@ -30,27 +30,31 @@ PART_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class EpochState:
     """What an epoch keeps, and how it is kept.
 
     Attributes:
-        moving: Held while it is decided, or written, where a group is; also while the progress of
-            all groups on a topic is ended.
+        placement_lock: Held while the placement of a group is decided or written, and while the
+            progress of all groups on a topic is deleted.
     """
 
     table: ProgressTable
-    records: Records
+    records: ResetHistory
     commits: GroupCommit[DurableKey]
-    disk: Stored
-    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    disk: ProgressStore
+    placement_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Leaving:
+class GroupExporter:
     """Hands groups over."""
 
-    def __init__(self, keeping: Keeping) -> None:
-        self._table, self._records = keeping.table, keeping.records
-        self._commits, self._disk, self._moving = keeping.commits, keeping.disk, keeping.moving
+    def __init__(self, state: EpochState) -> None:
+        self._table, self._records = state.table, state.records
+        self._commits, self._disk, self._placement_lock = (
+            state.commits,
+            state.disk,
+            state.placement_lock,
+        )
 
     async def hand_over(
         self, group: str, move: int, to_set: str, after_key: bytes
@@ -60,23 +64,23 @@ class Leaving:
         Raises:
             OldMove, NotServing: see `Homes.seal`.
         """
-        homes = self._table.homes
-        async with self._moving:
-            if homes.seal(group, move, to_set, self._table.topic_ids):
-                self._commits.changed(HomeKey(group))
+        placements = self._table.placements
+        async with self._placement_lock:
+            if placements.seal(group, move, to_set, self._table.topic_ids):
+                self._commits.mark_changed(PlacementKey(group))
                 log.info("group sealed group=%s move=%d to_set=%s", group, move, to_set)
-            await self._commits.settled_all()
+            await self._commits.wait_all_durable()
             self._table.drop(group)
             self._records.drop(group)
         found = await entries_of_group(self._disk, group)
-        home = homes.get(group)
-        if home is None or (home.move, home.state) != (move, HomeState.GONE):
-            raise old_move(group, move, home.move if home is not None else 0)
+        placement = placements.get(group)
+        if placement is None or (placement.move, placement.state) != (move, PlacementState.GONE):
+            raise old_move(group, move, placement.move if placement is not None else 0)
         answer = pb.HandOverResponse(
             offsets_epoch=self._table.epoch,
             last=True,
             term=self._table.term,
-            topic_ids=home.topic_ids,
+            topic_ids=placement.topic_ids,
         )
         size = 0
         for key, value in found:
@@ -95,11 +99,11 @@ class Leaving:
         Raises:
             InvalidArgument: it was not handed over.
         """
-        async with self._moving:
+        async with self._placement_lock:
             found = await entries_of_group(self._disk, group)
             # From here to the last `changed` no await: who cancels the call leaves nothing halved.
-            if self._table.homes.forget(group, move):
-                self._commits.changed(HomeKey(group))
-                self._commits.changed(Written([(key, None) for key, _ in found]))
+            if self._table.placements.forget(group, move):
+                self._commits.mark_changed(PlacementKey(group))
+                self._commits.mark_changed(RawEntries([(key, None) for key, _ in found]))
                 log.info("group forgotten group=%s move=%d entries=%d", group, move, len(found))
-            await self._commits.settled_all()
+            await self._commits.wait_all_durable()

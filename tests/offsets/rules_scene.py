@@ -5,33 +5,40 @@ from __future__ import annotations
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
 from batonmq_server.offsets.codec import (
-    decode_operation,
     decode_progress,
-    encode_operation,
+    decode_reset,
     encode_progress,
-)
-from batonmq_server.offsets.core.calls import (
-    Acks,
-    Committed,
-    Condition,
-    Delivered,
-    Delivery,
-    Fence,
-    Grant,
-    Instant,
-    Limits,
-    Place,
-    Source,
+    encode_reset,
 )
 from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
-from batonmq_server.offsets.core.resets import Order, Outcome, Records, Resets, Step, Target
-from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.resets import (
+    ResetExecutor,
+    ResetHistory,
+    ResetOrder,
+    ResetOutcome,
+    ResetStep,
+    ResetTarget,
+)
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    CommitResult,
+    DeliveryRange,
+    DeliveryResult,
+    FenceAttempt,
+    FenceCondition,
+    FenceGrant,
+    Instant,
+    ProgressSource,
+    QueueLimits,
+)
 
 KEY = GroupQueue("readers", "news", "broker-a", 3)
 A, B, C = (Incarnation(f"client-{name}", number) for number, name in enumerate("abc", 1))
-CLOSED_OR_DRAINED, SAME_HOLDER = Condition.CLOSED_OR_DRAINED, Condition.SAME_HOLDER
-IDLE, FORCED = Condition.IDLE, Condition.FORCED
+CLOSED_OR_DRAINED, SAME_HOLDER = FenceCondition.CLOSED_OR_DRAINED, FenceCondition.SAME_HOLDER
+IDLE, FORCED = FenceCondition.IDLE, FenceCondition.FORCED
 UNIX_MS = 1_700_000_000_000
 
 
@@ -43,14 +50,14 @@ def offsets(*runs: tuple[int, int]) -> RangeSet:
 class Scene:
     """A table with the term 7 announced, its clock, and what of the queue is on the disk."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: QueueLimits | None = None) -> None:
+        self.limits = limits or QueueLimits()
         self.now_ms = 1_000_000
         self.table = ProgressTable(self.limits, 1, 7, self.now)
         self.stored: bytes | None = None
         self.stored_topic_id = 0
         self.stored_operations: dict[int, bytes] = {}
-        self.resets = Resets(self.table, Records())
+        self.resets = ResetExecutor(self.table, ResetHistory())
         self._attempts = 0
 
     @property
@@ -65,7 +72,7 @@ class Scene:
         self,
         holder: Incarnation | None,
         expected_token: int,
-        condition: Condition = CLOSED_OR_DRAINED,
+        condition: FenceCondition = CLOSED_OR_DRAINED,
         *,
         attempt: str = "",
         resume: RangeSet = EMPTY,
@@ -75,9 +82,9 @@ class Scene:
         initial_offset: int = 0,
         generation: int = 0,
         term: int = 7,
-    ) -> Grant:
+    ) -> FenceGrant:
         self._attempts += 1
-        wish = Fence(
+        wish = FenceAttempt(
             attempt=attempt or f"attempt-{self._attempts}",
             expected_token=expected_token,
             condition=condition,
@@ -97,8 +104,8 @@ class Scene:
 
     def record(
         self, token: int, first_offset: int, next_offset: int, generation: int = 0
-    ) -> Delivered:
-        delivery = Delivery(first_offset, next_offset, generation)
+    ) -> DeliveryResult:
+        delivery = DeliveryRange(first_offset, next_offset, generation)
         delivered = self.table.record_delivered(KEY, token, delivery, self.now)
         self._store(delivered.changed)
         return delivered
@@ -108,7 +115,7 @@ class Scene:
 
     def commit(
         self, token: int, committed: int = 0, acked: RangeSet = EMPTY, reset_epoch: int = 0
-    ) -> Committed:
+    ) -> CommitResult:
         acks = Acks(reset_epoch, committed, acked)
         result = self.table.commit(KEY, token, acks, self.now)
         self._store(result.changed)
@@ -116,7 +123,7 @@ class Scene:
 
     def commit_unowned(
         self, committed: int = 0, acked: RangeSet = EMPTY, reset_epoch: int = 0
-    ) -> Committed:
+    ) -> CommitResult:
         result = self.table.commit_unowned(KEY, Acks(reset_epoch, committed, acked), self.now)
         self._store(result.changed)
         return result
@@ -128,7 +135,7 @@ class Scene:
         acked: RangeSet = EMPTY,
         unfinished: RangeSet = EMPTY,
         reset_epoch: int = 0,
-    ) -> Committed:
+    ) -> CommitResult:
         acks = Acks(reset_epoch, committed, acked)
         result = self.table.close(KEY, token, acks, unfinished, self.now)
         self._store(result.changed)
@@ -136,7 +143,7 @@ class Scene:
 
     def delete(self, topic_id: int) -> list[GroupQueue] | None:
         ended = self.table.delete_topic(KEY.topic, topic_id, self.now)
-        self.stored_topic_id = self.table.deleted_for(KEY.topic)
+        self.stored_topic_id = self.table.deleted_topic_id(KEY.topic)
         self._store(bool(ended))
         return ended
 
@@ -145,24 +152,24 @@ class Scene:
         self._store(bool(ended))
         return ended
 
-    def reset(self, to: int, op_id: str = "op", *, dry_run: bool = False) -> Step | BatonError:
-        order = Order(op_id, Source.RESET, "admin", "replay")
-        targets = [Target(KEY, Place(to))]
+    def reset(self, to: int, op_id: str = "op", *, dry_run: bool = False) -> ResetStep | BatonError:
+        order = ResetOrder(op_id, ProgressSource.RESET, "admin", "replay")
+        targets = [ResetTarget(KEY, AckState(to))]
         outcome = self.resets.reset(KEY.group, order, targets, self.now, dry_run=dry_run)
         (result,) = self.carried_out(outcome)
         return result
 
-    def undo(self, undone: str, op_id: str = "undo") -> list[Step | BatonError]:
-        order = Order(op_id, Source.RESET, "admin", "a mistake", undone_op_id=undone)
+    def undo(self, undone: str, op_id: str = "undo") -> list[ResetStep | BatonError]:
+        order = ResetOrder(op_id, ProgressSource.RESET, "admin", "a mistake", undone_op_id=undone)
         outcome = self.resets.undo(KEY.group, order, self.now, dry_run=False)
         return self.carried_out(outcome)
 
-    def carried_out(self, outcome: Outcome) -> list[Step | BatonError]:
+    def carried_out(self, outcome: ResetOutcome) -> list[ResetStep | BatonError]:
         """The results, after making durable what has to be."""
         if outcome.fresh:
             assert outcome.record is not None
             operation = self.resets.records.at(outcome.record)
-            self.stored_operations[outcome.record.slot] = encode_operation(operation)
+            self.stored_operations[outcome.record.slot] = encode_reset(operation)
             self._store(True)
         return outcome.results
 
@@ -173,10 +180,10 @@ class Scene:
             self.table.restore_topic(KEY.topic, self.stored_topic_id)
         if self.stored is not None:
             self.table.restore(KEY, decode_progress(KEY, self.stored))
-        records = Records()
+        records = ResetHistory()
         for stored in self.stored_operations.values():
-            records.put(KEY.group, decode_operation(stored))
-        self.resets = Resets(self.table, records)
+            records.put(KEY.group, decode_reset(stored))
+        self.resets = ResetExecutor(self.table, records)
 
     def _store(self, changed: bool) -> None:
         if changed:

@@ -16,7 +16,7 @@ import pytest
 from baton.offsets.v1 import replication_service_pb2 as replication_pb
 from batonmq.errors import BatonError, Unreachable
 from batonmq_server.offsets.disk import FREE_BYTES_MIN
-from tests.offsets.replicas import (
+from tests.offsets.replica_cluster import (
     TIMEOUT_S,
     Replica,
     ReplicaSet,
@@ -76,11 +76,11 @@ async def next_leader(scene: ReplicaSet, before: Replica) -> Replica:
     """The leader that serves after this one, which may still say that it does."""
 
     async def look() -> bool:
-        name = (await scene.standing()).leader
+        name = (await scene.fingerprint()).leader
         return name != before.name and await scene.nodes[name].serves()
 
     await until(look, PATIENCE_S)
-    return scene.nodes[(await scene.standing()).leader]
+    return scene.nodes[(await scene.fingerprint()).leader]
 
 
 async def test_who_has_no_room_does_not_keep_another_from_leading(
@@ -132,7 +132,7 @@ async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from
     leader = await scene.leader()
     await scene.in_sync("a", "b", "c")
     await hold(leader, 0, 1)
-    epoch = (await scene.standing()).epoch
+    epoch = (await scene.fingerprint()).epoch
     one, other = (node for node in scene.nodes.values() if node is not leader)
     rooms.fill(one)
     rooms.fill(other)
@@ -145,7 +145,7 @@ async def test_a_leader_without_room_stays_while_nobody_has_any_and_is_read_from
     async with asyncio.TaskGroup() as tasks:
         late = tasks.create_task(caught(leader, 5))
         await asyncio.sleep(3)  # so that it could have given way in vain
-        assert (await scene.standing()).epoch == epoch
+        assert (await scene.fingerprint()).epoch == epoch
         assert await committed(leader, queue_id=1) == 0
         rooms.clear(one)
         assert await next_leader(scene, leader) is one

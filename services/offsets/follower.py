@@ -1,8 +1,8 @@
 """A follower's part: fetch what the leader has changed, make it durable, ask for more.
 
-Asking tells the leader how far the follower has come. Where the two have parted, or lie too far
-apart, the follower begins anew with everything the leader has. It never goes back to an older
-epoch.
+A fetch request tells the leader which changes the follower has durably. If the histories of the two
+have diverged, or the follower is too far behind, the follower replaces everything it has by the
+leader's state. It never goes back to an older epoch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail, Unreachable
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.core.changes import Change, ChangeLog, Entry
-from batonmq_server.offsets.persistence import Stored, log_of, read_changes
+from batonmq_server.offsets.core.change_log import ChangeLog, Entry, StoreChange
+from batonmq_server.offsets.persistence import ProgressStore, change_log_of, read_change_log
 from batonmq_server.runtime.peers import Peer
 from batonmq_server.runtime.position import Position
 from batonmq_server.runtime.process import Runtime
@@ -40,7 +40,7 @@ DIGESTED_AT_ONCE = 4_096
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=1_000)
 
 
-class Following:
+class Follower:
     """Keeps this node's copy like the leader's.
 
     Attributes:
@@ -52,7 +52,7 @@ class Following:
 
     def __init__(
         self,
-        disk: Stored,
+        disk: ProgressStore,
         changes: ChangeLog,
         peer: ReplicationPeer,
         settings: OffsetsSettings,
@@ -69,8 +69,8 @@ class Following:
 
     async def reload(self) -> None:
         """This node is no leader any more: go on from what is on the disk."""
-        await self.disk.settled()
-        self.changes.become(read_changes(self.disk, kept_bytes_max=self._kept_bytes_max))
+        await self.disk.wait_idle()
+        self.changes.replace_with(read_change_log(self.disk, kept_bytes_max=self._kept_bytes_max))
 
     def has_room(self) -> bool:
         """Whether the next change could be written here; if not, the leader is told."""
@@ -128,7 +128,7 @@ class Following:
             else:
                 await self._adopt([_change(one) for one in answer.changes])
 
-    async def _adopt(self, found: list[Change]) -> None:
+    async def _adopt(self, found: list[StoreChange]) -> None:
         """Take changes over in one write, or in two if a comparison is due between them."""
         at = self.changes.position
         for change in found:
@@ -143,14 +143,14 @@ class Following:
                 await self._compare()
         await self._write(found)
 
-    async def _write(self, found: list[Change]) -> None:
+    async def _write(self, found: list[StoreChange]) -> None:
         newest: dict[bytes, bytes | None] = {}
         for change in found:
             newest.update(change.entries)
         if newest:
             await self.disk.write(list(newest.items()))
         for change in found:
-            self.changes.keep(change)
+            self.changes.append(change)
 
     async def _read_all(
         self, stub: pb_grpc.ReplicationServiceAsyncStub, before: Position
@@ -170,12 +170,12 @@ class Following:
         raise Unreachable("the leader ended before it had sent everything", retry_after_ms=200)
 
     async def _begin_anew(self, entries: list[tuple[bytes, bytes]]) -> None:
-        changes = log_of(dict(entries), kept_bytes_max=self._kept_bytes_max)
+        changes = change_log_of(dict(entries), kept_bytes_max=self._kept_bytes_max)
         if changes.position.epoch < self.changes.position.epoch:
             raise OldEpoch(f"everything of epoch {changes.position.epoch} is refused")
         log.warning("begins anew position=%s was=%s", changes.position, self.changes.position)
         await self.disk.replace(entries)
-        self.changes.become(changes)
+        self.changes.replace_with(changes)
         self._expected = None
 
     async def _ask_digest(
@@ -203,7 +203,7 @@ class Following:
         if await digest_of(await self.disk.snapshot()) == digest:
             log.info("same as the leader position=%s", at)
             return
-        self.changes.become(ChangeLog((), 0, kept_bytes_max=self._kept_bytes_max))
+        self.changes.replace_with(ChangeLog((), 0, kept_bytes_max=self._kept_bytes_max))
         raise DataLoss(f"what is stored at {at} is not what the leader has; all is read anew")
 
 
@@ -222,8 +222,8 @@ async def digest_of(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
     return found.digest()
 
 
-def _change(read: pb.Change) -> Change:
+def _change(read: pb.Change) -> StoreChange:
     entries: list[Entry] = [
         (entry.key, entry.value if entry.HasField("value") else None) for entry in read.entries
     ]
-    return Change(Position(read.position.epoch, read.position.version), entries)
+    return StoreChange(Position(read.position.epoch, read.position.version), entries)

@@ -18,11 +18,11 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError
-from batonmq_server.offsets.arriving import Origin
 from batonmq_server.offsets.codec import META
-from batonmq_server.offsets.core.changes import POSITION
-from batonmq_server.offsets.disk import Found
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.core.change_log import POSITION
+from batonmq_server.offsets.disk import StoredEntry
+from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.offsets.group_importer import PlacementDirectory
 from batonmq_server.runtime.etcd import EtcdSession, Stored
 from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.places import OFFSETS, PREFIX, Place
@@ -59,11 +59,11 @@ class Service:
     """A stub of the service, and the service itself."""
 
     stub: pb_grpc.OffsetsServiceAsyncStub
-    offsets: Offsets
+    offsets: OffsetsEpoch
     hub: EventHub
     registry: CollectorRegistry
 
-    def stored(self) -> list[Found]:
+    def stored(self) -> list[StoredEntry]:
         """All that is kept, but the position, which every change moves."""
         return [found for found in self.offsets.disk.read() if found[0] != META + POSITION]
 
@@ -90,7 +90,7 @@ class Service:
             assert done.outcomes[0].HasField("delivered")
 
 
-def only_set(etcd: EtcdSession, *groups: str) -> Origin:
+def only_set(etcd: EtcdSession, *groups: str) -> PlacementDirectory:
     """The surroundings of the only replica set, to which etcd has given `groups` already."""
     places = Mirror(etcd, PREFIX)
     for group in groups:
@@ -99,7 +99,7 @@ def only_set(etcd: EtcdSession, *groups: str) -> Origin:
     def stub(replica_set: str) -> pb_grpc.OffsetsServiceAsyncStub:
         raise AssertionError(f"there is no set {replica_set}")
 
-    return Origin(OFFSETS, etcd, places, stub)
+    return PlacementDirectory(OFFSETS, etcd, places, stub)
 
 
 async def call(service: Service, name: str, request: Any) -> Any:
@@ -111,7 +111,7 @@ async def refusal(service: Service, name: str, request: Any) -> tuple[grpc.Statu
     before, known = service.stored(), len(service.offsets.table)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call(service, name, request)
-    await service.offsets.commits.settled_all()
+    await service.offsets.commits.wait_all_durable()
     assert (service.stored(), len(service.offsets.table)) == (before, known)
     return raised.value.code(), from_rpc_error(raised.value)
 

@@ -25,12 +25,12 @@ from batonmq._connection.channels import OPTIONS, connect
 from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.disk import Disk, Found
+from batonmq_server.offsets.disk import Disk, StoredEntry
 from batonmq_server.runtime.etcd import EtcdSession, Stored
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import Runtime
 from batonmq_server.runtime.replicas import Standing, decode
-from tests.offsets.service import run
+from tests.offsets.service_calls import run
 from tests.support.waiting import until
 
 TIMEOUT_S = 20.0
@@ -154,7 +154,7 @@ class Replica:
         self.stopping.set()
         await self.ended.wait()
 
-    def stored(self) -> list[Found]:
+    def stored(self) -> list[StoredEntry]:
         """Everything it has."""
         return list(self.disk.read())
 
@@ -202,7 +202,7 @@ class ReplicaSet:
         await until(look)
         return found[0]
 
-    async def standing(self) -> Standing:
+    async def fingerprint(self) -> Standing:
         """The set as etcd has it."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             return decode(await session.get("replicas/offsets/offsets"))
@@ -211,7 +211,7 @@ class ReplicaSet:
         """Wait until exactly these are in sync."""
 
         async def look() -> bool:
-            return (await self.standing()).in_sync == set(names)
+            return (await self.fingerprint()).in_sync == set(names)
 
         await until(look)
 

@@ -12,9 +12,16 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, InvalidArgument, LimitExceeded
-from batonmq_server.offsets.core.calls import Acks, Condition, Delivery, Fence, Place, Source
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
-from batonmq_server.offsets.core.resets import Order, Target
+from batonmq_server.offsets.core.resets import ResetOrder, ResetTarget
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    DeliveryRange,
+    FenceAttempt,
+    FenceCondition,
+    ProgressSource,
+)
 
 ITEMS_MAX = 1_024
 NUMBER_MAX = 1 << 62
@@ -25,10 +32,10 @@ REASON_MAX = 1_024
 
 _ID = re.compile(r"[!-~]{1,64}")
 _CONDITIONS = {
-    pb.FENCE_CONDITION_CLOSED_OR_DRAINED: Condition.CLOSED_OR_DRAINED,
-    pb.FENCE_CONDITION_SAME_HOLDER: Condition.SAME_HOLDER,
-    pb.FENCE_CONDITION_IDLE: Condition.IDLE,
-    pb.FENCE_CONDITION_FORCED: Condition.FORCED,
+    pb.FENCE_CONDITION_CLOSED_OR_DRAINED: FenceCondition.CLOSED_OR_DRAINED,
+    pb.FENCE_CONDITION_SAME_HOLDER: FenceCondition.SAME_HOLDER,
+    pb.FENCE_CONDITION_IDLE: FenceCondition.IDLE,
+    pb.FENCE_CONDITION_FORCED: FenceCondition.FORCED,
 }
 
 Item = TypeVar("Item")
@@ -36,15 +43,15 @@ Value = TypeVar("Value")
 Outcome = TypeVar("Outcome")
 
 
-class ResetWish(NamedTuple):
+class ParsedReset(NamedTuple):
     """A reset as asked for; an undo has no targets."""
 
     group: str
-    order: Order
-    targets: list[Target]
+    order: ResetOrder
+    targets: list[ResetTarget]
 
 
-class Reader:
+class RequestReader:
     """Reads requests.
 
     Args:
@@ -109,14 +116,14 @@ class Reader:
             number(key.queue_id, "queue_id", largest=QUEUE_ID_MAX)
         return key
 
-    def delivery(self, item: pb.DeliveryItem) -> tuple[GroupQueue, int, Delivery, Acks | None]:
+    def delivery(self, item: pb.DeliveryItem) -> tuple[GroupQueue, int, DeliveryRange, Acks | None]:
         """Queue, token, delivery, and acks that ride along."""
         first, next_ = item.first_offset, item.next_offset
         if not 0 <= first < next_ <= NUMBER_MAX:
             raise _bad_range(first, next_, "next_offset")
         generation = number(item.subscription_generation, "subscription_generation")
         acks = self._acks(item.progress, "progress.") if item.HasField("progress") else None
-        delivery = Delivery(first, next_, generation)
+        delivery = DeliveryRange(first, next_, generation)
         return self.queue(item.queue), _token(item.token), delivery, acks
 
     def touch(self, item: pb.TouchItem) -> tuple[GroupQueue, int]:
@@ -132,7 +139,7 @@ class Reader:
         unfinished = self.ranges(item.unfinished, "unfinished")
         return self.queue(item.queue), _token(item.token), self._acks(item), unfinished
 
-    def fence(self, item: pb.FenceItem) -> tuple[GroupQueue, Fence]:
+    def fence(self, item: pb.FenceItem) -> tuple[GroupQueue, FenceAttempt]:
         """Queue and wish."""
         condition = _CONDITIONS.get(item.condition)
         if condition is None:
@@ -140,21 +147,21 @@ class Reader:
                 f"condition {item.condition} is not one of the four", facts={"field": "condition"}
             )
         _id(item.attempt, "attempt")
-        forced = condition is Condition.FORCED
+        forced = condition is FenceCondition.FORCED
         if forced:
             _text(item.forced_by, "forced_by", BY_MAX)
             _text(item.forced_reason, "forced_reason", REASON_MAX)
         holder = _holder(item.holder) if item.HasField("holder") else None
         if holder is None and item.resume:
             raise InvalidArgument("nobody has nothing to resume", facts={"field": "resume"})
-        wish = Fence(
+        wish = FenceAttempt(
             attempt=item.attempt,
             expected_token=number(item.expected_token, "expected_token"),
             condition=condition,
             holder=holder,
             resume=self.ranges(item.resume, "resume"),
             reset_epoch=number(item.reset_epoch, "reset_epoch"),
-            idle_ms=number(item.idle_ms, "idle_ms", int(condition is Condition.IDLE)),
+            idle_ms=number(item.idle_ms, "idle_ms", int(condition is FenceCondition.IDLE)),
             token_min=number(item.token_min, "token_min"),
             initial_offset=number(item.initial_offset, "initial_offset"),
             forced_by=item.forced_by if forced else "",
@@ -164,9 +171,9 @@ class Reader:
         )
         return self.queue(item.queue), wish
 
-    def reset(self, request: pb.ResetRequest) -> ResetWish:
+    def reset(self, request: pb.ResetRequest) -> ParsedReset:
         """What has to be moved, by whom and why."""
-        order = _order(request, Source.RESET)
+        order = _order(request, ProgressSource.RESET)
         if not request.undo_op_id:
             targets = self.items(request.items, self._target)
             groups = {target.key.group for target in targets}
@@ -175,25 +182,25 @@ class Reader:
                     f"the queues are of {len(groups)} groups", facts={"field": "items"}
                 )
             check_single(target.key for target in targets)
-            return ResetWish(groups.pop(), order, targets)
+            return ParsedReset(groups.pop(), order, targets)
         if request.items:
             raise InvalidArgument("an undo names no queues", facts={"field": "items"})
         _id(request.undo_op_id, "undo_op_id")
         undo = order._replace(undone_op_id=request.undo_op_id)
-        return ResetWish(check_group(request.undo_group), undo, [])
+        return ParsedReset(check_group(request.undo_group), undo, [])
 
-    def clone(self, request: pb.CloneRequest) -> tuple[str, Order, str]:
+    def clone(self, request: pb.CloneRequest) -> tuple[str, ResetOrder, str]:
         """The group that gets something, what it gets, and the topic, empty for all."""
         from_group, to_group = check_group(request.from_group), check_group(request.to_group)
         if from_group == to_group:
             raise InvalidArgument(
                 f"group {to_group} can't be cloned into itself", facts={"field": "to_group"}
             )
-        order = _order(request, Source.CLONE)._replace(from_group=from_group)
+        order = _order(request, ProgressSource.CLONE)._replace(from_group=from_group)
         return to_group, order, topic_or_all(request.topic)
 
-    def _target(self, item: pb.ResetItem) -> Target:
-        return Target(self.queue(item.queue), Place(number(item.to_offset, "to_offset")))
+    def _target(self, item: pb.ResetItem) -> ResetTarget:
+        return ResetTarget(self.queue(item.queue), AckState(number(item.to_offset, "to_offset")))
 
     def _acks(self, item: pb.CommitItem | pb.CloseItem | pb.Acks, within: str = "") -> Acks:
         return Acks(
@@ -275,12 +282,12 @@ def _token(token: int) -> int:
     return number(token, "token", 1)
 
 
-def _order(request: pb.ResetRequest | pb.CloneRequest, kind: Source) -> Order:
+def _order(request: pb.ResetRequest | pb.CloneRequest, kind: ProgressSource) -> ResetOrder:
     if not request.dry_run:
         _id(request.op_id, "op_id")
         _text(request.by, "by", BY_MAX)
         _text(request.reason, "reason", REASON_MAX)
-    return Order(request.op_id, kind, request.by, request.reason)
+    return ResetOrder(request.op_id, kind, request.by, request.reason)
 
 
 def _id(text: str, field: str) -> None:

@@ -26,9 +26,9 @@ from batonmq.errors import (
     UnknownQueue,
 )
 from batonmq_server.offsets.codec import encode_progress
-from batonmq_server.offsets.core.calls import Fence, Limits
 from batonmq_server.offsets.core.ranges import EMPTY
-from tests.offsets.scene import (
+from batonmq_server.offsets.core.values import FenceAttempt, QueueLimits
+from tests.offsets.rules_scene import (
     CLOSED_OR_DRAINED,
     FORCED,
     IDLE,
@@ -41,10 +41,10 @@ from tests.offsets.scene import (
     offsets,
 )
 
-FIRST = Fence(attempt="first", expected_token=0, condition=CLOSED_OR_DRAINED, holder=A)
+FIRST = FenceAttempt(attempt="first", expected_token=0, condition=CLOSED_OR_DRAINED, holder=A)
 
 
-def held(*, delivered: int = 10, limits: Limits | None = None) -> Scene:
+def held(*, delivered: int = 10, limits: QueueLimits | None = None) -> Scene:
     """A holds token 1 and has [0, delivered) in flight."""
     scene = Scene(limits)
     scene.fence(A, 0)
@@ -369,7 +369,7 @@ def test_s3_delivery_under_another_token_is_fenced(token: int) -> None:
 
 
 def test_s3_delivery_stops_at_the_cap_of_ranges_and_goes_on_below_it() -> None:
-    scene = held(delivered=20, limits=Limits(ack_ranges_max=3))
+    scene = held(delivered=20, limits=QueueLimits(ack_ranges_max=3))
     scene.commit(1, 0, offsets((1, 2), (3, 4), (5, 6)))
     assert refused(scene, AckCap, "record", 1, 20, 21) == {"ranges": "3", "limit": "3"}
     scene.commit(1, 2)
@@ -377,14 +377,14 @@ def test_s3_delivery_stops_at_the_cap_of_ranges_and_goes_on_below_it() -> None:
 
 
 def test_s16_acks_at_the_cap_are_accepted_and_nothing_is_forgotten() -> None:
-    scene = held(delivered=20, limits=Limits(ack_ranges_max=3))
+    scene = held(delivered=20, limits=QueueLimits(ack_ranges_max=3))
     many = offsets(*((offset, offset + 1) for offset in range(1, 20, 2)))
     scene.commit(1, 0, many)
     assert scene.queue.acked == many
 
 
 def test_s16_delivery_stops_at_the_cap_of_bytes() -> None:
-    scene = held(delivered=200, limits=Limits(ack_bytes_max=80))
+    scene = held(delivered=200, limits=QueueLimits(ack_bytes_max=80))
     scene.commit(1, 0, offsets(*((offset, offset + 1) for offset in range(1, 70, 2))))
     assert len(scene.queue.acked.encoded) == 78
     scene.record(1, 200, 201)
@@ -393,7 +393,7 @@ def test_s16_delivery_stops_at_the_cap_of_bytes() -> None:
 
 
 def test_s16_at_the_cap_a_new_holder_can_still_fill_the_holes() -> None:
-    scene = held(delivered=6, limits=Limits(ack_ranges_max=3))
+    scene = held(delivered=6, limits=QueueLimits(ack_ranges_max=3))
     scene.commit(1, 0, offsets((1, 2), (3, 4), (5, 6)))
     scene.fence(B, 1, FORCED)
     refused(scene, AckCap, "record", 2, 0, 7)
@@ -402,13 +402,13 @@ def test_s16_at_the_cap_a_new_holder_can_still_fill_the_holes() -> None:
 
 
 def test_s16_at_the_cap_a_repeated_delivery_is_still_answered() -> None:
-    scene = held(delivered=20, limits=Limits(ack_ranges_max=1))
+    scene = held(delivered=20, limits=QueueLimits(ack_ranges_max=1))
     scene.commit(1, 0, offsets((1, 2)))
     assert not scene.record(1, 10, 20).changed
 
 
 def test_s6_delivered_is_reserved_ahead_in_steps() -> None:
-    scene = held(delivered=0, limits=Limits(span_max=100))
+    scene = held(delivered=0, limits=QueueLimits(span_max=100))
     answers = [scene.record(1, at, at + 10).changed for at in range(0, 250, 10)]
     assert [at for at, changed in enumerate(answers) if changed] == [0, 11, 22]
     assert scene.queue.delivered_reserved == 330
@@ -427,7 +427,7 @@ def test_s6_close_and_fence_write_delivered_exactly() -> None:
 
 
 def test_s6_the_reservation_covers_acks_that_committed_runs_into() -> None:
-    scene = held(delivered=20, limits=Limits(span_max=1))
+    scene = held(delivered=20, limits=QueueLimits(span_max=1))
     scene.close(1, 0, offsets((5, 20)))
     scene.fence(B, 1)
     scene.record(2, 0, 5)

@@ -18,7 +18,7 @@ class Instant(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class QueueLimits:
     """Bounds on the state of one queue.
 
     Attributes:
@@ -32,7 +32,7 @@ class Limits:
     ack_bytes_max: int = 1024 * 1024
 
 
-class Condition(Enum):
+class FenceCondition(Enum):
     """When a fence passes (protocol 4). There is no unconditional one."""
 
     CLOSED_OR_DRAINED = "CLOSED_OR_DRAINED"
@@ -41,7 +41,7 @@ class Condition(Enum):
     FORCED = "FORCED"
 
 
-class Source(IntEnum):
+class ProgressSource(IntEnum):
     """What changed the progress of a queue; numbers as in `ProgressSource` of the contract."""
 
     NOTHING = 0
@@ -53,7 +53,7 @@ class Source(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fence:
+class FenceAttempt:
     """A wish to pass a queue on (protocol 4).
 
     Attributes:
@@ -63,7 +63,7 @@ class Fence:
         resume: What the new holder, as an earlier one, still has in hand under `reset_epoch`.
         idle_ms: For IDLE.
         token_min: The new token is greater.
-        initial_offset: Committed offset of a queue that has no progress yet.
+        initial_offset: CommitResult offset of a queue that has no progress yet.
         forced_by: For FORCED: who, and `forced_reason` why.
         subscription_generation: Deliveries have to name it; 0 lets any pass.
         topic_id: Of the topic in which `initial_offset` was found; 0 for any.
@@ -71,7 +71,7 @@ class Fence:
 
     attempt: str
     expected_token: int
-    condition: Condition
+    condition: FenceCondition
     holder: Incarnation | None
     resume: RangeSet = EMPTY
     reset_epoch: int = 0
@@ -84,7 +84,7 @@ class Fence:
     topic_id: int = 0
 
 
-class Delivery(NamedTuple):
+class DeliveryRange(NamedTuple):
     """`[first_offset, next_offset)` that is about to leave, and the filter it went through."""
 
     first_offset: int
@@ -100,7 +100,7 @@ class Acks(NamedTuple):
     acked: RangeSet
 
 
-class Grant(NamedTuple):
+class FenceGrant(NamedTuple):
     """What a new holder starts from. `changed` is false for a repeated attempt."""
 
     token: int
@@ -111,7 +111,7 @@ class Grant(NamedTuple):
     changed: bool = True
 
 
-class Place(NamedTuple):
+class AckState(NamedTuple):
     """Where a queue stands: all below `committed_offset` and all in `acked` is handled."""
 
     committed_offset: int
@@ -122,7 +122,7 @@ class Place(NamedTuple):
         return RangeSet.of(0, self.committed_offset).union(self.acked)
 
 
-class Moved(NamedTuple):
+class ResetEffect(NamedTuple):
     """What a reset did to one queue.
 
     Attributes:
@@ -131,7 +131,7 @@ class Moved(NamedTuple):
         reset_epoch: After; and so is `token`.
     """
 
-    before: Place
+    before: AckState
     replayed_count: int
     skipped_count: int
     reset_epoch: int
@@ -146,14 +146,14 @@ class Tombstone(NamedTuple):
     update_unix_ms: int
 
 
-class Delivered(NamedTuple):
+class DeliveryResult(NamedTuple):
     """A recorded delivery: the maybe-seen offsets in it. `changed` asks for durability."""
 
     maybe_seen: RangeSet
     changed: bool
 
 
-class Committed(NamedTuple):
+class CommitResult(NamedTuple):
     """Progress after acks. `changed` is false if they told nothing new."""
 
     committed_offset: int

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Iterable
 
 from batonmq.errors import NoQuorum, NotServing
-from batonmq_server.offsets.core.homes import arriving, moved
-from batonmq_server.offsets.core.table import ProgressTable
+from batonmq_server.offsets.core.local_placements import arriving, moved
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
 from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.places import PREFIX, Place, place_of
@@ -25,7 +25,7 @@ FIND_S = 0.5
 AT_ONCE_MAX = 64
 
 
-class Here:
+class PlacementResolver:
     """See the module.
 
     Args:
@@ -47,7 +47,7 @@ class Here:
             GroupMoved: another one does.
             NotServing: it is on its way here, or etcd has not told where it is.
         """
-        self._table.homes.check(group)
+        self._table.placements.check(group)
         if self._is_ours(group):
             return
         place = self._place(group)
@@ -86,7 +86,7 @@ class Here:
             log.info("place not found group=%s error=%s", group, error)
 
     def _is_ours(self, group: str) -> bool:
-        return self._table.homes.get(group) is not None or self._table.has(group)
+        return self._table.placements.get(group) is not None or self._table.has(group)
 
     def _place(self, group: str) -> Place | None:
         stored = self._places.values.get(group)

@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batonmq._core.queues import Incarnation
-from batonmq_server.offsets.core.calls import (
-    Acks,
-    Condition,
-    Delivery,
-    Fence,
-    Limits,
-    Place,
-    Source,
-)
 from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    DeliveryRange,
+    FenceAttempt,
+    FenceCondition,
+    ProgressSource,
+    QueueLimits,
+)
 
 SPAN = 5
 RANGES_MAX = 2
-LIMITS = Limits(span_max=SPAN, ack_ranges_max=RANGES_MAX)
+LIMITS = QueueLimits(span_max=SPAN, ack_ranges_max=RANGES_MAX)
 
 
 def members(ranges: RangeSet) -> frozenset[int]:
@@ -35,8 +35,8 @@ class Move:
     """A reset or clone to `to` or, if `undone` names one, an undo."""
 
     op_id: str
-    to: Place
-    kind: Source = Source.RESET
+    to: AckState
+    kind: ProgressSource = ProgressSource.RESET
     undone: str = ""
     dry_run: bool = False
 
@@ -65,7 +65,7 @@ class Naive:
     reset_epoch: int = 0
     first_reset_epoch: int = 0
     generation: int = 0
-    source: Source = Source.NOTHING
+    source: ProgressSource = ProgressSource.NOTHING
     moves: dict[str, Done] = field(default_factory=dict)
     topic_id: int = 0
     attempt: str = ""
@@ -118,7 +118,7 @@ class Naive:
         vars(self).update(vars(anew))
         return ended
 
-    def fence(self, wish: Fence, now_ms: int) -> tuple[Any, ...]:
+    def fence(self, wish: FenceAttempt, now_ms: int) -> tuple[Any, ...]:
         if not self.known and wish.holder is None:
             raise Refused("UNKNOWN_QUEUE")
         if self.attempt == wish.attempt:
@@ -128,11 +128,15 @@ class Naive:
         if wish.expected_token != self.token:
             raise Refused("TOKEN_MISMATCH")
         same = not self.closed and self.holder == wish.holder
-        if wish.condition is Condition.CLOSED_OR_DRAINED and self.in_flight and not self.closed:
+        if (
+            wish.condition is FenceCondition.CLOSED_OR_DRAINED
+            and self.in_flight
+            and not self.closed
+        ):
             raise Refused("UNACKED")
-        if wish.condition is Condition.SAME_HOLDER and not same:
+        if wish.condition is FenceCondition.SAME_HOLDER and not same:
             raise Refused("NOT_HOLDER")
-        if wish.condition is Condition.IDLE and now_ms - self.access_ms < wish.idle_ms:
+        if wish.condition is FenceCondition.IDLE and now_ms - self.access_ms < wish.idle_ms:
             raise Refused("NOT_IDLE")
         if not self.known:
             self.begin(wish.initial_offset)
@@ -145,7 +149,7 @@ class Naive:
         self.ever_delivered |= set(range(self.delivered))
         self.reserved = self.delivered
         self.holder, self.closed = wish.holder, wish.holder is None
-        self.generation, self.source = wish.subscription_generation, Source.FENCE
+        self.generation, self.source = wish.subscription_generation, ProgressSource.FENCE
         self.token = max(self.token, wish.token_min) + 1
         self.attempt, self.access_ms = wish.attempt, now_ms
         self.answer = (
@@ -198,10 +202,10 @@ class Naive:
         if not self.known:
             self.begin(0)
         if news:
-            self.add(new, Source.COMMIT)
+            self.add(new, ProgressSource.COMMIT)
         return self.committed, news
 
-    def record(self, token: int, delivery: Delivery, now_ms: int) -> frozenset[int]:
+    def record(self, token: int, delivery: DeliveryRange, now_ms: int) -> frozenset[int]:
         self.check(token)
         first, next_, generation = delivery
         if self.generation and generation != self.generation:
@@ -226,7 +230,9 @@ class Naive:
             raise Refused("BEYOND_DELIVERED")
         return new
 
-    def commit(self, token: int, acks: Acks, source: Source, now_ms: int) -> tuple[int, bool]:
+    def commit(
+        self, token: int, acks: Acks, source: ProgressSource, now_ms: int
+    ) -> tuple[int, bool]:
         self.check(token, acks.reset_epoch)
         new = self.acknowledge(acks)
         if new:
@@ -242,13 +248,13 @@ class Naive:
         left = members(unfinished) - self.acked - new
         if any(o >= self.delivered for o in left):
             raise Refused("BEYOND_DELIVERED")
-        self.add(new, Source.COMMIT)
+        self.add(new, ProgressSource.COMMIT)
         self.maybe_seen |= left
         self.delivered = self.reserved = self.committed
         self.closed = True
         return self.committed, True
 
-    def add(self, new: set[int], source: Source) -> None:
+    def add(self, new: set[int], source: ProgressSource) -> None:
         self.acked, self.source = self.acked | new, source
         self.maybe_seen -= self.acked
         self.delivered = max(self.delivered, self.committed)

@@ -7,11 +7,18 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
-from batonmq_server.offsets.core.calls import Committed, Grant, Instant, Limits, Source, Tombstone
-from batonmq_server.offsets.core.holds import Hold
+from batonmq_server.offsets.core.holds import TokenHold
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
-from batonmq_server.offsets.core.resets import Operation, Step
+from batonmq_server.offsets.core.resets import RecordedReset, ResetStep
+from batonmq_server.offsets.core.values import (
+    CommitResult,
+    FenceGrant,
+    Instant,
+    ProgressSource,
+    QueueLimits,
+    Tombstone,
+)
 
 ACKED_MAX = 1_000
 """Acked ranges that are told of a queue."""
@@ -30,7 +37,7 @@ def queue_pb(key: GroupQueue) -> queue_pb2.GroupQueue:
     return queue_pb2.GroupQueue(group=key.group, queue=queue)
 
 
-def fenced_pb(grant: Grant) -> pb.Fenced:
+def fenced_pb(grant: FenceGrant) -> pb.Fenced:
     """The grant as a message."""
     return pb.Fenced(
         token=grant.token,
@@ -53,7 +60,9 @@ def token_pb(key: GroupQueue, progress: Progress | Tombstone) -> pb.QueueToken:
     )
 
 
-def progress_pb(key: GroupQueue, progress: Progress, limits: Limits, now: Instant) -> pb.Progress:
+def progress_pb(
+    key: GroupQueue, progress: Progress, limits: QueueLimits, now: Instant
+) -> pb.Progress:
     """Progress as a message."""
     lowest = progress.lowest_unacked()
     return pb.Progress(
@@ -80,12 +89,12 @@ def progress_pb(key: GroupQueue, progress: Progress, limits: Limits, now: Instan
     )
 
 
-def committed_pb(committed: Committed) -> pb.Committed:
+def committed_pb(committed: CommitResult) -> pb.Committed:
     """Progress after acks, as a message."""
     return pb.Committed(committed_offset=committed.committed_offset, noop=not committed.changed)
 
 
-def step_pb(step: Step) -> pb.ResetStep:
+def reset_step_pb(step: ResetStep) -> pb.ResetStep:
     """A queue that was moved, as a message."""
     moved = step.moved
     return pb.ResetStep(
@@ -99,14 +108,14 @@ def step_pb(step: Step) -> pb.ResetStep:
     )
 
 
-def reset_outcome_pb(result: Step | BatonError) -> pb.ResetOutcome:
+def reset_outcome_pb(result: ResetStep | BatonError) -> pb.ResetOutcome:
     """What came of one queue, as a message."""
     if isinstance(result, BatonError):
         return pb.ResetOutcome(error=error_to_pb(result))
-    return pb.ResetOutcome(step=step_pb(result))
+    return pb.ResetOutcome(step=reset_step_pb(result))
 
 
-def operation_pb(operation: Operation) -> pb.RecordedReset:
+def recorded_reset_pb(operation: RecordedReset) -> pb.RecordedReset:
     """A recorded operation as a message."""
     order = operation.order
     return pb.RecordedReset(
@@ -115,13 +124,13 @@ def operation_pb(operation: Operation) -> pb.RecordedReset:
         by=order.by,
         reason=order.reason,
         unix_ms=operation.unix_ms,
-        steps=[step_pb(step) for step in operation.steps],
+        steps=[reset_step_pb(step) for step in operation.steps],
         undone_op_id=order.undone_op_id,
         from_group=order.from_group,
     )
 
 
-def hold_pb(hold: Hold) -> pb.Hold:
+def hold_pb(hold: TokenHold) -> pb.Hold:
     """One token of a queue, as a message."""
     began, end, end_unix_ms, reach = hold
     return pb.Hold(
@@ -137,7 +146,7 @@ def hold_pb(hold: Hold) -> pb.Hold:
     )
 
 
-def _source_pb(source: Source) -> pb.ProgressSource.ValueType:
+def _source_pb(source: ProgressSource) -> pb.ProgressSource.ValueType:
     return pb.ProgressSource.ValueType(source)
 
 

@@ -20,23 +20,23 @@ from batonmq.errors import (
     UnknownQueue,
     UnknownQueueDetail,
 )
-from batonmq_server.offsets.core.calls import (
-    Acks,
-    Committed,
-    Delivered,
-    Delivery,
-    Fence,
-    Grant,
-    Instant,
-    Limits,
-    Moved,
-    Place,
-    Source,
-    Tombstone,
-)
-from batonmq_server.offsets.core.homes import Homes
+from batonmq_server.offsets.core.local_placements import LocalPlacements
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.core.values import (
+    Acks,
+    AckState,
+    CommitResult,
+    DeliveryRange,
+    DeliveryResult,
+    FenceAttempt,
+    FenceGrant,
+    Instant,
+    ProgressSource,
+    QueueLimits,
+    ResetEffect,
+    Tombstone,
+)
 
 _NOTHING = Tombstone(token=0, reset_epoch=0, update_unix_ms=0)
 
@@ -50,12 +50,12 @@ class ProgressTable:
         now: Start of this life; counts as an access to every queue (protocol 12).
 
     Attributes:
-        homes: Which groups have come here, or left.
+        placements: Which groups have come here, or left.
     """
 
-    def __init__(self, limits: Limits, epoch: int, term: int, now: Instant) -> None:
+    def __init__(self, limits: QueueLimits, epoch: int, term: int, now: Instant) -> None:
         self.limits, self.epoch, self.term, self._start = limits, epoch, term, now
-        self.homes = Homes()
+        self.placements = LocalPlacements()
         self._queues: dict[GroupQueue, Progress] = {}
         self._groups: dict[str, dict[GroupQueue, Progress]] = {}
         self._tombstones: dict[GroupQueue, Tombstone] = {}
@@ -82,7 +82,7 @@ class ProgressTable:
             self._tombstones[key] = stored
             return
         stored.delivered_offset = stored.delivered_reserved
-        stored.delivered_known, stored.handover = 0, None
+        stored.delivered_known, stored.token_change = 0, None
         stored.access_monotonic_ms = (now or self._start).monotonic_ms
         self._put(key, stored)
 
@@ -135,7 +135,7 @@ class ProgressTable:
         self.term = term
         return changed
 
-    def fence(self, key: GroupQueue, term: int, wish: Fence, now: Instant) -> Grant:
+    def fence(self, key: GroupQueue, term: int, wish: FenceAttempt, now: Instant) -> FenceGrant:
         """Pass a queue on; a queue without progress gets some if it may be.
 
         Raises:
@@ -159,9 +159,9 @@ class ProgressTable:
         self._put(key, progress)
         return grant
 
-    def move(
-        self, key: GroupQueue, to: Place, source: Source, now: Instant, *, dry_run: bool
-    ) -> Moved:
+    def reset(
+        self, key: GroupQueue, to: AckState, source: ProgressSource, now: Instant, *, dry_run: bool
+    ) -> ResetEffect:
         """See `Progress.reset`; a queue without progress gets some, from `to` on.
 
         A dry run tells what would happen and changes nothing.
@@ -180,13 +180,13 @@ class ProgressTable:
             The queues that had progress; None, with nothing done, if it was called for this id
             or a greater one before: what there is may belong to that topic.
         """
-        if topic_id <= self.deleted_for(topic):
+        if topic_id <= self.deleted_topic_id(topic):
             return None
         self._topic_ids[topic] = topic_id
         ended = (
             key
             for key in self._queues
-            if key.topic == topic and self.homes.topic_id(key.group, topic) < topic_id
+            if key.topic == topic and self.placements.topic_id(key.group, topic) < topic_id
         )
         return self._end(ended, now)
 
@@ -194,13 +194,13 @@ class ProgressTable:
         """End the progress of `group` on `topic` or, if empty, on all; which queues had some."""
         return self._end((key for key in self.group(group) if topic in ("", key.topic)), now)
 
-    def deleted_for(self, topic: str) -> int:
+    def deleted_topic_id(self, topic: str) -> int:
         """The greatest id that `delete_topic` was called with for this name; 0 for none."""
         return self._topic_ids.get(topic, 0)
 
     def record_delivered(
-        self, key: GroupQueue, token: int, delivery: Delivery, now: Instant
-    ) -> Delivered:
+        self, key: GroupQueue, token: int, delivery: DeliveryRange, now: Instant
+    ) -> DeliveryResult:
         """See `Progress.record_delivered`; UnknownQueue without progress."""
         return self._held(key, token).record_delivered(token, delivery, self.limits, now)
 
@@ -214,27 +214,27 @@ class ProgressTable:
         token: int,
         acks: Acks,
         now: Instant,
-        source: Source = Source.COMMIT,
-    ) -> Committed:
+        source: ProgressSource = ProgressSource.COMMIT,
+    ) -> CommitResult:
         """See `Progress.commit`; UnknownQueue without progress."""
         progress = self._held(key, token)
         committed = progress.commit(token, acks, now, source)
         self._count_ranges(key, progress)
         return committed
 
-    def commit_unowned(self, key: GroupQueue, acks: Acks, now: Instant) -> Committed:
+    def commit_unowned(self, key: GroupQueue, acks: Acks, now: Instant) -> CommitResult:
         """See `Progress.commit_unowned`; a queue without progress gets some, whatever is acked."""
         progress = self._queues.get(key) or self._first(key, 0)
         committed = progress.commit_unowned(acks, now)
         if key not in self._queues:
-            progress.source, progress.update_unix_ms = Source.COMMIT, now.unix_ms
+            progress.source, progress.update_unix_ms = ProgressSource.COMMIT, now.unix_ms
             committed = committed._replace(changed=True)
         self._put(key, progress)
         return committed
 
     def close(
         self, key: GroupQueue, token: int, acks: Acks, unfinished: RangeSet, now: Instant
-    ) -> Committed:
+    ) -> CommitResult:
         """See `Progress.close`; UnknownQueue without progress."""
         progress = self._held(key, token)
         committed = progress.close(token, acks, unfinished, now)
@@ -261,7 +261,7 @@ class ProgressTable:
         """Queues of a group, ascending."""
         return sorted(self._groups.get(group, ()))
 
-    def standing(self, group: str) -> dict[GroupQueue, tuple[int, int, RangeSet]]:
+    def fingerprint(self, group: str) -> dict[GroupQueue, tuple[int, int, RangeSet]]:
         """Token, C and A of the queues of a group: what changes if anybody uses it."""
         queues = self._groups.get(group, {})
         return {key: (p.token, p.committed_offset, p.acked) for key, p in queues.items()}
@@ -271,7 +271,7 @@ class ProgressTable:
         yield from self._queues.items()
         yield from self._tombstones.items()
 
-    def after(
+    def groups_after(
         self, group: str, count: int
     ) -> tuple[list[tuple[GroupQueue, Progress | Tombstone]], bool]:
         """About `count` queues of the groups with greater names, by group, each group whole.
@@ -298,7 +298,9 @@ class ProgressTable:
         Raises:
             OldTopic: it was.
         """
-        current = max(self.deleted_for(key.topic), self.homes.topic_id(key.group, key.topic))
+        current = max(
+            self.deleted_topic_id(key.topic), self.placements.topic_id(key.group, key.topic)
+        )
         if 0 < topic_id < current:
             raise OldTopic(
                 f"the start offset is of topic {key.topic} with id {topic_id}; "

@@ -12,7 +12,7 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from tests.offsets.service import GOOD, TERM, Service, call, queue, reasons, run, wish
+from tests.offsets.service_calls import GOOD, TERM, Service, call, queue, reasons, run, wish
 
 OFF = nameserver_pb.OWNERSHIP_OFF
 BROADCASTING = nameserver_pb.MESSAGE_MODEL_BROADCASTING

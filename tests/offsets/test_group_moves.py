@@ -31,12 +31,16 @@ from batonmq.errors import (
     OldMove,
     Unreachable,
 )
-from batonmq_server.offsets import leaving
-from batonmq_server.offsets.core.homes import Home, Homes, HomeState
-from batonmq_server.offsets.disk import Found
+from batonmq_server.offsets import group_exporter as leaving
+from batonmq_server.offsets.core.local_placements import (
+    LocalPlacement,
+    LocalPlacements,
+    PlacementState,
+)
+from batonmq_server.offsets.disk import StoredEntry
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.places import Place, place_of
-from tests.offsets.replicas import (
+from tests.offsets.replica_cluster import (
     LEASE_MS,
     TIMEOUT_S,
     Gate,
@@ -190,7 +194,7 @@ async def work(node: Replica) -> pb.Progress:
     return await progress(node)
 
 
-def of_group(node: Replica) -> list[Found]:
+def of_group(node: Replica) -> list[StoredEntry]:
     """What the disk of a node has of the group, but what became of it."""
     name = GROUP.encode() + b"\0"
     return [found for found in node.stored() if name in found[0]]
@@ -564,27 +568,27 @@ async def test_a_group_that_is_here_gets_its_place_when_its_set_starts(
 
 
 def test_a_seal_is_only_lifted_by_a_greater_move() -> None:
-    homes = Homes()
+    homes = LocalPlacements()
     assert homes.seal("g", 1, "b", {"t": 5})
     assert not homes.seal("g", 1, "b", {"t": 9}), "a repetition changes nothing"
-    assert homes.get("g") == Home(1, HomeState.GONE, "b", {"t": 5})
+    assert homes.get("g") == LocalPlacement(1, PlacementState.GONE, "b", {"t": 5})
     with pytest.raises(OldMove):
         homes.seal("g", 1, "c", {})
     with pytest.raises(GroupMoved):
         homes.check("g")
-    homes.put("g", Home(2, HomeState.ARRIVING))
+    homes.put("g", LocalPlacement(2, PlacementState.ARRIVING))
     with pytest.raises(NotServing):
         homes.check("g")
     with pytest.raises(NotServing):
         homes.seal("g", 3, "c", {})
-    homes.put("g", Home(2, HomeState.HERE, topic_ids={"u": 4}))
+    homes.put("g", LocalPlacement(2, PlacementState.HERE, topic_ids={"u": 4}))
     homes.check("g")
     assert homes.topic_id("g", "u") == 4
     assert not homes.forget("g", 1)
     assert homes.seal("g", 3, "c", {"t": 6, "u": 1})
-    assert homes.get("g") == Home(3, HomeState.GONE, "c", {"t": 6, "u": 4})
+    assert homes.get("g") == LocalPlacement(3, PlacementState.GONE, "c", {"t": 6, "u": 4})
     assert homes.forget("g", 3)
-    assert homes.get("g") == Home(3, HomeState.FORGOTTEN, "c")
+    assert homes.get("g") == LocalPlacement(3, PlacementState.FORGOTTEN, "c")
     assert not homes.forget("g", 3), "once is enough"
     with pytest.raises(GroupMoved):
         homes.check("g")
@@ -593,10 +597,10 @@ def test_a_seal_is_only_lifted_by_a_greater_move() -> None:
 
 
 def test_what_was_not_handed_over_is_not_forgotten() -> None:
-    homes = Homes()
+    homes = LocalPlacements()
     with pytest.raises(InvalidArgument):
         homes.forget("g", 1)
-    homes.put("g", Home(2, HomeState.HERE))
+    homes.put("g", LocalPlacement(2, PlacementState.HERE))
     for move in (2, 3):
         with pytest.raises(InvalidArgument):
             homes.forget("g", move)

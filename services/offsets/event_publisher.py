@@ -16,9 +16,9 @@ from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._telemetry.events import EventHub
 from batonmq._telemetry.latencies import Latencies, Timed
 from batonmq.errors import Fenced
-from batonmq_server.offsets.answers import queue_pb
 from batonmq_server.offsets.core.progress import Progress
 from batonmq_server.offsets.core.ranges import RangeSet
+from batonmq_server.offsets.responses import queue_pb
 
 HOLDERS_MAX = 100_000
 """Queues of which the last two holders are remembered, to name those that are fenced."""
@@ -43,7 +43,7 @@ class _Committed(NamedTuple):
     delivered_offset: int
 
 
-class OffsetsStream:
+class EventPublisher:
     """Of one process. Callers ask `hub.watched` first."""
 
     def __init__(self, hub: EventHub) -> None:
