@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import grpc.aio
@@ -349,18 +349,32 @@ class Admin:
         return tuple(map(diagnosis_from_pb, answer.queues))
 
     async def list_locks(self, group: str = "", topic: str = "") -> tuple[Lock, ...]:
-        """Entries of the lock manager by group, topic, broker and queue.
+        """Return the entries of the lock manager by group, topic, broker and queue.
+
+        For a large cluster use `lock_pages`, which keeps one page in memory.
 
         Args:
             group: Only of this group; empty for all.
             topic: Only of this topic; empty for all.
         """
-        request = lockmgr_pb.ListRequest(group=group, topic=topic)
+        return tuple([lock async for page in self.lock_pages(group, topic) for lock in page])
 
-        async def ask(limit_s: float) -> lockmgr_pb.ListResponse:
-            return await (await self.directory.lockmgr()).List(request, timeout=limit_s)
+    async def lock_pages(self, group: str = "", topic: str = "") -> AsyncIterator[tuple[Lock, ...]]:
+        """Yield the entries that `list_locks` returns, page by page as the lock manager sends them.
 
-        return tuple(map(lock_from_pb, (await self.ask(ask)).entries))
+        An entry that exists during the whole listing is listed exactly once.
+        """
+
+        def page(page_token: str) -> Awaitable[lockmgr_pb.ListResponse]:
+            request = lockmgr_pb.ListRequest(group=group, topic=topic, page_token=page_token)
+
+            async def ask(limit_s: float) -> lockmgr_pb.ListResponse:
+                return await (await self.directory.lockmgr()).List(request, timeout=limit_s)
+
+            return self.ask(ask)
+
+        async for answer in pages(page):
+            yield tuple(map(lock_from_pb, answer.entries))
 
     async def progress(self, group: str) -> Sequence[offsets_pb.Progress]:
         """What offsets knows of a group, by topic, broker and queue."""

@@ -12,8 +12,8 @@ from batonmq._core.queues import GroupQueue, Incarnation, QueueRef
 from batonmq._core.retries import retry_producer_id, retry_topic
 from batonmq._core.subscription import TagFilter
 from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import EMPTY, RangeSet
-from batonmq_server.offsets.core.table import ProgressTable
 from tests.simulation.trace import Trace
 
 
@@ -191,7 +191,7 @@ class Books:
     def in_force(self, key: GroupQueue, durable: Progress) -> int:
         """The token that counts now."""
         for table in self.tables.values():
-            if key in table and table.homes.keeps(key.group):
+            if key in table and table.placements.keeps(key.group):
                 return table.query(key).token
         return durable.token
 

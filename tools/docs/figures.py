@@ -144,10 +144,10 @@ async def disk() -> None:
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, Disk(Path(folder)) as progress:
         for count in (1, 100, 1_000):
-            write = partial(progress.write_now, [entry(number) for number in range(count)])
+            write = partial(progress.write_blocking, [entry(number) for number in range(count)])
             took = sorted(timed(write) for _ in range(100))
             tell(f"offsets, synced write of {count} queues, p50", 1_000 * took[50], "ms")
-        progress.write_now([entry(number) for number in range(100_000)])
+        progress.write_blocking([entry(number) for number in range(100_000)])
         tell("offsets, read 100,000 queues", 1_000 * timed(lambda: list(progress.read())), "ms")
 
 
