@@ -54,7 +54,16 @@ def environment(version: str, python: Path) -> Path:
         check=True,
     )
     inside = folder / "bin" / "python"
-    install = ["uv", "pip", "install", "--quiet", "--python", inside, "--constraint", constraints]
+    install: list[str | Path] = [
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        inside,
+        "--constraint",
+        constraints,
+    ]
     subprocess.run([*install, ROOT, f"{ROOT / 'services'}[local]", *NEEDED], check=True)
     return inside
 
@@ -68,7 +77,7 @@ def main(versions: Sequence[str]) -> int:
             print(f"Python {version} is not on this machine", flush=True)
             continue
         print(f"Python {version}: {python}", flush=True)
-        command = [environment(version, python), "-m", "pytest", "-q", "-n", "2"]
+        command: list[str | Path] = [environment(version, python), "-m", "pytest", "-q", "-n", "2"]
         command += ["-m", "not e2e and not sim", *TESTED]
         results[version] = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
     for version, passed in results.items():
