@@ -20,7 +20,7 @@ from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import App, Runtime
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.streaming import publisher_of
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_etcd import MemoryEtcd, MemoryEtcdSession
 from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
@@ -106,7 +106,7 @@ class MemoryEnvironment(NetworkObserver):
     def offsets_opened(self, offsets: OffsetsEpoch) -> None:
         """A life of offsets, or a leadership, begins to serve what is on its disk."""
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         """A life of storage has; or a replica has opened its copy, again if it was cut."""
 
     def thawed(self) -> None:

@@ -36,7 +36,7 @@ from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.etcd import Stored
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import processes
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_network import MemoryCall
@@ -124,7 +124,7 @@ class World(processes.MemoryEnvironment):
             near = offsets.disk is self.offsets_disks.get(OFFSETS)
             self.checker.offsets.watch_table(offsets.table, OFFSETS if near else FAR)
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         if node_id == BROKER:
             self.checker.watch_store(node.store, BROKER)
         else:

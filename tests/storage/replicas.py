@@ -44,7 +44,7 @@ from tests.offsets.replica_cluster import (
     leases_end,
 )
 from tests.storage.batches import TOPIC, TOPIC_ID
-from tests.storage.running import WATERMARKS
+from tests.storage.running_node import WATERMARKS
 from tests.support.waiting import until
 
 BROKER = "broker-a"

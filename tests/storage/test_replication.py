@@ -30,10 +30,10 @@ from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd import EtcdSession
 from batonmq_server.runtime.position import NOWHERE
 from batonmq_server.runtime.replicas import ReplicaSet
-from batonmq_server.storage import scrub
-from batonmq_server.storage.copies import Copy
-from batonmq_server.storage.core.epochs import History, decode
-from batonmq_server.storage.following import Following
+from batonmq_server.storage import scrubber as scrub
+from batonmq_server.storage.core.epochs import EpochHistory, decode
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.role import Role
 from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
@@ -372,7 +372,7 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
     armed = asyncio.Event()
     hit: list[ReplicaSet] = []
 
-    def noted(self: Role, copy: Copy, following: Following) -> None:
+    def noted(self: Role, copy: LogCopy, following: LogFollower) -> None:
         begin(self, copy, following)
         roles.append(self)
 
@@ -440,7 +440,7 @@ async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_every
     shutil.rmtree(scene.folder / name)
     (empty,) = await scene.start(name)
 
-    def history() -> History:
+    def history() -> EpochHistory:
         return decode((empty.folder / "epochs").read_bytes())
 
     on_its_way = 0
