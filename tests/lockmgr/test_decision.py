@@ -90,7 +90,9 @@ def refused(decision: Decision) -> BatonError:
 def test_unknown_queue_is_granted_on_the_token_offsets_shows() -> None:
     for token in (0, 4):
         seen = Observation(token=token)
-        assert decision_for(None, newcomer(), seen) == GrantDecision((CLOSED_OR_DRAINED, IDLE), token)
+        assert decision_for(None, newcomer(), seen) == GrantDecision(
+            (CLOSED_OR_DRAINED, IDLE), token
+        )
 
 
 def test_free_queue_is_granted_if_offsets_agrees_that_it_is_drained_or_idle() -> None:
@@ -173,7 +175,9 @@ def test_closed_queue_of_another_is_granted_on_the_entrys_token() -> None:
 
 
 def test_drained_queue_of_another_is_granted_after_three_slots() -> None:
-    assert decision_for(owned(slots=3), newcomer(), DRAINED) == GrantDecision((CLOSED_OR_DRAINED,), 7)
+    assert decision_for(owned(slots=3), newcomer(), DRAINED) == GrantDecision(
+        (CLOSED_OR_DRAINED,), 7
+    )
 
 
 def test_drained_queue_of_another_is_held_for_two_slots_more() -> None:
@@ -268,7 +272,9 @@ def test_lease_end_takes_a_phantom_token_as_offsets_shows_it() -> None:
 
 
 def test_lease_end_gives_the_queue_to_a_member_of_the_same_generation() -> None:
-    assert decision_for(owned(), newcomer(5), IN_FLIGHT, LEASE_END_MS + 1) == GrantDecision((IDLE,), 7)
+    assert decision_for(owned(), newcomer(5), IN_FLIGHT, LEASE_END_MS + 1) == GrantDecision(
+        (IDLE,), 7
+    )
 
 
 def test_lease_end_gives_nothing_to_an_older_view() -> None:
@@ -280,7 +286,9 @@ def test_owner_that_has_let_go_need_not_be_idle_after_its_lease() -> None:
     """It may still be heard of at offsets, by parked pulls, though not here."""
     conditions = (CLOSED_OR_DRAINED, IDLE)
     for entry, seen in ((owned(), CLOSED), (owned(slots=3), DRAINED)):
-        assert decision_for(entry, newcomer(), seen, LEASE_END_MS + 1) == GrantDecision(conditions, 7)
+        assert decision_for(entry, newcomer(), seen, LEASE_END_MS + 1) == GrantDecision(
+            conditions, 7
+        )
 
 
 def test_no_decision_passes_without_a_condition() -> None:
