@@ -16,10 +16,10 @@ from batonmq.errors import (
     OldRequest,
     Unacked,
 )
-from batonmq_server.lockmgr.core.locks import Asker, Entry, Observation, Policy
+from batonmq_server.lockmgr.core.lock_entry import LockEntry, LockPolicy, Observation, Requester
 
 
-class Condition(Enum):
+class FenceCondition(Enum):
     """What offsets checks inside the swap of the token; only an operator's FORCED always passes."""
 
     CLOSED_OR_DRAINED = "CLOSED_OR_DRAINED"
@@ -29,21 +29,21 @@ class Condition(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantDecision:
     """Fence the queue for the asker: try the conditions in order, all expecting one token."""
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[FenceCondition, ...]
     expected_token: int
     newly_acquired: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class RenewDecision:
     """The asker has the queue by this very request: repeat the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Deny:
+class DenyDecision:
     """Refuse. `clears`: the reason can go away by itself, so waiting makes sense."""
 
     error: BatonError
@@ -51,15 +51,15 @@ class Deny:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class FreeDecision:
     """Its token is finished at offsets: nobody can do anything with it any more."""
 
 
-Decision = Grant | Replay | Deny
+Decision = GrantDecision | RenewDecision | DenyDecision
 
 
-def decide_access(
-    entry: Entry | None, asker: Asker, seen: Observation, now_ms: int, policy: Policy
+def decide(
+    entry: LockEntry | None, asker: Requester, seen: Observation, now_ms: int, policy: LockPolicy
 ) -> Decision:
     """What to do about `asker`'s wish for a queue.
 
@@ -73,19 +73,19 @@ def decide_access(
     """
     if entry is not None and entry.lock.owner == asker.incarnation:
         decision = decide_own(entry, asker, seen)
-        if isinstance(decision, Grant) and asker.generation < entry.lock.generation:
+        if isinstance(decision, GrantDecision) and asker.generation < entry.lock.generation:
             return _not_assigned(entry, asker)
         return decision
     if entry is None or has_no_owner(entry, seen):
         if entry is not None and asker.generation < entry.lock.generation:
             return _not_assigned(entry, asker)
-        return Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), seen.token)
+        return GrantDecision((FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), seen.token)
     return _decide_foreign(entry, asker, seen, now_ms, policy)
 
 
 def decide_clear(
-    entry: Entry, seen: Observation, now_ms: int, policy: Policy
-) -> Grant | Free | None:
+    entry: LockEntry, seen: Observation, now_ms: int, policy: LockPolicy
+) -> GrantDecision | FreeDecision | None:
     """How to get an owned queue to nobody while the subscription of its group changes, if at all.
 
     An owner that lives closes and releases by itself. The owner of a phantom can't, nor acquire
@@ -94,13 +94,13 @@ def decide_clear(
     """
     silent = now_ms - entry.lease_start_ms > policy.lease_ms
     if seen.closed and (silent or seen.token >= entry.lock.token):
-        return Free()
+        return FreeDecision()
     if seen.token > entry.lock.token:
-        return Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), seen.token)
-    return Grant((Condition.IDLE,), seen.token) if silent else None
+        return GrantDecision((FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), seen.token)
+    return GrantDecision((FenceCondition.IDLE,), seen.token) if silent else None
 
 
-def has_no_owner(entry: Entry, seen: Observation) -> bool:
+def has_no_owner(entry: LockEntry, seen: Observation) -> bool:
     """Whether the entry is free, or its owner's is an earlier topic of the name.
 
     A tombstone whose token is older than the owner's is one from an old backup of offsets.
@@ -110,11 +110,11 @@ def has_no_owner(entry: Entry, seen: Observation) -> bool:
     return seen.begins_anew and seen.token > entry.lock.token
 
 
-def decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
+def decide_own(entry: LockEntry, asker: Requester, seen: Observation) -> Decision:
     """What to do about the wish of the owner itself, whatever its generation."""
     lock = entry.lock
     if asker.acquire_seq < lock.acquire_seq:
-        return Deny(
+        return DenyDecision(
             OldRequest(
                 f"request {asker.acquire_seq} for {entry.key} is older than "
                 f"{lock.acquire_seq}, which was granted",
@@ -124,8 +124,8 @@ def decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
         )
     if asker.acquire_seq == lock.acquire_seq:
         if seen.token == lock.token and not seen.closed:
-            return Replay()
-        return Deny(
+            return RenewDecision()
+        return DenyDecision(
             Fenced(
                 f"token {lock.token} of request {asker.acquire_seq} for {entry.key} is finished",
                 remedy="Acquire the queue again, with a higher acquire_seq.",
@@ -139,12 +139,12 @@ def decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
         )
     # Always a fence, never the stored token: what the earlier request left in flight must not
     # come back unflagged (story 5).
-    conditions = (Condition.SAME_HOLDER, Condition.CLOSED_OR_DRAINED, Condition.IDLE)
-    return Grant(conditions, seen.token, newly_acquired=False)
+    conditions = (FenceCondition.SAME_HOLDER, FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE)
+    return GrantDecision(conditions, seen.token, newly_acquired=False)
 
 
 def _decide_foreign(
-    entry: Entry, asker: Asker, seen: Observation, now_ms: int, policy: Policy
+    entry: LockEntry, asker: Requester, seen: Observation, now_ms: int, policy: LockPolicy
 ) -> Decision:
     lock = entry.lock
     if asker.generation < lock.generation:
@@ -153,18 +153,18 @@ def _decide_foreign(
     quiet = seen.drained and entry.slots >= policy.slots_min
     lets_go = owners_token and (seen.closed or (asker.generation > lock.generation and quiet))
     if now_ms - entry.lease_start_ms > policy.lease_ms:
-        willing = (Condition.CLOSED_OR_DRAINED,) if lets_go else ()
-        return Grant((*willing, Condition.IDLE), seen.token)
+        willing = (FenceCondition.CLOSED_OR_DRAINED,) if lets_go else ()
+        return GrantDecision((*willing, FenceCondition.IDLE), seen.token)
     if lets_go:
-        return Grant((Condition.CLOSED_OR_DRAINED,), lock.token)
+        return GrantDecision((FenceCondition.CLOSED_OR_DRAINED,), lock.token)
     if asker.generation == lock.generation:
         return _not_assigned(entry, asker)
     if owners_token and not seen.drained:
-        return Deny(unacked(entry, seen, policy), clears=True)
-    return Deny(held(entry, now_ms, policy), clears=True)
+        return DenyDecision(unacked_error(entry, seen, policy), clears=True)
+    return DenyDecision(held_error(entry, now_ms, policy), clears=True)
 
 
-def held(entry: Entry, now_ms: int, policy: Policy) -> Held | Draining:
+def held_error(entry: LockEntry, now_ms: int, policy: LockPolicy) -> Held | Draining:
     """The refusal of a queue that its owner keeps, or is letting go because it was told to."""
     owner = entry.lock.owner
     name, age_ms = owner.client_id if owner else "", now_ms - entry.lease_start_ms
@@ -181,7 +181,7 @@ def held(entry: Entry, now_ms: int, policy: Policy) -> Held | Draining:
     return Held(message, retry_after_ms=policy.slot_ms, facts=facts)
 
 
-def unacked(entry: Entry, seen: Observation, policy: Policy) -> Unacked:
+def unacked_error(entry: LockEntry, seen: Observation, policy: LockPolicy) -> Unacked:
     """The refusal of a queue whose messages are in its owner's hands."""
     owner = entry.lock.owner
     return Unacked(
@@ -190,17 +190,17 @@ def unacked(entry: Entry, seen: Observation, policy: Policy) -> Unacked:
         retry_after_ms=policy.slot_ms,
         facts={
             "owner": owner.client_id if owner else "",
-            "unacked": seen.unacked_count,
+            "unacked_error": seen.unacked_count,
             "lowest_offset": seen.committed,
         },
     )
 
 
-def _not_assigned(entry: Entry, asker: Asker) -> Deny:
+def _not_assigned(entry: LockEntry, asker: Requester) -> DenyDecision:
     error = NotAssigned(
         f"{entry.key} was granted by generation {entry.lock.generation}, "
         f"the request is of generation {asker.generation}",
         retry_after_ms=100,
         facts={"generation": asker.generation, "current": entry.lock.generation},
     )
-    return Deny(error, clears=False)
+    return DenyDecision(error, clears=False)

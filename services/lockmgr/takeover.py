@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, OldEpoch
-from batonmq_server.lockmgr.core.locks import Lock
+from batonmq_server.lockmgr.core.lock_entry import LockRecord
 from batonmq_server.lockmgr.handover import Term
-from batonmq_server.lockmgr.store import BACKOFF
+from batonmq_server.lockmgr.lock_store import BACKOFF
 
 log = logging.getLogger(__name__)
 
 
-class TakingOver:
+class Takeover:
     """The locks that are not confirmed yet."""
 
-    def __init__(self, term: Term, found: Sequence[tuple[GroupQueue, Lock, int]]) -> None:
+    def __init__(self, term: Term, found: Sequence[tuple[GroupQueue, LockRecord, int]]) -> None:
         self._term, self._waiting = term, {key for key, _, _ in found}
         for key, lock, revision in found:
             term.table.load(key, lock, revision, self._now_ms())

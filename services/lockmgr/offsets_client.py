@@ -25,8 +25,8 @@ from batonmq.errors import (
     UnknownQueue,
     Unreachable,
 )
-from batonmq_server.lockmgr.core.locks import Observation
-from batonmq_server.lockmgr.translate import key_from_pb, key_to_pb
+from batonmq_server.lockmgr.core.lock_entry import Observation
+from batonmq_server.lockmgr.lock_proto import key_from_pb, key_to_pb
 from batonmq_server.runtime.by_set import BySet
 from batonmq_server.runtime.peers import Peers
 from batonmq_server.runtime.places import Places
@@ -38,7 +38,7 @@ OffsetsPeers: TypeAlias = "Peers[pb_grpc.OffsetsServiceAsyncStub]"
 
 
 @dataclass(frozen=True, slots=True)
-class Fenced:
+class FencedQueue:
     """A queue that was passed on, by a leader of `offsets_set` in its epoch."""
 
     answer: pb.Fenced
@@ -46,10 +46,10 @@ class Fenced:
     offsets_epoch: int
 
 
-Verdict = Fenced | BatonError
+FenceOutcome = FencedQueue | BatonError
 
 
-class Offsets:
+class OffsetsClient:
     """Calls of one term of leadership, to the set that keeps the group.
 
     Args:
@@ -58,7 +58,7 @@ class Offsets:
 
     def __init__(self, peers: OffsetsPeers, places: Places, term: int) -> None:
         self._places = places
-        self._sets = BySet(lambda name: _Set(peers, name, term))
+        self._sets = BySet(lambda name: _SetClient(peers, name, term))
 
     async def run(self) -> None:
         """Send what is asked for, for ever; to be run as one task."""
@@ -92,7 +92,7 @@ class Offsets:
         """
         return await self._of(key.group).observe(key)
 
-    async def fence(self, item: pb.FenceItem) -> Verdict:
+    async def fence(self, item: pb.FenceItem) -> FenceOutcome:
         """What offsets decided about `item`; an error means that nothing changed.
 
         Raises:
@@ -102,14 +102,14 @@ class Offsets:
         """
         verdict = await self._of(item.queue.group).fence(item)
         if isinstance(verdict, GroupMoved | NotServing):
-            raise unreachable(verdict)
+            raise offsets_unreachable(verdict)
         return verdict
 
-    def _of(self, group: str) -> _Set:
+    def _of(self, group: str) -> _SetClient:
         return self._sets[self._places.set_of(group)]
 
 
-class _Set:
+class _SetClient:
     """Calls to one set. Answers of a deposed node are not used."""
 
     def __init__(self, peers: OffsetsPeers, name: str, term: int) -> None:
@@ -118,7 +118,7 @@ class _Set:
         self._queries: Batcher[GroupQueue, Observation | BatonError] = Batcher(
             self._send_queries, items_max=1_024
         )
-        self._fences: Batcher[pb.FenceItem, Verdict] = Batcher(
+        self._fences: Batcher[pb.FenceItem, FenceOutcome] = Batcher(
             self._send_fences, items_max=_FENCES_MAX
         )
 
@@ -153,15 +153,15 @@ class _Set:
         except OffsetsUnreachable:
             raise
         except BatonError as error:
-            raise unreachable(error) from error
+            raise offsets_unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
             token = outcome.detail.token
             return Observation(token=token, closed=True, begins_anew=token > 0)
         if isinstance(outcome, BatonError):
-            raise unreachable(outcome)
+            raise offsets_unreachable(outcome)
         return outcome
 
-    async def fence(self, item: pb.FenceItem) -> Verdict:
+    async def fence(self, item: pb.FenceItem) -> FenceOutcome:
         """See `Offsets.fence`."""
         return await self._fences.call(item)
 
@@ -179,7 +179,7 @@ class _Set:
             for outcome in answer.outcomes
         ]
 
-    async def _send_fences(self, items: Sequence[pb.FenceItem]) -> Sequence[Verdict]:
+    async def _send_fences(self, items: Sequence[pb.FenceItem]) -> Sequence[FenceOutcome]:
         request = pb.FenceRequest(term=self._term, offsets_epoch=self.epoch, items=items)
         try:
             answer = await self._stub().Fence(request, timeout=RPC_TIMEOUT_S)
@@ -189,7 +189,7 @@ class _Set:
         return [
             error_from_pb(outcome.error)
             if outcome.HasField("error")
-            else Fenced(outcome.fenced, self._name, answer.offsets_epoch)
+            else FencedQueue(outcome.fenced, self._name, answer.offsets_epoch)
             for outcome in answer.outcomes
         ]
 
@@ -197,7 +197,7 @@ class _Set:
         try:
             return self._peers.stub(self._name)
         except Unreachable as error:
-            raise unreachable(error) from error
+            raise offsets_unreachable(error) from error
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -205,7 +205,7 @@ class _Set:
         self.epoch = epoch
 
 
-def unreachable(error: BatonError) -> OffsetsUnreachable:
+def offsets_unreachable(error: BatonError) -> OffsetsUnreachable:
     """The same failure, as an asker of a queue is told it."""
     return OffsetsUnreachable(f"offsets: {error.message}", retry_after_ms=500)
 

@@ -15,7 +15,7 @@ from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Overloaded
 
 
-class Watcher:
+class WatchStream:
     """The queues that one listener has to be told of, and whether its stream is to end."""
 
     def __init__(self, keys: Iterable[GroupQueue]) -> None:
@@ -41,7 +41,7 @@ class Watcher:
         self.changed.set()
 
 
-class Watchers:
+class WatchStreams:
     """The listeners of one term.
 
     Args:
@@ -50,13 +50,15 @@ class Watchers:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._watchers: dict[Incarnation, Watcher] = {}
+        self._watchers: dict[Incarnation, WatchStream] = {}
 
     def __len__(self) -> int:
         return len(self._watchers)
 
     @contextmanager
-    def listening(self, incarnation: Incarnation, keys: Iterable[GroupQueue]) -> Iterator[Watcher]:
+    def listening(
+        self, incarnation: Incarnation, keys: Iterable[GroupQueue]
+    ) -> Iterator[WatchStream]:
         """A listener, told of `keys` first. A client has one: an earlier one of it ends.
 
         Raises:
@@ -71,7 +73,7 @@ class Watchers:
                 retry_after_ms=10_000,
                 facts={"limit": self._limit},
             )
-        watcher = self._watchers[incarnation] = Watcher(keys)
+        watcher = self._watchers[incarnation] = WatchStream(keys)
         try:
             yield watcher
         finally:

@@ -16,22 +16,22 @@ from typing import NamedTuple, TypeVar
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, HandoverPending
-from batonmq_server.lockmgr.core.access import Decision, Deny, decide_access
-from batonmq_server.lockmgr.core.defibus import decide_access_defibus
-from batonmq_server.lockmgr.core.locks import (
+from batonmq_server.lockmgr.core.decision import Decision, DenyDecision, decide
+from batonmq_server.lockmgr.core.defibus_decision import decide_defibus
+from batonmq_server.lockmgr.core.lock_entry import (
     DENIALS_MAX,
-    Asker,
+    ChangeStep,
+    DecisionProfile,
     Denial,
-    Entry,
-    Lock,
+    LockEntry,
+    LockPolicy,
+    LockRecord,
     LockState,
     Observation,
-    Pending,
-    Policy,
-    Profile,
-    Step,
+    PendingChange,
+    Requester,
     Waiter,
-    Wanted,
+    WantedNotice,
     WantedReason,
 )
 
@@ -46,17 +46,17 @@ class HoldState(Enum):
     ORPHAN = "ORPHAN"
 
 
-class Report(NamedTuple):
+class HoldReport(NamedTuple):
     """State of one entry after a keep-alive; `token` is the entry's."""
 
     key: GroupQueue
     state: HoldState
     token: int
-    wanted: Wanted | None = None
+    wanted: WantedNotice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepAlive:
+class KeepAliveCall:
     """What an owner says about itself.
 
     Attributes:
@@ -76,9 +76,9 @@ class KeepAlive:
 class LockTable:
     """The entries of one term of leadership. Holds no clock: every call brings the time."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: LockPolicy) -> None:
         self._policy = policy
-        self._entries: dict[GroupQueue, Entry] = {}
+        self._entries: dict[GroupQueue, LockEntry] = {}
         self._keys: list[GroupQueue] = []  # those of `_entries`, ascending
         self._owned: dict[Incarnation, set[GroupQueue]] = {}
         self._owned_in: dict[str, set[GroupQueue]] = {}
@@ -86,13 +86,13 @@ class LockTable:
 
     # What is there
 
-    def get(self, key: GroupQueue) -> Entry | None:
+    def get(self, key: GroupQueue) -> LockEntry | None:
         """The entry of `key`, not to be changed by the caller."""
         return self._entries.get(key)
 
     def entries(
         self, group: str = "", topic: str = "", after: GroupQueue | None = None
-    ) -> Iterator[Entry]:
+    ) -> Iterator[LockEntry]:
         """Yield entries, ascending by key: in etcd, being changed, or waited for.
 
         The table must not change during the iteration.
@@ -140,12 +140,12 @@ class LockTable:
 
     # A leader begins
 
-    def load(self, key: GroupQueue, lock: Lock, revision: int, now_ms: int) -> None:
+    def load(self, key: GroupQueue, lock: LockRecord, revision: int, now_ms: int) -> None:
         """Take over an entry of the leader before, to be confirmed: until then nothing is done."""
         entry = self._touch(key)
         entry.lease_start_ms = entry.held_since_ms = now_ms
         self._put(entry, lock, revision)
-        entry.pending = Pending(Step.ANNOUNCE)
+        entry.pending = PendingChange(ChangeStep.ANNOUNCE)
 
     def confirm(self, key: GroupQueue, offsets_token: int, now_ms: int) -> None:
         """Begin with a loaded entry: its lease starts now.
@@ -161,7 +161,7 @@ class LockTable:
 
     # Observing
 
-    def needs_look(self, key: GroupQueue, asker: Asker, now_ms: int) -> bool:
+    def needs_look(self, key: GroupQueue, asker: Requester, now_ms: int) -> bool:
         """Whether the queue must be observed before deciding.
 
         However many contenders there are, they share one observation per slot; but not in the
@@ -174,7 +174,7 @@ class LockTable:
             return False
         if entry.seen is None or entry.lock.owner == asker.incarnation:
             return True
-        if self._policy.profile is Profile.DEFIBUS:
+        if self._policy.profile is DecisionProfile.DEFIBUS:
             return True
         return self.due_ms(key, now_ms) <= 0
 
@@ -211,7 +211,7 @@ class LockTable:
 
     # Deciding
 
-    def decide(self, key: GroupQueue, asker: Asker, now_ms: int) -> Decision | None:
+    def decide(self, key: GroupQueue, asker: Requester, now_ms: int) -> Decision | None:
         """What to do about the asker's wish; None if the queue must be observed first."""
         entry = self._touch(key)
         if entry.pending is not None:
@@ -220,14 +220,12 @@ class LockTable:
                 retry_after_ms=100,
                 facts={"attempt": entry.pending.attempt, "step": entry.pending.step.value},
             )
-            return Deny(error, clears=True)
+            return DenyDecision(error, clears=True)
         if entry.seen is None:
             return None
-        if self._policy.profile is Profile.DEFAULT:
-            return decide_access(entry, asker, entry.seen, now_ms, self._policy)
-        decision, entry.count = decide_access_defibus(
-            entry, asker, entry.seen, now_ms, self._policy
-        )
+        if self._policy.profile is DecisionProfile.DEFAULT:
+            return decide(entry, asker, entry.seen, now_ms, self._policy)
+        decision, entry.count = decide_defibus(entry, asker, entry.seen, now_ms, self._policy)
         return decision
 
     def denied(self, key: GroupQueue, asker: Incarnation, error: BatonError, now_ms: int) -> None:
@@ -278,11 +276,11 @@ class LockTable:
 
     # Changing
 
-    def begin(self, key: GroupQueue, step: Step) -> Pending:
+    def begin(self, key: GroupQueue, step: ChangeStep) -> PendingChange:
         """Mark the entry: a change starts and its outcome is open."""
         entry = self._touch(key)
         assert entry.pending is None, f"{key} is being changed already"
-        entry.pending = Pending(step)
+        entry.pending = PendingChange(step)
         entry.stamp += 1
         return entry.pending
 
@@ -291,7 +289,7 @@ class LockTable:
         self._settle(key)
 
     def granted(
-        self, key: GroupQueue, lock: Lock, revision: int, now_ms: int, *, newly_acquired: bool
+        self, key: GroupQueue, lock: LockRecord, revision: int, now_ms: int, *, newly_acquired: bool
     ) -> int:
         """End a change: the lock is in etcd, the owner's lease starts now.
 
@@ -306,12 +304,14 @@ class LockTable:
         waiter = self._forget_waiter(entry, lock.owner)
         return 0 if waiter is None else now_ms - waiter.since_ms
 
-    def freed(self, key: GroupQueue, lock: Lock, revision: int) -> None:
+    def freed(self, key: GroupQueue, lock: LockRecord, revision: int) -> None:
         """End a change: etcd has the entry as `lock`, which nobody owns."""
         assert lock.owner is None
         self._put(self._settle(key), lock, revision)
 
-    def reloaded(self, key: GroupQueue, lock: Lock | None, revision: int, *, fenced: bool) -> None:
+    def reloaded(
+        self, key: GroupQueue, lock: LockRecord | None, revision: int, *, fenced: bool
+    ) -> None:
         """End a change that etcd refused: it has another lock than the entry had.
 
         Args:
@@ -319,7 +319,7 @@ class LockTable:
             fenced: offsets has raised the token, so the lock's is dead.
         """
         entry = self._settle(key)
-        self._put(entry, lock or Lock(), revision)
+        self._put(entry, lock or LockRecord(), revision)
         entry.phantom, entry.seen = fenced and entry.lock.owner is not None, None
 
     # Owners
@@ -328,7 +328,7 @@ class LockTable:
         """Start the owner's lease anew, after its grant was repeated to it."""
         self._entries[key].lease_start_ms = now_ms
 
-    def keep_alive(self, call: KeepAlive, now_ms: int) -> list[Report]:
+    def keep_alive(self, call: KeepAliveCall, now_ms: int) -> list[HoldReport]:
         """Renew what matches: a report per hold, in order, then the owner's unlisted entries."""
         reports = [self._renew(call, key, token, now_ms) for key, token in call.holds]
         unlisted = self._owned.get(call.incarnation, set()) - {key for key, _ in call.holds}
@@ -336,7 +336,7 @@ class LockTable:
             entry = self._entries[key]
             # An outcome that the owner has not seen yet is on its way to it: no orphan.
             if entry.lock.acquire_seq <= call.acquire_seq and entry.pending is None:
-                reports.append(Report(key, HoldState.ORPHAN, entry.lock.token))
+                reports.append(HoldReport(key, HoldState.ORPHAN, entry.lock.token))
         return reports
 
     def owns(self, key: GroupQueue, incarnation: Incarnation, token: int) -> bool:
@@ -344,26 +344,26 @@ class LockTable:
         entry = self._entries.get(key)
         return entry is not None and (entry.lock.owner, entry.lock.token) == (incarnation, token)
 
-    def _renew(self, call: KeepAlive, key: GroupQueue, token: int, now_ms: int) -> Report:
+    def _renew(self, call: KeepAliveCall, key: GroupQueue, token: int, now_ms: int) -> HoldReport:
         entry = self._entries.get(key)
         if entry is None or not self.owns(key, call.incarnation, token):
-            return Report(key, HoldState.NOT_OWNER, 0 if entry is None else entry.lock.token)
+            return HoldReport(key, HoldState.NOT_OWNER, 0 if entry is None else entry.lock.token)
         if entry.pending is not None:
-            return Report(key, HoldState.PENDING, token)
+            return HoldReport(key, HoldState.PENDING, token)
         if entry.phantom:
-            return Report(key, HoldState.NOT_OWNER, token)
+            return HoldReport(key, HoldState.NOT_OWNER, token)
         evicted = key.group in call.evicted_groups
         if not evicted:
             entry.evicted_since_ms = None
         elif entry.evicted_since_ms is None:
             entry.evicted_since_ms = now_ms
         elif now_ms - entry.evicted_since_ms > self._policy.evicted_renewal_ms:
-            return Report(key, HoldState.NOT_OWNER, token)
+            return HoldReport(key, HoldState.NOT_OWNER, token)
         entry.lease_start_ms = now_ms
         wanted = self.wanted(key, evicted=evicted, draining=key.group in call.draining_groups)
-        return Report(key, HoldState.WANTED if wanted else HoldState.OK, token, wanted)
+        return HoldReport(key, HoldState.WANTED if wanted else HoldState.OK, token, wanted)
 
-    def wanted(self, key: GroupQueue, *, evicted: bool, draining: bool) -> Wanted | None:
+    def wanted(self, key: GroupQueue, *, evicted: bool, draining: bool) -> WantedNotice | None:
         """Why the owner of `key` should give it back, if it should; it counts as told.
 
         Args:
@@ -376,35 +376,35 @@ class LockTable:
         waiter = next((asker for asker in entry.waiters if asker != entry.lock.owner), None)
         by = waiter.client_id if waiter else ""
         if evicted:
-            wanted = Wanted(WantedReason.NOT_MEMBER, by)
+            wanted = WantedNotice(WantedReason.NOT_MEMBER, by)
         elif draining:
-            wanted = Wanted(WantedReason.SUBSCRIPTION, by)
+            wanted = WantedNotice(WantedReason.SUBSCRIPTION, by)
         elif waiter:
-            wanted = Wanted(WantedReason.WAITER, by)
+            wanted = WantedNotice(WantedReason.WAITER, by)
         else:
             return None
         entry.told = True
         return wanted
 
-    def _forget_waiter(self, entry: Entry, asker: Incarnation) -> Waiter | None:
+    def _forget_waiter(self, entry: LockEntry, asker: Incarnation) -> Waiter | None:
         _discard(self._waited, asker, entry.key)
         return entry.waiters.pop(asker, None)
 
-    def _touch(self, key: GroupQueue) -> Entry:
+    def _touch(self, key: GroupQueue) -> LockEntry:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(key)
+            entry = self._entries[key] = LockEntry(key)
             insort(self._keys, key)
         return entry
 
-    def _settle(self, key: GroupQueue) -> Entry:
+    def _settle(self, key: GroupQueue) -> LockEntry:
         entry = self._entries[key]
         assert entry.pending is not None, f"{key} is not being changed"
         entry.pending = None
         entry.stamp += 1
         return entry
 
-    def _put(self, entry: Entry, lock: Lock, revision: int) -> None:
+    def _put(self, entry: LockEntry, lock: LockRecord, revision: int) -> None:
         """Every change of a lock: keeps the index of owners, and forgets what was seen."""
         before = entry.lock
         if before.owner is not None:

@@ -11,15 +11,31 @@ from dataclasses import dataclass
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, HandoverPending, NoQuorum, UnknownQueue
-from batonmq_server.lockmgr.changes import CHANGE_WAIT_S, Changes, moved, outcome_of
-from batonmq_server.lockmgr.core.access import Condition, Free, Grant, decide_clear
-from batonmq_server.lockmgr.core.locks import Entry, Observation, Pending, Step
-from batonmq_server.lockmgr.core.tenures import End
-from batonmq_server.lockmgr.handover import Clear, Force, HandOvers, Refusal, Term
-from batonmq_server.lockmgr.looking import Looks
+from batonmq_server.lockmgr.core.decision import (
+    FenceCondition,
+    FreeDecision,
+    GrantDecision,
+    decide_clear,
+)
+from batonmq_server.lockmgr.core.handover_timing import OwnershipEnd
+from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, Observation, PendingChange
+from batonmq_server.lockmgr.entry_changes import (
+    CHANGE_WAIT_S,
+    EntryChanges,
+    term_ended,
+    wait_for_outcome,
+)
+from batonmq_server.lockmgr.handover import (
+    ClearRequest,
+    ForceRequest,
+    HandOverExecutor,
+    HandOverRefusal,
+    Term,
+)
+from batonmq_server.lockmgr.lock_store import LockWrite, WriteConflict
 from batonmq_server.lockmgr.membership import Membership
-from batonmq_server.lockmgr.store import Change, Conflict
-from batonmq_server.lockmgr.waiting import Waiting
+from batonmq_server.lockmgr.queue_notifier import QueueNotifier
+from batonmq_server.lockmgr.queue_observer import QueueObserver
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +44,7 @@ _CLEAR_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class ForceReleaseResult:
     """What an operator's release did."""
 
     previous: Incarnation | None
@@ -36,22 +52,22 @@ class Forced:
     maybe_seen_count: int
 
 
-class Freeing:
+class QueueReleaser:
     """Frees queues of one term."""
 
     def __init__(
         self,
         term: Term,
         members: Membership,
-        looks: Looks,
-        waiting: Waiting,
-        changes: Changes,
-        hand_overs: HandOvers,
+        looks: QueueObserver,
+        waiting: QueueNotifier,
+        changes: EntryChanges,
+        hand_overs: HandOverExecutor,
     ) -> None:
         self._term, self._table, self._members = term, term.table, members
         self._looks, self._waiting, self._changes = looks, waiting, changes
         self._hand_overs = hand_overs
-        self._forced: dict[GroupQueue, tuple[str, Forced]] = {}
+        self._forced: dict[GroupQueue, tuple[str, ForceReleaseResult]] = {}
         self._clearing: set[str] = set()
 
     # Released by the owner
@@ -80,7 +96,7 @@ class Freeing:
             )
         freed = [None if task.cancelled() else task.result() for task in tasks]
         if None in freed:
-            raise moved()
+            raise term_ended()
         return sum(filter(None, freed))
 
     async def release_all(
@@ -125,31 +141,31 @@ class Freeing:
             return False
         if entry.pending is not None:
             return None
-        self._table.begin(key, Step.RELEASE)
+        self._table.begin(key, ChangeStep.RELEASE)
         freed = await self._changes.start(key, self._write(entry))
         self._waiting.settled(key)
         if freed:
             log.info("queue released key=%s owner=%s token=%d", key, owner.client_id, token)
             self._term.recorder.released(key, owner, token)
-            self._term.tenures.ended(key, End(owner, token, self._now_ms()))
+            self._term.tenures.ended(key, OwnershipEnd(owner, token, self._now_ms()))
         return freed
 
-    async def _write(self, entry: Entry) -> bool | None:
+    async def _write(self, entry: LockEntry) -> bool | None:
         """Write that nobody owns the entry, which is marked; see `_release` for the answer."""
         key, lock = entry.key, entry.lock.freed()
-        outcome = await self._term.store.persist(Change(key, lock, entry.revision))
-        if isinstance(outcome, Conflict) and outcome.deposed:
+        outcome = await self._term.store.persist(LockWrite(key, lock, entry.revision))
+        if isinstance(outcome, WriteConflict) and outcome.deposed:
             return None
-        if isinstance(outcome, Conflict):
+        if isinstance(outcome, WriteConflict):
             log.error("lock changed behind the leader's back key=%s", key)
             self._table.reloaded(key, outcome.lock, outcome.revision, fenced=False)
         else:
             self._table.freed(key, lock, outcome)
-        return not isinstance(outcome, Conflict)
+        return not isinstance(outcome, WriteConflict)
 
     # Forced by an operator
 
-    async def force(self, force: Force) -> Forced:
+    async def force(self, force: ForceRequest) -> ForceReleaseResult:
         """Take a queue from its owner, whatever it is doing; once per operation id.
 
         Raises:
@@ -159,7 +175,7 @@ class Freeing:
         """
         return await self._changes.finish(self._force_out(force))
 
-    async def _force_out(self, force: Force) -> Forced:
+    async def _force_out(self, force: ForceRequest) -> ForceReleaseResult:
         for _ in range(_FORCE_TRIES):
             done = self._forced_before(force)
             if done is not None:
@@ -168,16 +184,16 @@ class Freeing:
             entry = self._table.get(force.key)
             if entry is None or entry.pending is not None:
                 raise _pending(force.key)
-            pending = self._table.begin(force.key, Step.FENCE)
+            pending = self._table.begin(force.key, ChangeStep.FENCE)
             work = self._force(force, pending, seen.token)
-            outcome = await outcome_of(self._changes.start(force.key, work))
-            if isinstance(outcome, Forced):
+            outcome = await wait_for_outcome(self._changes.start(force.key, work))
+            if isinstance(outcome, ForceReleaseResult):
                 return outcome
             if outcome is not None and not outcome.again:
                 raise outcome.error
         raise _pending(force.key)
 
-    def _forced_before(self, force: Force) -> Forced | None:
+    def _forced_before(self, force: ForceRequest) -> ForceReleaseResult | None:
         """The answer of this operation, if it was carried out.
 
         Raises:
@@ -194,18 +210,20 @@ class Freeing:
         if entry.lock.forced_op_id != force.op_id:
             return None
         op_id, forced = self._forced.get(force.key, ("", None))
-        return forced if op_id == force.op_id else Forced(None, entry.lock.token, 0)
+        return forced if op_id == force.op_id else ForceReleaseResult(None, entry.lock.token, 0)
 
-    async def _force(self, force: Force, pending: Pending, expected_token: int) -> Forced | Refusal:
+    async def _force(
+        self, force: ForceRequest, pending: PendingChange, expected_token: int
+    ) -> ForceReleaseResult | HandOverRefusal:
         entry = self._table.get(force.key)
         assert entry is not None
         before, token = entry.lock.owner, entry.lock.token
-        grant = Grant((Condition.FORCED,), expected_token)
+        grant = GrantDecision((FenceCondition.FORCED,), expected_token)
         answer = await self._hand_overs.free(force, grant, pending)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, HandOverRefusal):
             return answer
         count = sum(part.next_offset - part.first_offset for part in answer.maybe_seen)
-        forced = Forced(before, answer.token, count)
+        forced = ForceReleaseResult(before, answer.token, count)
         self._forced[force.key] = force.op_id, forced
         log.warning(
             "queue forced key=%s previous=%s token=%d op_id=%s by=%s reason=%s",
@@ -224,7 +242,9 @@ class Freeing:
         )
         self._term.recorder.forced(force.key, event)
         if before is not None:
-            self._term.tenures.ended(force.key, End(before, token, self._now_ms(), forced=True))
+            self._term.tenures.ended(
+                force.key, OwnershipEnd(before, token, self._now_ms(), forced=True)
+            )
         self._waiting.settled(force.key)
         return forced
 
@@ -260,15 +280,15 @@ class Freeing:
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return
         decision = decide_clear(entry, seen, self._now_ms(), self._term.policy)
-        if isinstance(decision, Free):
-            self._table.begin(key, Step.RELEASE)
+        if isinstance(decision, FreeDecision):
+            self._table.begin(key, ChangeStep.RELEASE)
             self._changes.start(key, self._cleared(entry, self._write(entry), silent=False))
         elif decision is not None:
-            pending = self._table.begin(key, Step.FENCE)
-            taking = self._hand_overs.free(Clear(key), decision, pending)
+            pending = self._table.begin(key, ChangeStep.FENCE)
+            taking = self._hand_overs.free(ClearRequest(key), decision, pending)
             self._changes.start(key, self._cleared(entry, taking, silent=True))
 
-    async def _cleared(self, entry: Entry, change: Awaitable[object], *, silent: bool) -> None:
+    async def _cleared(self, entry: LockEntry, change: Awaitable[object], *, silent: bool) -> None:
         owner, token = entry.lock.owner, entry.lock.token
         outcome = await change
         if entry.lock.owner is None:
@@ -276,7 +296,7 @@ class Freeing:
             log.info("queue cleared key=%s owner=%s outcome=%s", entry.key, name, outcome)
             self._term.recorder.cleared()
             if owner is not None:
-                end = End(owner, token, self._now_ms(), silent=silent)
+                end = OwnershipEnd(owner, token, self._now_ms(), silent=silent)
                 self._term.tenures.ended(entry.key, end)
             self._waiting.settled(entry.key)
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from batonmq._common.clock import Clock
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, OffsetsUnreachable
-from batonmq_server.lockmgr.core.locks import Observation
-from batonmq_server.lockmgr.core.table import LockTable
-from batonmq_server.lockmgr.offsets import Offsets
+from batonmq_server.lockmgr.core.lock_entry import Observation
+from batonmq_server.lockmgr.core.lock_table import LockTable
+from batonmq_server.lockmgr.offsets_client import OffsetsClient
 
 
-class Looks:
+class QueueObserver:
     """Asks offsets about queues and notes the answers in the table."""
 
-    def __init__(self, table: LockTable, offsets: Offsets, clock: Clock) -> None:
+    def __init__(self, table: LockTable, offsets: OffsetsClient, clock: Clock) -> None:
         self._table, self._offsets, self._clock = table, offsets, clock
 
     async def look(self, key: GroupQueue) -> Observation:

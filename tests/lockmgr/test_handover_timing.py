@@ -8,28 +8,34 @@ from __future__ import annotations
 import pytest
 
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq_server.lockmgr.core.access import Condition
-from batonmq_server.lockmgr.core.tenures import End, HandOver, Manner, Passed, Tenures
+from batonmq_server.lockmgr.core.decision import FenceCondition
+from batonmq_server.lockmgr.core.handover_timing import (
+    HandOverManner,
+    HandOverTimes,
+    HandOverTimings,
+    NextOwner,
+    OwnershipEnd,
+)
 
 KEY = GroupQueue("g", "t", "a", 0)
-DRAINED = Condition.CLOSED_OR_DRAINED
+DRAINED = FenceCondition.CLOSED_OR_DRAINED
 A, B = Incarnation("a", 1), Incarnation("b", 1)
 
 
 def passed(
     told_ms: int | None, freed_ms: int | None, since_ms: int | None, begin_ms: int = 100
-) -> HandOver:
+) -> HandOverTimes:
     """A hand-over from `A`, which gave the queue back at `freed_ms`, or had it until the fence."""
-    tenures = Tenures()
+    tenures = HandOverTimings()
     if told_ms is not None:
         tenures.told(KEY, told_ms)
         tenures.told(KEY, told_ms + 1_000)  # only the first counts
     owner = None
     if freed_ms is None:
-        owner = End(A, 3, begin_ms)
+        owner = OwnershipEnd(A, 3, begin_ms)
     else:
-        tenures.ended(KEY, End(A, 3, freed_ms))
-    found = tenures.passed(KEY, owner, Passed(B, since_ms, begin_ms))
+        tenures.ended(KEY, OwnershipEnd(A, 3, freed_ms))
+    found = tenures.passed(KEY, owner, NextOwner(B, since_ms, begin_ms))
     assert found is not None
     assert (found.end.owner, found.end.token) == (A, 3)
     return found
@@ -59,25 +65,27 @@ def test_phases_follow_each_other(
 
 
 def test_a_queue_that_comes_back_or_had_no_owner_that_is_known_is_no_hand_over() -> None:
-    tenures = Tenures()
-    assert tenures.passed(KEY, None, Passed(B, 10, 20)) is None
-    tenures.ended(KEY, End(B, 3, 10))
-    assert tenures.passed(KEY, None, Passed(B, 10, 20)) is None
+    tenures = HandOverTimings()
+    assert tenures.passed(KEY, None, NextOwner(B, 10, 20)) is None
+    tenures.ended(KEY, OwnershipEnd(B, 3, 10))
+    assert tenures.passed(KEY, None, NextOwner(B, 10, 20)) is None
     tenures.told(KEY, 5)
-    assert tenures.passed(KEY, End(B, 4, 20), Passed(B, 10, 20)) is None
+    assert tenures.passed(KEY, OwnershipEnd(B, 4, 20), NextOwner(B, 10, 20)) is None
 
 
 def test_another_life_of_the_same_client_is_another_owner() -> None:
-    found = Tenures().passed(KEY, End(A, 3, 20), Passed(Incarnation("a", 2), 10, 20))
+    found = HandOverTimings().passed(
+        KEY, OwnershipEnd(A, 3, 20), NextOwner(Incarnation("a", 2), 10, 20)
+    )
     assert found is not None
 
 
 def test_a_hand_over_is_forgotten_once_it_is_over() -> None:
-    tenures = Tenures()
+    tenures = HandOverTimings()
     tenures.told(KEY, 5)
     tenures.overdue(KEY)
-    assert tenures.passed(KEY, End(A, 3, 20), Passed(B, 10, 20)) is not None
-    found = tenures.passed(KEY, End(B, 4, 40), Passed(A, 30, 40))
+    assert tenures.passed(KEY, OwnershipEnd(A, 3, 20), NextOwner(B, 10, 20)) is not None
+    found = tenures.passed(KEY, OwnershipEnd(B, 4, 40), NextOwner(A, 30, 40))
     assert found is not None
     assert (found.contend_ms, found.overdue) == (0, False)
 
@@ -85,23 +93,33 @@ def test_a_hand_over_is_forgotten_once_it_is_over() -> None:
 @pytest.mark.parametrize(
     ("end", "overdue", "condition", "unfinished", "manner"),
     [
-        (End(A, 3, 9), False, DRAINED, False, Manner.GRACEFUL),
-        (End(A, 3, 9), False, DRAINED, True, Manner.UNFINISHED),
-        (End(A, 3, 9), True, DRAINED, False, Manner.GRACEFUL),
-        (End(A, 3, 9), False, Condition.IDLE, True, Manner.LEASE_EXPIRED),
-        (End(A, 3, 9), True, Condition.IDLE, True, Manner.DRAIN_TIMED_OUT),
-        (End(A, 3, 9, forced=True), True, Condition.IDLE, True, Manner.FORCED),
+        (OwnershipEnd(A, 3, 9), False, DRAINED, False, HandOverManner.GRACEFUL),
+        (OwnershipEnd(A, 3, 9), False, DRAINED, True, HandOverManner.UNFINISHED),
+        (OwnershipEnd(A, 3, 9), True, DRAINED, False, HandOverManner.GRACEFUL),
+        (OwnershipEnd(A, 3, 9), False, FenceCondition.IDLE, True, HandOverManner.LEASE_EXPIRED),
+        (OwnershipEnd(A, 3, 9), True, FenceCondition.IDLE, True, HandOverManner.DRAIN_TIMED_OUT),
         (
-            End(A, 3, 9, silent=True),
+            OwnershipEnd(A, 3, 9, forced=True),
+            True,
+            FenceCondition.IDLE,
+            True,
+            HandOverManner.FORCED,
+        ),
+        (
+            OwnershipEnd(A, 3, 9, silent=True),
             False,
             DRAINED,
             False,
-            Manner.LEASE_EXPIRED,
+            HandOverManner.LEASE_EXPIRED,
         ),
     ],
 )
 def test_manner(
-    end: End, overdue: bool, condition: Condition, unfinished: bool, manner: Manner
+    end: OwnershipEnd,
+    overdue: bool,
+    condition: FenceCondition,
+    unfinished: bool,
+    manner: HandOverManner,
 ) -> None:
-    found = HandOver(end, 0, 0, 9, overdue)
+    found = HandOverTimes(end, 0, 0, 9, overdue)
     assert found.manner(condition, unfinished=unfinished) is manner

@@ -9,16 +9,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
 from batonmq_server.lockmgr.handover import Term
+from batonmq_server.lockmgr.lock_proto import WatchNotice
 from batonmq_server.lockmgr.membership import Membership
-from batonmq_server.lockmgr.translate import Notice
-from batonmq_server.lockmgr.watching import Watchers
+from batonmq_server.lockmgr.watch_streams import WatchStreams
 
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_MS = 50
 
 
-class Waiting:
+class QueueNotifier:
     """Wakes held requests and tells watching clients.
 
     Args:
@@ -35,7 +35,7 @@ class Waiting:
     ) -> None:
         self._term, self._table, self._clock = term, term.table, term.clock
         self._members, self._look = members, look
-        self.watchers = Watchers(watchers_max)
+        self.watchers = WatchStreams(watchers_max)
         self._parked: dict[GroupQueue, dict[asyncio.Event, None]] = {}
         self._looked_at: set[GroupQueue] = set()
         self._anybody_parked = asyncio.Event()
@@ -120,7 +120,7 @@ class Waiting:
 
     # Streams
 
-    async def watch(self, incarnation: Incarnation) -> AsyncGenerator[Notice, None]:
+    async def watch(self, incarnation: Incarnation) -> AsyncGenerator[WatchNotice, None]:
         """What concerns the client: first what is so already, then as it happens.
 
         Raises:
@@ -136,7 +136,7 @@ class Waiting:
                         yield notice
                 await watcher.changed.wait()
 
-    def _notice(self, key: GroupQueue, incarnation: Incarnation) -> Notice | None:
+    def _notice(self, key: GroupQueue, incarnation: Incarnation) -> WatchNotice | None:
         entry = self._table.get(key)
         if entry is None:
             return None

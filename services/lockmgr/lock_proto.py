@@ -12,11 +12,18 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_broker, check_client_id, check_group, check_topic
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import InvalidArgument, LimitExceeded
-from batonmq_server.lockmgr.core.locks import Denial, Entry, Lock, LockState, Wanted, WantedReason
-from batonmq_server.lockmgr.core.table import HoldState, Report
+from batonmq_server.lockmgr.core.lock_entry import (
+    Denial,
+    LockEntry,
+    LockRecord,
+    LockState,
+    WantedNotice,
+    WantedReason,
+)
+from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState
 from batonmq_server.runtime.paging import key_of_token, malformed_token
 
-Notice = tuple[GroupQueue, int, Wanted | None]
+WatchNotice = tuple[GroupQueue, int, WantedNotice | None]
 """A queue with its token, and why it is wanted from its owner; None if it is free instead."""
 ITEMS_MAX = 1_024
 HOLDS_MAX = 10_000
@@ -178,10 +185,10 @@ def check_any(field: str, count: int) -> None:
         raise InvalidArgument(f"{field} is empty", facts={"field": field})
 
 
-def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> Lock:
+def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> LockRecord:
     """A lock as etcd has it."""
     owner = stored.owner if stored.HasField("owner") else None
-    return Lock(
+    return LockRecord(
         owner=Incarnation(owner.client_id, owner.incarnation_id) if owner else None,
         token=stored.token,
         acquire_seq=stored.acquire_seq,
@@ -192,7 +199,7 @@ def lock_from_pb(stored: stored_lock_pb2.StoredLock) -> Lock:
     )
 
 
-def lock_to_pb(key: GroupQueue, lock: Lock) -> stored_lock_pb2.StoredLock:
+def lock_to_pb(key: GroupQueue, lock: LockRecord) -> stored_lock_pb2.StoredLock:
     """Inverse of `lock_from_pb`."""
     return stored_lock_pb2.StoredLock(
         queue=key_to_pb(key),
@@ -206,7 +213,7 @@ def lock_to_pb(key: GroupQueue, lock: Lock) -> stored_lock_pb2.StoredLock:
     )
 
 
-def reports_to_pb(reports: Sequence[Report], holds: Sequence[pb.Hold]) -> pb.KeepAliveResponse:
+def reports_to_pb(reports: Sequence[HoldReport], holds: Sequence[pb.Hold]) -> pb.KeepAliveResponse:
     """A keep-alive's answer: first a report per hold, in order, then those of orphans."""
     response = pb.KeepAliveResponse()
     for number, (key, state, token, wanted) in enumerate(reports):
@@ -218,7 +225,7 @@ def reports_to_pb(reports: Sequence[Report], holds: Sequence[pb.Hold]) -> pb.Kee
     return response
 
 
-def notice_to_pb(notice: Notice) -> pb.WatchResponse:
+def notice_to_pb(notice: WatchNotice) -> pb.WatchResponse:
     """One event of a watch."""
     key, token, wanted = notice
     queue = key_to_pb(key)
@@ -237,7 +244,7 @@ def denial_to_pb(denial: Denial, now_ms: int) -> pb.Denial:
     )
 
 
-def entry_to_pb(entry: Entry, now_ms: int) -> pb.LockEntry:
+def entry_to_pb(entry: LockEntry, now_ms: int) -> pb.LockEntry:
     """One line of a listing."""
     owner = entry.lock.owner
     waiters = sorted(entry.waiters.items(), key=lambda item: (item[1].since_ms, item[0]))

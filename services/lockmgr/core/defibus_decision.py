@@ -10,25 +10,31 @@ incarnation, not a client id; a keep-alive counts as an access, since pulls are 
 
 from __future__ import annotations
 
-from batonmq_server.lockmgr.core.access import (
-    Condition,
+from batonmq_server.lockmgr.core.decision import (
     Decision,
-    Deny,
-    Grant,
+    DenyDecision,
+    FenceCondition,
+    GrantDecision,
     decide_own,
     has_no_owner,
-    held,
-    unacked,
+    held_error,
+    unacked_error,
 )
-from batonmq_server.lockmgr.core.locks import Asker, Count, Entry, Observation, Policy
+from batonmq_server.lockmgr.core.lock_entry import (
+    LockEntry,
+    LockPolicy,
+    Observation,
+    PollCount,
+    Requester,
+)
 
 UNCHANGED_MIN = 3
 """Source: maxDeliverOffsetNoChangeTimes."""
 
 
-def decide_access_defibus(
-    entry: Entry | None, asker: Asker, seen: Observation, now_ms: int, policy: Policy
-) -> tuple[Decision, Count]:
+def decide_defibus(
+    entry: LockEntry | None, asker: Requester, seen: Observation, now_ms: int, policy: LockPolicy
+) -> tuple[Decision, PollCount]:
     """What to do about `asker`'s poll, and what to remember of it.
 
     Pure: changes nothing. A queue of which nothing was ever delivered nor acked, -1 and -1, is
@@ -38,19 +44,23 @@ def decide_access_defibus(
         entry: None if nobody has ever owned the queue.
         seen: The queue at offsets, at this poll.
     """
-    taken = Count(seen.delivered)
+    taken = PollCount(seen.delivered)
     if entry is None or has_no_owner(entry, seen):
-        return Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), seen.token), taken
+        return GrantDecision(
+            (FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), seen.token
+        ), taken
     if entry.lock.owner == asker.incarnation:
-        return decide_own(entry, asker, seen), Count(seen.delivered, entry.count.unchanged)
+        return decide_own(entry, asker, seen), PollCount(seen.delivered, entry.count.unchanged)
     same = seen.delivered == entry.count.delivered
     unchanged = entry.count.unchanged + 1 if same else 0
-    conditions: list[Condition] = []
+    conditions: list[FenceCondition] = []
     if seen.drained and unchanged >= UNCHANGED_MIN:
-        conditions.append(Condition.CLOSED_OR_DRAINED)
+        conditions.append(FenceCondition.CLOSED_OR_DRAINED)
     if now_ms - entry.lease_start_ms > policy.silence_ms:
-        conditions.append(Condition.IDLE)
+        conditions.append(FenceCondition.IDLE)
     if conditions:
-        return Grant(tuple(conditions), seen.token), taken
-    error = held(entry, now_ms, policy) if seen.drained else unacked(entry, seen, policy)
-    return Deny(error, clears=True), Count(seen.delivered, unchanged)
+        return GrantDecision(tuple(conditions), seen.token), taken
+    error = (
+        held_error(entry, now_ms, policy) if seen.drained else unacked_error(entry, seen, policy)
+    )
+    return DenyDecision(error, clears=True), PollCount(seen.delivered, unchanged)

@@ -18,7 +18,7 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import Unreachable
-from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
+from batonmq_server.lockmgr.offsets_client import OffsetsClient, OffsetsPeers
 from batonmq_server.runtime.places import Places
 from tests.support.serving import serving
 
@@ -65,7 +65,7 @@ class OnePeer:
 
 
 @asynccontextmanager
-async def term(twin: Parts) -> AsyncIterator[Offsets]:
+async def term(twin: Parts) -> AsyncIterator[OffsetsClient]:
     async with (
         serving(
             lambda server: pb_grpc.add_OffsetsServiceServicer_to_server(twin, server)
@@ -73,7 +73,7 @@ async def term(twin: Parts) -> AsyncIterator[Offsets]:
         asyncio.TaskGroup() as tasks,
     ):
         peers = OnePeer(pb_grpc.OffsetsServiceStub(channel))
-        offsets = Offsets(cast(OffsetsPeers, peers), cast(Places, None), 7)
+        offsets = OffsetsClient(cast(OffsetsPeers, peers), cast(Places, None), 7)
         running = tasks.create_task(offsets.run())
         yield offsets
         running.cancel()

@@ -10,10 +10,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from batonmq._core.queues import GroupQueue, Incarnation
-from batonmq_server.lockmgr.core.access import Condition
+from batonmq_server.lockmgr.core.decision import FenceCondition
 
 
-class Manner(Enum):
+class HandOverManner(Enum):
     """How a queue passed on; names as in the contract."""
 
     GRACEFUL = "GRACEFUL"
@@ -23,7 +23,7 @@ class Manner(Enum):
     FORCED = "FORCED"
 
 
-class End(NamedTuple):
+class OwnershipEnd(NamedTuple):
     """The end of somebody's time as owner.
 
     Attributes:
@@ -38,7 +38,7 @@ class End(NamedTuple):
     silent: bool = False
 
 
-class Passed(NamedTuple):
+class NextOwner(NamedTuple):
     """A queue is about to pass to its next owner.
 
     Attributes:
@@ -51,7 +51,7 @@ class Passed(NamedTuple):
     begin_ms: int
 
 
-class HandOver(NamedTuple):
+class HandOverTimes(NamedTuple):
     """What came before the fence.
 
     Attributes:
@@ -60,13 +60,13 @@ class HandOver(NamedTuple):
         end_ms: When that was.
     """
 
-    end: End
+    end: OwnershipEnd
     contend_ms: int
     drain_ms: int
     end_ms: int
     overdue: bool
 
-    def manner(self, condition: Condition, *, unfinished: bool) -> Manner:
+    def manner(self, condition: FenceCondition, *, unfinished: bool) -> HandOverManner:
         """How it came about.
 
         Args:
@@ -74,54 +74,56 @@ class HandOver(NamedTuple):
             unfinished: Whether messages are not acked that somebody may have started.
         """
         if self.end.forced:
-            return Manner.FORCED
-        if condition is Condition.IDLE or self.end.silent:
-            return Manner.DRAIN_TIMED_OUT if self.overdue else Manner.LEASE_EXPIRED
-        return Manner.UNFINISHED if unfinished else Manner.GRACEFUL
+            return HandOverManner.FORCED
+        if condition is FenceCondition.IDLE or self.end.silent:
+            return HandOverManner.DRAIN_TIMED_OUT if self.overdue else HandOverManner.LEASE_EXPIRED
+        return HandOverManner.UNFINISHED if unfinished else HandOverManner.GRACEFUL
 
 
 @dataclass(slots=True)
-class _Tenure:
+class _OwnershipTimes:
     told_ms: int | None = None
     overdue: bool = False
-    end: End | None = None
+    end: OwnershipEnd | None = None
 
 
-class Tenures:
+class HandOverTimings:
     """The owners of one term of leadership; forgets a queue when it passes on."""
 
     def __init__(self) -> None:
-        self._by_queue: dict[GroupQueue, _Tenure] = {}
+        self._by_queue: dict[GroupQueue, _OwnershipTimes] = {}
 
     def told(self, key: GroupQueue, now_ms: int) -> None:
         """The owner is told that the queue is wanted; only the first time counts."""
-        tenure = self._by_queue.setdefault(key, _Tenure())
+        tenure = self._by_queue.setdefault(key, _OwnershipTimes())
         if tenure.told_ms is None:
             tenure.told_ms = now_ms
 
     def overdue(self, key: GroupQueue) -> None:
         """The owner lives, but is not renewed any more: it should have given the queue back."""
-        self._by_queue.setdefault(key, _Tenure()).overdue = True
+        self._by_queue.setdefault(key, _OwnershipTimes()).overdue = True
 
-    def ended(self, key: GroupQueue, end: End) -> None:
+    def ended(self, key: GroupQueue, end: OwnershipEnd) -> None:
         """Nobody owns the queue any more."""
-        self._by_queue.setdefault(key, _Tenure()).end = end
+        self._by_queue.setdefault(key, _OwnershipTimes()).end = end
 
-    def passed(self, key: GroupQueue, owner: End | None, passed: Passed) -> HandOver | None:
+    def passed(
+        self, key: GroupQueue, owner: OwnershipEnd | None, passed: NextOwner
+    ) -> HandOverTimes | None:
         """The queue has a new owner; None if it is the one before, or that is not known.
 
         Args:
             owner: Who had it until the fence began; None if nobody did.
         """
-        tenure = self._by_queue.pop(key, None) or _Tenure()
+        tenure = self._by_queue.pop(key, None) or _OwnershipTimes()
         end = owner or tenure.end
         if end is None or end.owner == passed.to:
             return None
         end_ms = min(end.at_ms, passed.begin_ms)
         if passed.since_ms is None:  # it was free when it was asked for
-            return HandOver(end, 0, 0, passed.begin_ms, tenure.overdue)
+            return HandOverTimes(end, 0, 0, passed.begin_ms, tenure.overdue)
         since_ms = min(passed.since_ms, passed.begin_ms)
         end_ms = max(end_ms, since_ms)
         told_ms = since_ms if tenure.told_ms is None else tenure.told_ms
         told_ms = min(max(told_ms, since_ms), end_ms)
-        return HandOver(end, told_ms - since_ms, end_ms - told_ms, end_ms, tenure.overdue)
+        return HandOverTimes(end, told_ms - since_ms, end_ms - told_ms, end_ms, tenure.overdue)

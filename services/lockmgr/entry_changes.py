@@ -16,12 +16,12 @@ CHANGE_WAIT_S = 5.0
 T = TypeVar("T")
 
 
-def moved() -> NotLeader:
+def term_ended() -> NotLeader:
     """The term is over. A new one each time: an error that is raised keeps the frames it passed."""
     return NotLeader("this node has stopped leading", retry_after_ms=200)
 
 
-class Changes:
+class EntryChanges:
     """What is being changed.
 
     Args:
@@ -76,7 +76,7 @@ class Changes:
                     await asyncio.wait(self._under_way.values())
 
 
-async def outcome_of(change: asyncio.Task[T]) -> T | None:
+async def wait_for_outcome(change: asyncio.Task[T]) -> T | None:
     """What the change comes to; None if that is not known soon, and it goes on.
 
     Raises:
@@ -89,5 +89,5 @@ async def outcome_of(change: asyncio.Task[T]) -> T | None:
 async def _result(task: asyncio.Task[T]) -> T:
     await asyncio.wait({task})
     if task.cancelled():
-        raise moved()
+        raise term_ended()
     return task.result()

@@ -14,7 +14,7 @@ from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError
 
 
-class Profile(Enum):
+class DecisionProfile(Enum):
     """By which decision table queues change hands."""
 
     DEFAULT = "default"
@@ -22,7 +22,7 @@ class Profile(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class LockPolicy:
     """The times of the decision table (protocol section 7).
 
     Attributes:
@@ -34,7 +34,7 @@ class Policy:
         waiter_memory_ms: A refused asker counts as waiting until it has not asked for so long.
     """
 
-    profile: Profile = Profile.DEFAULT
+    profile: DecisionProfile = DecisionProfile.DEFAULT
     lease_ms: int = 30_000
     slot_ms: int = 500
     slots_min: int = 3
@@ -44,7 +44,7 @@ class Policy:
     @property
     def silence_ms(self) -> int:
         """An owner that is silent for longer may lose the queue, by the profile's own measure."""
-        return DEFIBUS_SILENCE_MS if self.profile is Profile.DEFIBUS else self.lease_ms
+        return DEFIBUS_SILENCE_MS if self.profile is DecisionProfile.DEFIBUS else self.lease_ms
 
 
 DEFIBUS_SILENCE_MS = 100
@@ -55,7 +55,7 @@ DENIALS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lock:
+class LockRecord:
     """What stands in etcd for a queue. What `freed` keeps stays when nobody owns it."""
 
     owner: Incarnation | None = None
@@ -66,13 +66,15 @@ class Lock:
     subscription_generation: int = 0
     forced_op_id: str = ""
 
-    def freed(self) -> Lock:
+    def freed(self) -> LockRecord:
         """The same queue with nobody owning it."""
-        return Lock(token=self.token, generation=self.generation, forced_op_id=self.forced_op_id)
+        return LockRecord(
+            token=self.token, generation=self.generation, forced_op_id=self.forced_op_id
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class Requester:
     """Who asks, by its how manyth request, and by which view of its group."""
 
     incarnation: Incarnation
@@ -103,7 +105,7 @@ class Observation:
         return self.delivered == self.committed
 
 
-class Step(Enum):
+class ChangeStep(Enum):
     """How far a change of an entry has come."""
 
     ANNOUNCE = "announce"
@@ -113,10 +115,10 @@ class Step(Enum):
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingChange:
     """A change of an entry whose outcome is not known yet."""
 
-    step: Step
+    step: ChangeStep
     attempt: str = ""
 
 
@@ -139,7 +141,7 @@ class Denial:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class PollCount:
     """What the profile `defibus` remembers between two polls of a queue.
 
     Attributes:
@@ -159,7 +161,7 @@ class WantedReason(Enum):
     SUBSCRIPTION = "SUBSCRIPTION"
 
 
-class Wanted(NamedTuple):
+class WantedNotice(NamedTuple):
     """A queue is wanted from its owner; `by` names the client that waits longest, if one does."""
 
     reason: WantedReason
@@ -176,7 +178,7 @@ class LockState(Enum):
 
 
 @dataclass(slots=True)
-class Entry:
+class LockEntry:
     """A queue at the leader: its lock and what only memory knows of it.
 
     Attributes:
@@ -201,13 +203,13 @@ class Entry:
     """
 
     key: GroupQueue
-    lock: Lock = field(default_factory=Lock)
+    lock: LockRecord = field(default_factory=LockRecord)
     revision: int = 0
     lease_start_ms: int = 0
     held_since_ms: int = 0
     newly_acquired: bool = True
     phantom: bool = False
-    pending: Pending | None = None
+    pending: PendingChange | None = None
     seen: Observation | None = None
     seen_ms: int = 0
     slots: int = 0
@@ -216,7 +218,7 @@ class Entry:
     waiters: dict[Incarnation, Waiter] = field(default_factory=dict)
     evicted_since_ms: int | None = None
     told: bool = False
-    count: Count = Count()
+    count: PollCount = PollCount()
     offsets_token: int = 0
     denials: dict[str, Denial] = field(default_factory=dict)
 

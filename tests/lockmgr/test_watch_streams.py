@@ -14,7 +14,7 @@ import pytest
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import Draining, Held, NotAssigned, SubscriptionDraining
-from batonmq_server.lockmgr.watching import Watchers
+from batonmq_server.lockmgr.watch_streams import WatchStreams
 from tests.lockmgr.scene import Member, Node, Scene, entries, scene, waits
 from tests.support.waiting import until
 
@@ -230,7 +230,7 @@ async def test_draining_group_is_told_to_its_owners_and_the_end_of_it_to_those_w
 
 
 def test_what_waits_for_a_slow_listener_is_a_key_once() -> None:
-    watchers, client = Watchers(1), Incarnation("a", 1)
+    watchers, client = WatchStreams(1), Incarnation("a", 1)
     keys = [GroupQueue("g", "t", "b", number) for number in range(3)]
     with watchers.listening(client, keys[:1]) as watcher:
         for _ in range(1_000):

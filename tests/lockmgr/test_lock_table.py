@@ -9,29 +9,34 @@ import pytest
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import HandoverPending, Held, Unacked
-from batonmq_server.lockmgr.core.access import Condition, Decision, Deny, Grant
-from batonmq_server.lockmgr.core.locks import (
-    Asker,
-    Lock,
+from batonmq_server.lockmgr.core.decision import (
+    Decision,
+    DenyDecision,
+    FenceCondition,
+    GrantDecision,
+)
+from batonmq_server.lockmgr.core.lock_entry import (
+    ChangeStep,
+    LockPolicy,
+    LockRecord,
     LockState,
     Observation,
-    Policy,
-    Step,
-    Wanted,
+    Requester,
+    WantedNotice,
     WantedReason,
 )
-from batonmq_server.lockmgr.core.table import HoldState, KeepAlive, LockTable
+from batonmq_server.lockmgr.core.lock_table import HoldState, KeepAliveCall, LockTable
 
 KEY, OTHER = GroupQueue("g", "t", "broker-a", 0), GroupQueue("g", "t", "broker-a", 1)
 A, B = Incarnation("a", 1), Incarnation("b", 1)
-POLICY = Policy()
+POLICY = LockPolicy()
 SLOT_MS, LEASE_MS = POLICY.slot_ms, POLICY.lease_ms
 DRAINED = Observation(token=7, committed=10, delivered=10)
-NEWCOMER = Asker(B, 1, 6)
+NEWCOMER = Requester(B, 1, 6)
 
 
-def lock_of(owner: Incarnation | None, token: int = 7, acquire_seq: int = 3) -> Lock:
-    return Lock(owner=owner, token=token, acquire_seq=acquire_seq, attempt="x", generation=5)
+def lock_of(owner: Incarnation | None, token: int = 7, acquire_seq: int = 3) -> LockRecord:
+    return LockRecord(owner=owner, token=token, acquire_seq=acquire_seq, attempt="x", generation=5)
 
 
 def owned_by_a(*, now_ms: int = 0, offsets_token: int = 7) -> LockTable:
@@ -45,7 +50,7 @@ def look(table: LockTable, seen: Observation, now_ms: int, key: GroupQueue = KEY
     table.observe(key, seen, table.look(key), now_ms)
 
 
-def decide(table: LockTable, now_ms: int, asker: Asker = NEWCOMER) -> Decision:
+def decide(table: LockTable, now_ms: int, asker: Requester = NEWCOMER) -> Decision:
     decision = table.decide(KEY, asker, now_ms)
     assert decision is not None
     return decision
@@ -54,7 +59,7 @@ def decide(table: LockTable, now_ms: int, asker: Asker = NEWCOMER) -> Decision:
 def keep_alive(
     table: LockTable, now_ms: int, token: int = 7, *, evicted: bool = False, seq: int = 3
 ) -> HoldState:
-    call = KeepAlive(
+    call = KeepAliveCall(
         incarnation=A,
         acquire_seq=seq,
         holds=[(KEY, token)],
@@ -77,7 +82,9 @@ def test_drained_queue_passes_after_three_slots_without_change() -> None:
     table = owned_by_a()
     for slot in range(4):
         look(table, DRAINED, slot * SLOT_MS)
-        assert isinstance(decide(table, slot * SLOT_MS), Grant if slot == 3 else Deny)
+        assert isinstance(
+            decide(table, slot * SLOT_MS), GrantDecision if slot == 3 else DenyDecision
+        )
 
 
 def test_fifty_contenders_steal_no_sooner_than_one() -> None:
@@ -87,8 +94,8 @@ def test_fifty_contenders_steal_no_sooner_than_one() -> None:
     for now_ms in range(0, 4 * SLOT_MS, 10):
         for contender in range(50):
             look(table, DRAINED, now_ms)
-            asker = Asker(Incarnation(f"c{contender}", 1), 1, 6)
-            if isinstance(decide(table, now_ms, asker), Grant):
+            asker = Requester(Incarnation(f"c{contender}", 1), 1, 6)
+            if isinstance(decide(table, now_ms, asker), GrantDecision):
                 granted_ms = now_ms
                 break
         if granted_ms is not None:
@@ -110,10 +117,10 @@ def test_change_of_delivered_or_committed_starts_the_slots_anew(change: Observat
     drained_again = Observation(token=7, committed=11, delivered=11)
     look(table, change, 2 * SLOT_MS + 1)
     look(table, drained_again, 3 * SLOT_MS)
-    assert isinstance(decide(table, 3 * SLOT_MS), Deny)
+    assert isinstance(decide(table, 3 * SLOT_MS), DenyDecision)
     for slot in range(4, 7):
         look(table, drained_again, slot * SLOT_MS + 1)
-    assert isinstance(decide(table, 6 * SLOT_MS + 1), Grant)
+    assert isinstance(decide(table, 6 * SLOT_MS + 1), GrantDecision)
 
 
 def test_access_of_the_owner_does_not_start_the_slots_anew() -> None:
@@ -121,18 +128,18 @@ def test_access_of_the_owner_does_not_start_the_slots_anew() -> None:
     for slot in range(4):
         keep_alive(table, slot * SLOT_MS)
         look(table, DRAINED, slot * SLOT_MS)
-    assert isinstance(decide(table, 3 * SLOT_MS), Grant)
+    assert isinstance(decide(table, 3 * SLOT_MS), GrantDecision)
 
 
 def test_slots_do_not_outlast_a_hand_over() -> None:
     table = owned_by_a()
     for slot in range(4):
         look(table, DRAINED, slot * SLOT_MS)
-    table.begin(KEY, Step.FENCE)
-    lock = Lock(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
+    table.begin(KEY, ChangeStep.FENCE)
+    lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     table.granted(KEY, lock, 2, 3 * SLOT_MS, newly_acquired=True)
     look(table, Observation(token=8, committed=10, delivered=10), 4 * SLOT_MS)
-    assert isinstance(decide(table, 4 * SLOT_MS, Asker(A, 4, 7)), Deny)
+    assert isinstance(decide(table, 4 * SLOT_MS, Requester(A, 4, 7)), DenyDecision)
 
 
 def test_contenders_share_one_observation_per_slot() -> None:
@@ -152,14 +159,14 @@ def test_failed_observation_waits_for_its_slot() -> None:
 def test_own_request_of_the_owner_is_decided_on_a_fresh_observation() -> None:
     table = owned_by_a()
     look(table, DRAINED, 0)
-    assert table.needs_look(KEY, Asker(A, 4, 5), 1)
+    assert table.needs_look(KEY, Requester(A, 4, 5), 1)
 
 
 def test_observation_that_spans_a_hand_over_is_not_used() -> None:
     table = owned_by_a()
     stamp = table.look(KEY)
-    table.begin(KEY, Step.FENCE)
-    lock = Lock(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
+    table.begin(KEY, ChangeStep.FENCE)
+    lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     table.granted(KEY, lock, 2, 10, newly_acquired=True)
     table.observe(KEY, DRAINED, stamp, 20)
     entry = table.get(KEY)
@@ -176,7 +183,7 @@ def test_keep_alive_of_the_owner_starts_its_lease_anew() -> None:
     assert keep_alive(table, LEASE_MS) is HoldState.OK
     assert lease_age_ms(table, LEASE_MS) == 0
     look(table, DRAINED, LEASE_MS + 1)
-    assert isinstance(decide(table, LEASE_MS + 1), Deny)
+    assert isinstance(decide(table, LEASE_MS + 1), DenyDecision)
 
 
 def test_keep_alive_after_the_lease_saves_it_if_nobody_has_begun_to_take_it() -> None:
@@ -194,7 +201,7 @@ def test_keep_alive_with_another_token_is_not_the_owners(token: int) -> None:
 
 def test_keep_alive_of_somebody_else_tells_the_entrys_token() -> None:
     table = owned_by_a()
-    call = KeepAlive(incarnation=B, acquire_seq=1, holds=[(KEY, 7), (OTHER, 7)])
+    call = KeepAliveCall(incarnation=B, acquire_seq=1, holds=[(KEY, 7), (OTHER, 7)])
     reports = table.keep_alive(call, 5)
     assert [(r.state, r.token) for r in reports] == [
         (HoldState.NOT_OWNER, 7),
@@ -206,8 +213,11 @@ def test_keep_alive_tells_the_owner_who_waits_longest() -> None:
     table = owned_by_a()
     table.wait(KEY, B, 5)
     table.wait(KEY, Incarnation("c", 1), 6)
-    (report,) = table.keep_alive(KeepAlive(incarnation=A, acquire_seq=3, holds=[(KEY, 7)]), 10)
-    assert (report.state, report.wanted) == (HoldState.WANTED, Wanted(WantedReason.WAITER, "b"))
+    (report,) = table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=3, holds=[(KEY, 7)]), 10)
+    assert (report.state, report.wanted) == (
+        HoldState.WANTED,
+        WantedNotice(WantedReason.WAITER, "b"),
+    )
     assert lease_age_ms(table, 10) == 0
 
 
@@ -241,8 +251,8 @@ def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> 
     """Fence(IDLE) is on its way: an owner renewed now would start what the new one gets too."""
     table = owned_by_a()
     look(table, DRAINED, LEASE_MS + 1)
-    assert decide(table, LEASE_MS + 1) == Grant((Condition.IDLE,), 7)
-    table.begin(KEY, Step.FENCE)
+    assert decide(table, LEASE_MS + 1) == GrantDecision((FenceCondition.IDLE,), 7)
+    table.begin(KEY, ChangeStep.FENCE)
     assert keep_alive(table, LEASE_MS + 2) is HoldState.PENDING
     assert lease_age_ms(table, LEASE_MS + 2) == LEASE_MS + 2
 
@@ -250,25 +260,25 @@ def test_story_06_keep_alive_while_the_queue_is_being_taken_renews_nothing() -> 
 def test_story_07_keep_alive_between_fence_and_persist_renews_nothing() -> None:
     """etcd still names the old owner, but its token is dead already."""
     table = owned_by_a()
-    pending = table.begin(KEY, Step.FENCE)
-    pending.step = Step.PERSIST
+    pending = table.begin(KEY, ChangeStep.FENCE)
+    pending.step = ChangeStep.PERSIST
     assert keep_alive(table, 10) is HoldState.PENDING
     assert lease_age_ms(table, 10) == 10
-    lock = Lock(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
+    lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     table.granted(KEY, lock, 2, 20, newly_acquired=True)
     assert keep_alive(table, 30) is HoldState.NOT_OWNER
 
 
 def test_keep_alive_after_a_refused_hand_over_renews_again() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.FENCE)
+    table.begin(KEY, ChangeStep.FENCE)
     table.refused(KEY)
     assert keep_alive(table, 10) is HoldState.OK
 
 
 def test_fenced_owner_whose_successor_was_not_persisted_is_not_renewed() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.FENCE)
+    table.begin(KEY, ChangeStep.FENCE)
     table.reloaded(KEY, lock_of(A), 1, fenced=True)
     assert keep_alive(table, 10) is HoldState.NOT_OWNER
     entry = table.get(KEY)
@@ -288,7 +298,7 @@ def test_story_12_new_leader_does_not_renew_a_phantom() -> None:
 
 def test_phantom_ends_when_its_owner_is_granted_the_queue_again() -> None:
     table = owned_by_a(offsets_token=8)
-    table.begin(KEY, Step.FENCE)
+    table.begin(KEY, ChangeStep.FENCE)
     table.granted(KEY, lock_of(A, 9, 4), 2, 10, newly_acquired=False)
     assert keep_alive(table, 20, 9, seq=4) is HoldState.OK
 
@@ -301,14 +311,14 @@ def test_owner_whose_token_is_seen_to_be_dead_is_not_renewed() -> None:
 
 def test_entry_that_the_owner_does_not_list_is_reported_as_orphan() -> None:
     table = owned_by_a()
-    reports = table.keep_alive(KeepAlive(incarnation=A, acquire_seq=3, holds=[]), 10)
+    reports = table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=3, holds=[]), 10)
     assert [(r.key, r.state, r.token) for r in reports] == [(KEY, HoldState.ORPHAN, 7)]
     assert lease_age_ms(table, 10) == 10
 
 
 def test_entry_whose_answer_is_on_its_way_is_no_orphan() -> None:
     table = owned_by_a()
-    assert table.keep_alive(KeepAlive(incarnation=A, acquire_seq=2, holds=[]), 10) == []
+    assert table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=2, holds=[]), 10) == []
 
 
 def test_evicted_owner_is_told_and_renewed_for_a_minute() -> None:
@@ -333,9 +343,9 @@ def test_owner_that_is_a_member_again_is_renewed_as_before() -> None:
 
 def test_second_hand_over_of_a_queue_waits_for_the_first() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.FENCE)
-    decision = decide(table, 1, Asker(Incarnation("c", 1), 1, 7))
-    assert isinstance(decision, Deny)
+    table.begin(KEY, ChangeStep.FENCE)
+    decision = decide(table, 1, Requester(Incarnation("c", 1), 1, 7))
+    assert isinstance(decision, DenyDecision)
     assert isinstance(decision.error, HandoverPending)
     assert decision.clears
 
@@ -344,20 +354,20 @@ def test_grant_names_the_time_since_the_new_owner_was_first_refused() -> None:
     table = owned_by_a()
     table.wait(KEY, B, 100)
     table.wait(KEY, B, 400)
-    table.begin(KEY, Step.FENCE)
-    lock = Lock(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
+    table.begin(KEY, ChangeStep.FENCE)
+    lock = LockRecord(owner=B, token=8, acquire_seq=1, attempt="y", generation=6)
     assert table.granted(KEY, lock, 2, 1_000, newly_acquired=True) == 900
 
 
 def test_freed_entry_keeps_token_and_generation() -> None:
     table = owned_by_a()
-    table.begin(KEY, Step.RELEASE)
-    table.freed(KEY, Lock(token=7, generation=5), 2)
+    table.begin(KEY, ChangeStep.RELEASE)
+    table.freed(KEY, LockRecord(token=7, generation=5), 2)
     entry = table.get(KEY)
     assert entry is not None
-    assert entry.lock == Lock(token=7, generation=5)
+    assert entry.lock == LockRecord(token=7, generation=5)
     assert (entry.revision, entry.state) == (2, LockState.FREE)
-    assert table.keep_alive(KeepAlive(incarnation=A, acquire_seq=9, holds=[]), 10) == []
+    assert table.keep_alive(KeepAliveCall(incarnation=A, acquire_seq=9, holds=[]), 10) == []
 
 
 def test_release_needs_owner_and_token() -> None:
@@ -373,12 +383,14 @@ def test_freed_queue_is_decided_on_what_was_seen_of_its_token() -> None:
     table = owned_by_a()
     look(table, Observation(token=7, committed=10, delivered=12, unacked_count=2), 0)
     error = decide(table, 1)
-    assert isinstance(error, Deny)
+    assert isinstance(error, DenyDecision)
     assert isinstance(error.error, Unacked)
-    table.begin(KEY, Step.RELEASE)
-    table.freed(KEY, Lock(token=7, generation=5), 2)
+    table.begin(KEY, ChangeStep.RELEASE)
+    table.freed(KEY, LockRecord(token=7, generation=5), 2)
     assert not table.needs_look(KEY, NEWCOMER, 2)
-    assert decide(table, 2) == Grant((Condition.CLOSED_OR_DRAINED, Condition.IDLE), 7)
+    assert decide(table, 2) == GrantDecision(
+        (FenceCondition.CLOSED_OR_DRAINED, FenceCondition.IDLE), 7
+    )
 
 
 def test_contradicted_observation_is_made_anew() -> None:
@@ -393,9 +405,9 @@ def test_leases_count_from_the_start_of_the_leader() -> None:
     table = owned_by_a(now_ms=1_000_000)
     look(table, DRAINED, 1_000_000)
     decision = decide(table, 1_000_000 + LEASE_MS)
-    assert isinstance(decision, Deny)
+    assert isinstance(decision, DenyDecision)
     assert isinstance(decision.error, Held)
-    assert isinstance(decide(table, 1_000_001 + LEASE_MS), Grant)
+    assert isinstance(decide(table, 1_000_001 + LEASE_MS), GrantDecision)
 
 
 def test_entries_come_in_order_and_by_filter() -> None:

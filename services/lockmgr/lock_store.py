@@ -13,8 +13,8 @@ from batonmq._common.backoff import Backoff
 from batonmq._common.batcher import Batcher
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import NoQuorum
-from batonmq_server.lockmgr.core.locks import Lock
-from batonmq_server.lockmgr.translate import key_from_pb, lock_from_pb, lock_to_pb
+from batonmq_server.lockmgr.core.lock_entry import LockRecord
+from batonmq_server.lockmgr.lock_proto import key_from_pb, lock_from_pb, lock_to_pb
 from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
 
 log = logging.getLogger(__name__)
@@ -27,32 +27,32 @@ _COMPARES_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LockWrite:
     """A lock to be written over the one of `revision`; 0 for a queue that has no entry.
 
     `gate`: what must hold of the group's gate; None for a change that any gate allows.
     """
 
     key: GroupQueue
-    lock: Lock
+    lock: LockRecord
     revision: int
     gate: Compare | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Conflict:
+class WriteConflict:
     """A change that was not made, and what stands in etcd instead.
 
     `deposed`: because this term is over; `gate`: because of the group's gate alone.
     """
 
-    lock: Lock | None
+    lock: LockRecord | None
     revision: int
     deposed: bool = False
     gate: bool = False
 
 
-Outcome = int | Conflict
+WriteResult = int | WriteConflict
 
 
 class LockStore:
@@ -64,13 +64,15 @@ class LockStore:
 
     def __init__(self, session: EtcdSession, guard: Compare, random: Random) -> None:
         self._session, self._guard, self._random = session, guard, random
-        self._changes: Batcher[Change, Outcome] = Batcher(self._write, items_max=_CHANGES_MAX)
+        self._changes: Batcher[LockWrite, WriteResult] = Batcher(
+            self._write, items_max=_CHANGES_MAX
+        )
 
     async def run(self) -> None:
         """Write what is asked for, for ever; to be run as one task."""
         await self._changes.run()
 
-    async def load(self) -> list[tuple[GroupQueue, Lock, int]]:
+    async def load(self) -> list[tuple[GroupQueue, LockRecord, int]]:
         """Every entry with its lock and modification revision.
 
         Raises:
@@ -83,7 +85,7 @@ class LockStore:
             entries.append((key_from_pb(message.queue), lock_from_pb(message), stored.mod_revision))
         return entries
 
-    async def persist(self, change: Change) -> Outcome:
+    async def persist(self, change: LockWrite) -> WriteResult:
         """Make one change; returns once it is known whether it was made.
 
         Returns:
@@ -91,7 +93,7 @@ class LockStore:
         """
         return await self._changes.call(change)
 
-    async def _write(self, changes: Sequence[Change]) -> Sequence[Outcome]:
+    async def _write(self, changes: Sequence[LockWrite]) -> Sequence[WriteResult]:
         if len(self._compares(changes)) > _COMPARES_MAX:
             middle = len(changes) // 2
             return [*await self._write(changes[:middle]), *await self._write(changes[middle:])]
@@ -103,12 +105,12 @@ class LockStore:
         if len(changes) == 1:
             return outcomes
         for place, (change, outcome) in enumerate(zip(changes, outcomes, strict=True)):
-            if isinstance(outcome, Conflict):
+            if isinstance(outcome, WriteConflict):
                 alone = await self._txn([change])
                 outcomes[place] = await self._read_back(change) if alone is None else alone
         return outcomes
 
-    async def _txn(self, changes: Sequence[Change]) -> int | None:
+    async def _txn(self, changes: Sequence[LockWrite]) -> int | None:
         """Repeat the transaction until its outcome is known.
 
         A try whose answer was lost may still be made later, but only as long as its comparisons
@@ -125,12 +127,12 @@ class LockStore:
             await self._pause(tries)
             tries += 1
 
-    def _compares(self, changes: Sequence[Change]) -> list[Compare]:
+    def _compares(self, changes: Sequence[LockWrite]) -> list[Compare]:
         entries = [Compare(_key(c.key), mod_revision=c.revision) for c in changes]
         gates = dict.fromkeys(c.gate for c in changes if c.gate is not None)
         return [self._guard, *entries, *gates]
 
-    async def _read_back(self, change: Change) -> Outcome:
+    async def _read_back(self, change: LockWrite) -> WriteResult:
         stored = await self._get(_key(change.key))
         lock = _lock(stored) if stored else None
         revision = stored.mod_revision if stored else 0
@@ -139,7 +141,7 @@ class LockStore:
         leader = await self._get(self._guard.key)
         deposed = leader is None or leader.create_revision != self._guard.create_revision
         gate = change.gate is not None and revision == change.revision and not deposed
-        return Conflict(lock, revision, deposed, gate)
+        return WriteConflict(lock, revision, deposed, gate)
 
     async def _get(self, key: str) -> Stored | None:
         tries = 0
@@ -158,5 +160,5 @@ def _key(key: GroupQueue) -> str:
     return EtcdSession.key("locks", key.group, key.topic, key.broker, str(key.queue_id))
 
 
-def _lock(stored: Stored) -> Lock:
+def _lock(stored: Stored) -> LockRecord:
     return lock_from_pb(stored_lock_pb2.StoredLock.FromString(stored.value))
