@@ -11,7 +11,7 @@ PROTOS := $(shell find protos -name '*.proto')
 SETUP := $(VENV)/.installed
 MAIN ?= main
 
-.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick pythons sim e2e spark spark-demo faults check bench demo examples docs up clean \
+.PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick pythons coverage audit sim e2e spark spark-demo faults check bench demo examples docs up clean \
   observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
@@ -89,6 +89,14 @@ spark-demo: $(SETUP) ## the demo with the jobs of Spark beside it, and whether w
 faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON_FAULT_MINUTES, into build/faults
 	python -m tools.faults
 
+coverage: $(SETUP) ## lines and branches that the fast tests reach, per folder
+	coverage erase
+	pytest -q -n 2 -m "not e2e and not sim and not spark" --cov --cov-report= tests
+	python -m tools.coverage_by_folder
+
+audit: $(SETUP) ## known vulnerabilities of the locked dependencies
+	pip-audit --require-hashes --disable-pip --requirement requirements.lock
+
 check: lint k8s test ## what CI runs
 
 bench: $(SETUP) ## how fast it is on this machine, into bench/results.json and docs/explanation/performance.md
@@ -100,8 +108,8 @@ demo: $(SETUP)  ## the main job: a real data set, moving queues, nothing lost, n
 examples: $(SETUP) ## every program in examples/, on a cluster of its own
 	python examples
 
-docs: $(SETUP)  ## API reference, into build/docs
-	python -m tools.docs.reference && echo build/docs/batonmq.html
+docs: $(SETUP)  ## this documentation as a site with search and the API reference, into build/site
+	python -m tools.docs.site && echo build/site/index.html
 
 up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
 	baton up --data-dir .data
