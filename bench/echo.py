@@ -18,7 +18,7 @@ import grpc.aio
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import OPTIONS
-from batonmq_server.runtime.memory import keep_freed
+from batonmq_server.runtime.malloc_settings import keep_freed
 from bench.setup import BATCH_BYTES
 
 

@@ -305,7 +305,8 @@ async def _own_many(
     for seq, name in enumerate(names, start=1):
         keys = [
             queue_pb2.GroupQueue(
-                group="bench", queue=queue_pb2.QueueRef(topic=name, broker=BROKER, queue_id=queue_id)
+                group="bench",
+                queue=queue_pb2.QueueRef(topic=name, broker=BROKER, queue_id=queue_id),
             )
             for queue_id in range(each)
         ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from batonmq_server.runtime.access import ANYTHING, OPERATE, Need, administer, join
-from batonmq_server.runtime.rules import Rules, needs, of_queue, of_queues, on, rules_of
+from batonmq_server.runtime.access.permissions import ANYTHING, OPERATE, Need, administer, join
+from batonmq_server.runtime.access.rules import Rules, needs, of_queue, of_queues, on, rules_of
 
 
 def _of_group(request: Any) -> list[Need]:

@@ -15,11 +15,11 @@ from batonmq_server.lockmgr.membership import PREFIX as GROUPS
 from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.offsets import OffsetsPeers
 from batonmq_server.lockmgr.server import LockmgrServicer
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.places import PREFIX as PLACES
+from batonmq_server.runtime.etcd.mirror import Mirror, all_ready
+from batonmq_server.runtime.group_gates import PREFIX as GATES
+from batonmq_server.runtime.group_placements import OFFSETS, Places
+from batonmq_server.runtime.group_placements import PREFIX as PLACES
+from batonmq_server.runtime.leader_channels import Peers
 from batonmq_server.runtime.process import App, Runtime
 
 SERVICE = "baton.lockmgr.v1.LockmgrService"

@@ -44,9 +44,9 @@ from batonmq_server.lockmgr.metrics import Recorder
 from batonmq_server.lockmgr.offsets import Fenced, Offsets, Verdict, unreachable
 from batonmq_server.lockmgr.store import BACKOFF, Change, Conflict, LockStore
 from batonmq_server.lockmgr.translate import incarnation_to_pb, key_to_pb
-from batonmq_server.runtime.etcd import Compare
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.gates import Gate
+from batonmq_server.runtime.etcd.session import Compare
+from batonmq_server.runtime.group_gates import PREFIX as GATES
+from batonmq_server.runtime.group_gates import Gate
 
 log = logging.getLogger(__name__)
 

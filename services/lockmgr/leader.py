@@ -19,9 +19,9 @@ from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
 from batonmq_server.lockmgr.store import BACKOFF, LockStore
 from batonmq_server.lockmgr.taking_over import TakingOver
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import Places
+from batonmq_server.runtime.leader_registration import Registration
 from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.registration import Registration
 
 log = logging.getLogger(__name__)
 

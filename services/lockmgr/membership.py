@@ -11,8 +11,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import NotMember, NotSubscribed, SubscriptionDraining
 from batonmq_server.lockmgr.core.locks import Asker
-from batonmq_server.runtime.gates import Gate, Gates
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.group_gates import Gate, Gates
 
 PREFIX = "groups/"
 WAIT_S = 2.0

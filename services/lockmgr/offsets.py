@@ -27,9 +27,9 @@ from batonmq.errors import (
 )
 from batonmq_server.lockmgr.core.locks import Observation
 from batonmq_server.lockmgr.translate import key_from_pb, key_to_pb
-from batonmq_server.runtime.by_set import BySet
-from batonmq_server.runtime.peers import Peers
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import Places
+from batonmq_server.runtime.leader_channels import Peers
+from batonmq_server.runtime.per_replica_set import BySet
 
 RPC_TIMEOUT_S = 2.0
 _FENCES_MAX = 64

@@ -15,7 +15,7 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import NoQuorum
 from batonmq_server.lockmgr.core.locks import Lock
 from batonmq_server.lockmgr.translate import key_from_pb, lock_from_pb, lock_to_pb
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put, Stored
 
 log = logging.getLogger(__name__)
 

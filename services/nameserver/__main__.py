@@ -38,9 +38,9 @@ from batonmq_server.nameserver.tending import Tending
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.nameserver.turns import Turns
-from batonmq_server.runtime.mirror import all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS, Places
+from batonmq_server.runtime.etcd.mirror import all_ready
+from batonmq_server.runtime.group_placements import OFFSETS, Places
+from batonmq_server.runtime.leader_channels import Peer, Peers
 from batonmq_server.runtime.process import App, Runtime, run
 
 ACCESS = "baton.nameserver.v1.AccessService"

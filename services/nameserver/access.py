@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batonmq_server.runtime.access import (
+from batonmq_server.runtime.access.permissions import (
     ANYTHING,
     OPERATE,
     Need,
@@ -15,7 +15,7 @@ from batonmq_server.runtime.access import (
     join,
     use,
 )
-from batonmq_server.runtime.rules import SERVICES, Rule, Rules, needs, on, rules_of
+from batonmq_server.runtime.access.rules import SERVICES, Rule, Rules, needs, on, rules_of
 
 
 def _topic(request: Any) -> list[Need]:

@@ -13,7 +13,8 @@ from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq.errors import InvalidArgument
 from batonmq_server.nameserver.access_store import AccessStore
-from batonmq_server.runtime.access import (
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.access.permissions import (
     SERVICE_PREFIX,
     Access,
     Grant,
@@ -22,8 +23,7 @@ from batonmq_server.runtime.access import (
     check_wanted,
     covering,
 )
-from batonmq_server.runtime.guard import Guard
-from batonmq_server.runtime.stored_access import digest_of, grant_from_pb, grant_to_pb
+from batonmq_server.runtime.access.stored_access import digest_of, grant_from_pb, grant_to_pb
 
 log = logging.getLogger(__name__)
 

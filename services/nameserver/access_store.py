@@ -11,9 +11,8 @@ from google.protobuf.message import DecodeError
 from baton.nameserver.v1 import stored_access_pb2 as pb
 from batonmq.errors import LimitExceeded
 from batonmq_server.nameserver.turns import Turns, as_read
-from batonmq_server.runtime.access import Grant
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
-from batonmq_server.runtime.stored_access import (
+from batonmq_server.runtime.access.permissions import Grant
+from batonmq_server.runtime.access.stored_access import (
     PREFIX,
     grants_from_bytes,
     grants_key,
@@ -21,6 +20,7 @@ from batonmq_server.runtime.stored_access import (
     identity_of,
     token_key,
 )
+from batonmq_server.runtime.etcd.session import EtcdSession, Put, Stored
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from batonmq_server.nameserver.convert_topics import topic_from_bytes
 from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.core.topics import Route, Topic, build_route
 from batonmq_server.nameserver.group_store import is_owned
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX as PLACES
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import PREFIX as PLACES
 
 log = logging.getLogger(__name__)
 

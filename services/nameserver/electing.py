@@ -7,8 +7,8 @@ import logging
 from baton.common.v1 import replicas_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import InvalidArgument, LimitExceeded, StillInSync
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.replicas import Standing, decode
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.replication.replica_set import Standing, decode
 
 log = logging.getLogger(__name__)
 

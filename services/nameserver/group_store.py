@@ -40,7 +40,7 @@ from batonmq_server.nameserver.core.ledger import GroupSettings, Ledger, verdict
 from batonmq_server.nameserver.core.topics import Topic
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.nameserver.turns import Turns, as_read, at_once
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import EtcdSession, Put, Stored
 
 BATCH_MAX = 32
 """Calls about one group that one transaction answers. Each may need three of etcd's 128 steps."""

@@ -18,8 +18,8 @@ from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.group_store import GroupStore, group_not_found
 from batonmq_server.nameserver.turns import Turns, as_read
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
-from batonmq_server.runtime.places import PREFIX, Place, Places, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession, Put, Stored
+from batonmq_server.runtime.group_placements import PREFIX, Place, Places, place_of
 
 log = logging.getLogger(__name__)
 

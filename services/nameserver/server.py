@@ -15,7 +15,7 @@ from batonmq_server.nameserver.electing import Electing
 from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.stuck_calls import StuckCalls
 from batonmq_server.nameserver.topic_calls import TopicCalls
-from batonmq_server.runtime.access import Need, join, use
+from batonmq_server.runtime.access.permissions import Need, join, use
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

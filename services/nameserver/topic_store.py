@@ -13,7 +13,7 @@ from batonmq.errors import TopicExists, TopicNotFound
 from batonmq_server.nameserver.convert_topics import topic_from_bytes, topic_to_pb
 from batonmq_server.nameserver.core.topics import Topic, housed, spread_queues
 from batonmq_server.nameserver.turns import Turns, as_read
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 
 _TOPIC_ID = "counters/topic_id"
 Forget = Callable[[str, int], Awaitable[object]]

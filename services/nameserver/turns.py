@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from batonmq._common.aio import only_error
 from batonmq._common.backoff import Backoff
 from batonmq.errors import Overloaded
-from batonmq_server.runtime.etcd import Compare, Stored
+from batonmq_server.runtime.etcd.session import Compare, Stored
 
 TRIES_MAX = 20
 _BACKOFF = Backoff(first_ms=5, delay_ms_max=250)

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from batonmq_server.runtime.access import OPERATE, Need, administer, consume, join
-from batonmq_server.runtime.rules import Rules, needs, of_queue, of_queues, on, only, rules_of
+from batonmq_server.runtime.access.permissions import OPERATE, Need, administer, consume, join
+from batonmq_server.runtime.access.rules import (
+    Rules,
+    needs,
+    of_queue,
+    of_queues,
+    on,
+    only,
+    rules_of,
+)
 
 
 def _reset(request: Any) -> Iterator[Need]:

@@ -18,19 +18,19 @@ from batonmq_server.offsets.following import Following, ReplicationPeer
 from batonmq_server.offsets.leadership import Leadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.persistence import Stored, read_changes
+from batonmq_server.offsets.replica import Role
 from batonmq_server.offsets.replication_server import ReplicationServicer
-from batonmq_server.offsets.role import Role
 from batonmq_server.offsets.serving import Offsets, Surroundings, alone, elected
 from batonmq_server.offsets.stream import OffsetsStream
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS
-from batonmq_server.runtime.places import PREFIX as PLACES
+from batonmq_server.runtime.etcd.mirror import Mirror, all_ready
+from batonmq_server.runtime.group_gates import PREFIX as GATES
+from batonmq_server.runtime.group_placements import OFFSETS
+from batonmq_server.runtime.group_placements import PREFIX as PLACES
+from batonmq_server.runtime.leader_channels import Peer, Peers
 from batonmq_server.runtime.process import App, Runtime
-from batonmq_server.runtime.replicas import check_alone
-from batonmq_server.runtime.role import WhileLeader
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.replication.follow_problem import Stuck
+from batonmq_server.runtime.replication.leader_servicer import WhileLeader
+from batonmq_server.runtime.replication.replica_set import check_alone
 
 SERVICE = "baton.offsets.v1.OffsetsService"
 REPLICATION = "baton.offsets.v1.ReplicationService"

@@ -46,9 +46,9 @@ from batonmq_server.offsets.persistence import (
     home_entry,
     tombstone_entries,
 )
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import PREFIX, Place, place_of
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, Unreachable
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.core.changes import Change, ChangeLog, Entry
 from batonmq_server.offsets.persistence import Stored, log_of, read_changes
-from batonmq_server.runtime.peers import Peer
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.leader_channels import Peer
 from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.replication.follow_problem import Stuck
+from batonmq_server.runtime.replication.position import Position
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from batonmq.errors import NoQuorum, NotServing
 from batonmq_server.offsets.core.homes import arriving, moved
 from batonmq_server.offsets.core.table import ProgressTable
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import PREFIX, Place, place_of
 
 log = logging.getLogger(__name__)
 

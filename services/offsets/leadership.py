@@ -13,8 +13,8 @@ from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq_server.offsets.core.changes import Change, ChangeLog, Entry
 from batonmq_server.offsets.persistence import Stored, first_change, next_change
-from batonmq_server.runtime.keeper import Keeper
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replication.in_sync_set import Keeper
+from batonmq_server.runtime.replication.position import Position
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 """One answer holds no more changes than this, but one in any case."""

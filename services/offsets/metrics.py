@@ -12,7 +12,7 @@ from batonmq.errors import BatonError, Fenced
 from batonmq_server.offsets.core.calls import Committed, Condition, Grant
 from batonmq_server.offsets.core.resets import Order, Outcome
 from batonmq_server.offsets.core.table import ProgressTable
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import Keeper
 
 CUT_OFF = "CUT_OFF"
 """Cause of duplicates: a queue was given back before a handler had ended."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batonmq.errors import GroupInUse, ModeChanged, NotServing
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.group_gates import Gates
 
 
 class Modes:

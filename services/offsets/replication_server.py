@@ -13,9 +13,9 @@ from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch
 from batonmq_server.offsets.core.changes import Change
 from batonmq_server.offsets.following import digest_of
 from batonmq_server.offsets.persistence import Stored, log_of
-from batonmq_server.offsets.role import Role
-from batonmq_server.runtime.position import Position
-from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.offsets.replica import Role
+from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.position import Position
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000

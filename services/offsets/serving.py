@@ -32,7 +32,7 @@ from batonmq_server.offsets.persistence import (
 from batonmq_server.offsets.server import OffsetsServicer, Parts
 from batonmq_server.offsets.stream import OffsetsStream
 from batonmq_server.offsets.telemetry import Telemetry
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
 

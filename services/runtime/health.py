@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.options import HEALTH_OPTIONS
+from batonmq_server.runtime.server_options import HEALTH_OPTIONS
 
 log = logging.getLogger(__name__)
 

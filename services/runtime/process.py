@@ -29,17 +29,17 @@ from batonmq._process.config import ConfigError, load
 from batonmq._process.explain import explain
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd import EtcdSession, Lease
-from batonmq_server.runtime.events import watchable
-from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.access.rules import Rules
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession, Lease
+from batonmq_server.runtime.event_publisher import publisher_of
+from batonmq_server.runtime.event_stream_server import watchable
 from batonmq_server.runtime.health import Health, health_of
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.options import SERVER_OPTIONS
-from batonmq_server.runtime.position import NOWHERE, Position
-from batonmq_server.runtime.rules import Rules
+from batonmq_server.runtime.replication.position import NOWHERE, Position
+from batonmq_server.runtime.server_options import SERVER_OPTIONS
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.streaming import publisher_of
 from batonmq_server.runtime.tls import check_files, listen, show_expiry
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batonmq._core import sql_parser
-from batonmq_server.runtime.memory import keep_freed
+from batonmq_server.runtime.malloc_settings import keep_freed
 from batonmq_server.runtime.process import run
 from batonmq_server.storage.app import build
 from batonmq_server.storage.config import StorageSettings

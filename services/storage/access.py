@@ -11,8 +11,17 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_to_pb
 from batonmq._core.records import read_topic
 from batonmq.errors import BadBatch
-from batonmq_server.runtime.access import ANYTHING, OPERATE, Need, consume, produce, use
-from batonmq_server.runtime.rules import Each, Rule, Rules, needs, of_queue, on, only, rules_of
+from batonmq_server.runtime.access.permissions import ANYTHING, OPERATE, Need, consume, produce, use
+from batonmq_server.runtime.access.rules import (
+    Each,
+    Rule,
+    Rules,
+    needs,
+    of_queue,
+    on,
+    only,
+    rules_of,
+)
 
 
 def _write(batch: bytes) -> Need:

@@ -14,15 +14,15 @@ from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.places import PREFIX as PLACES_PREFIX
+from batonmq_server.runtime.etcd.mirror import Mirror, all_ready
+from batonmq_server.runtime.group_gates import PREFIX as GATES_PREFIX
+from batonmq_server.runtime.group_gates import Gates
+from batonmq_server.runtime.group_placements import OFFSETS, Places
+from batonmq_server.runtime.group_placements import PREFIX as PLACES_PREFIX
+from batonmq_server.runtime.leader_channels import Peer, Peers
 from batonmq_server.runtime.process import App, Runtime
-from batonmq_server.runtime.replicas import check_alone
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.replication.follow_problem import Stuck
+from batonmq_server.runtime.replication.replica_set import check_alone
 from batonmq_server.storage.access import RULES
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.copies import Copy
@@ -36,8 +36,8 @@ from batonmq_server.storage.following import Following
 from batonmq_server.storage.guarantee import Alone
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import Node, opened, recovered
+from batonmq_server.storage.replica import Role
 from batonmq_server.storage.replication_server import Front, ReplicationServicer
-from batonmq_server.storage.role import Role
 from batonmq_server.storage.serving import Serving, Surroundings, serve
 from batonmq_server.storage.stream import StorageStream
 from batonmq_server.storage.topics import Topics

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 
 from batonmq.errors import DiskFull, NotServing
-from batonmq_server.runtime.position import NOWHERE, Position
 from batonmq_server.runtime.process import Loop
+from batonmq_server.runtime.replication.position import NOWHERE, Position
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.flush import InThread
 from batonmq_server.storage.node import Beginning, Node, begin_anew

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from batonmq.errors import BatonError, GroupMoved, NotServing
-from batonmq_server.runtime.by_set import BySet
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import Places
+from batonmq_server.runtime.per_replica_set import BySet
 from batonmq_server.storage.deliveries import Deliveries, Delivery, Verdict, unrecorded
 from batonmq_server.storage.pulls import Holder
 

@@ -19,9 +19,9 @@ from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch
-from batonmq_server.runtime.peers import Peer
+from batonmq_server.runtime.leader_channels import Peer
 from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.replication.follow_problem import Stuck
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.copies import Copy
 from batonmq_server.storage.core import checkpoint

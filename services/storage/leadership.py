@@ -16,7 +16,7 @@ from typing import Any
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import Keeper
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import Range
 from batonmq_server.storage.core.epochs import History, common_point

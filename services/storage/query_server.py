@@ -23,8 +23,8 @@ from batonmq.errors import (
     TopicNotFound,
     WrongBroker,
 )
-from batonmq_server.runtime.access import consume
-from batonmq_server.runtime.guard import Require
+from batonmq_server.runtime.access.guard import Require
+from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import requests
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import Match, Matches, Queries, Window

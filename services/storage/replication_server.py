@@ -16,11 +16,11 @@ from batonmq.errors import (
     OldEpoch,
     WrongBroker,
 )
-from batonmq_server.runtime.role import WhileLeader
-from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.leader_servicer import WhileLeader
 from batonmq_server.storage.core.epochs import History, read_history
 from batonmq_server.storage.leadership import Wish
-from batonmq_server.storage.role import Role
+from batonmq_server.storage.replica import Role
 from batonmq_server.storage.serving import Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -15,8 +15,8 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.delays import check_deliver_time
 from batonmq._core.records import read_header, read_topic
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
-from batonmq_server.runtime.access import produce
-from batonmq_server.runtime.guard import Require
+from batonmq_server.runtime.access.guard import Require
+from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import requests
 from batonmq_server.storage.appending import Appender
 from batonmq_server.storage.core import schedule

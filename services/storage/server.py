@@ -17,7 +17,7 @@ from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq._core.route import TOPICS_REVISION
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
-from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.group_gates import Gates
 from batonmq_server.storage import requests
 from batonmq_server.storage.appending import Appender
 from batonmq_server.storage.core.producers import QueueKey, Receipt

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from batonmq.errors import NotLeader
-from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.group_gates import Gates
 from batonmq_server.runtime.process import Loop, Runtime
 from batonmq_server.storage.appending import Appender
 from batonmq_server.storage.checkpoints import Checkpointer

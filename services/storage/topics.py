@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, TopicNotFound
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession, Stored
 from batonmq_server.storage.core.store import TopicQueues
 
 log = logging.getLogger(__name__)

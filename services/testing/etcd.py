@@ -18,7 +18,7 @@ from aetcd import rpc
 
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Lease, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Lease, Put, Stored
 from batonmq_server.testing.network import Network
 from batonmq_server.testing.virtual_time import Host
 

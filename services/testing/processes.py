@@ -15,11 +15,11 @@ from batonmq._common.clock import Clock
 from batonmq._connection.directory import Surroundings
 from batonmq.errors import NoQuorum
 from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.events import watchable
+from batonmq_server.runtime.event_publisher import publisher_of
+from batonmq_server.runtime.event_stream_server import watchable
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import App, Runtime
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.streaming import publisher_of
 from batonmq_server.storage.node import Node
 from batonmq_server.testing.disks import MemoryDisk, OffsetsDisk
 from batonmq_server.testing.etcd import EtcdTwin, TwinSession

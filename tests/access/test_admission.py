@@ -27,12 +27,12 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connector
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from batonmq_server.local.certificates import Authority, Subject
-from batonmq_server.runtime.access import Grant, Role
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.guard import Caller, Guard
-from batonmq_server.runtime.stored_access import grants_key, token_key
+from batonmq_server.runtime.access.guard import Caller, Guard
+from batonmq_server.runtime.access.permissions import Grant, Role
+from batonmq_server.runtime.access.stored_access import grants_key, token_key
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.tls import server_credentials
-from tests.access.scene import METHODS, Scene, request_of, scene
+from tests.access.edge_scene import METHODS, Scene, request_of, scene
 from tests.storage.batches import batch
 from tests.support.waiting import until
 

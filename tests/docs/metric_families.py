@@ -23,10 +23,10 @@ from batonmq_server.nameserver.group_metrics import GroupMetrics
 from batonmq_server.nameserver.set_metrics import SetMetrics
 from batonmq_server.nameserver.telemetry import Telemetry
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import show_expiry
 from batonmq_server.storage.metrics import StorageMetrics

@@ -32,7 +32,7 @@ from batonmq_server.lockmgr.app import build as build_lockmgr
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.offsets.app import build as build_offsets
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import EtcdSession, Put, Stored
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import App, Runtime
 from tests.support.waiting import until

@@ -19,7 +19,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import Unreachable
 from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import Places
 from tests.support.serving import serving
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -14,8 +14,8 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._common.rpc import error_from_pb
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import Put
-from batonmq_server.runtime.places import Place
+from batonmq_server.runtime.etcd.session import Put
+from batonmq_server.runtime.group_placements import Place
 from tests.lockmgr.scene import OPEN, TIMEOUT_S, TOPIC, Member, Node, Scene, scene
 from tests.support.waiting import until
 

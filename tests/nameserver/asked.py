@@ -44,8 +44,8 @@ from batonmq_server.nameserver.core.groups import Group, Member, Subscription, T
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.inspector import Inspector
 from batonmq_server.nameserver.questions import Brokers, Questions
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.support.serving import serving_at
 
 Context = grpc.aio.ServicerContext[Any, Any]

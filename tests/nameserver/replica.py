@@ -41,11 +41,11 @@ from batonmq_server.offsets.disk import Disk
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.serving import Offsets, Surroundings, alone
 from batonmq_server.offsets.stream import OffsetsStream
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.peers import Peers
-from batonmq_server.runtime.places import OFFSETS, Places
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_gates import PREFIX as GATES_PREFIX
+from batonmq_server.runtime.group_placements import OFFSETS, Places
+from batonmq_server.runtime.leader_channels import Peers
 from batonmq_server.runtime.process import Runtime
 from tests.offsets.service import only_set
 from tests.support.serving import serving_at

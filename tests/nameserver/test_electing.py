@@ -21,8 +21,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.replicas import ACCEPTED_MAX, Standing, decode
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.replication.replica_set import ACCEPTED_MAX, Standing, decode
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker
 
 SET = "broker-a"

@@ -27,7 +27,7 @@ from batonmq_server.nameserver.core.groups import Group, Pause, Staged, Subscrip
 from batonmq_server.nameserver.group_metrics import GroupMetrics
 from batonmq_server.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
 from batonmq_server.nameserver.lookout import Lookout
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import Stored
 from tests.nameserver.asked import TIMEOUT_S, Scene, queue_to_pb, scene
 
 

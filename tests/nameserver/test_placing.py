@@ -19,8 +19,8 @@ from batonmq.errors import (
     OffsetsUnreachable,
     SetNotFound,
 )
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.places import Place, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import Place, place_of
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica
 from tests.support.waiting import until
 

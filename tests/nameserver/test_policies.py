@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put, Stored
 from tests.nameserver.replica import (
     Replica,
     grant,

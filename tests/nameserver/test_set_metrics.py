@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.set_metrics import SetMetrics
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import Stored
 from tests.nameserver.asked import Scene, scene
 
 Shown = dict[tuple[str, str], float]

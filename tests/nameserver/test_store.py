@@ -30,7 +30,7 @@ from batonmq_server.nameserver.core.groups import Group, Heartbeat, Subscription
 from batonmq_server.nameserver.group_store import BATCH_MAX, GroupStore
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.nameserver.turns import Turns
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put, Stored
 
 BROKERS = {"broker-a": ""}
 

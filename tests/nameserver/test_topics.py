@@ -20,8 +20,8 @@ from batonmq.errors import Retry, TopicNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.offsets.core.calls import Condition, Fence, Instant
 from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Direct,

@@ -21,9 +21,9 @@ from batonmq_server.offsets.disk import Disk
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.serving import Surroundings, alone
 from batonmq_server.offsets.stream import OffsetsStream
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.gates import PREFIX
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_gates import PREFIX
 from tests.offsets.service import Service, only_set
 from tests.support.serving import serving
 

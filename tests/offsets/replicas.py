@@ -26,10 +26,10 @@ from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.disk import Disk, Found
-from batonmq_server.runtime.etcd import EtcdSession, Stored
+from batonmq_server.runtime.etcd.session import EtcdSession, Stored
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.replicas import Standing, decode
+from batonmq_server.runtime.replication.replica_set import Standing, decode
 from tests.offsets.service import run
 from tests.support.waiting import until
 

@@ -23,9 +23,9 @@ from batonmq_server.offsets.codec import META
 from batonmq_server.offsets.core.changes import POSITION
 from batonmq_server.offsets.disk import Found
 from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import OFFSETS, PREFIX, Place
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession, Stored
+from batonmq_server.runtime.group_placements import OFFSETS, PREFIX, Place
 
 TERM = 7
 TIMEOUT_S = 20

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
 from batonmq_server.offsets.core.changes import HISTORY, POSITION, Change, ChangeLog, read_log
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NOWHERE, Position
 
 BIG = 1 << 30
 

@@ -28,8 +28,8 @@ from batonmq_server.offsets.disk import FREE_BYTES_MIN, Disk
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.serving import Surroundings, alone
 from batonmq_server.offsets.stream import OffsetsStream
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.service import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
 from tests.support.waiting import until

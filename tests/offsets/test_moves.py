@@ -34,8 +34,8 @@ from batonmq.errors import (
 from batonmq_server.offsets import leaving
 from batonmq_server.offsets.core.homes import Home, Homes, HomeState
 from batonmq_server.offsets.disk import Found
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.places import Place, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import Place, place_of
 from tests.offsets.replicas import (
     LEASE_MS,
     TIMEOUT_S,

@@ -15,8 +15,8 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq_server.offsets import here
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.places import PREFIX
+from batonmq_server.runtime.etcd.session import EtcdSession, Stored
+from batonmq_server.runtime.group_placements import PREFIX
 from tests.offsets.service import GOOD, TERM, Service, call, queue, reasons, run
 from tests.support.waiting import until
 

@@ -21,11 +21,11 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq.errors import NoQuorum
 from batonmq_server.local.etcd import etcd_members as processes
-from batonmq_server.runtime import etcd_members
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.etcd_members import FRESH_S, TRY_S
-from batonmq_server.runtime.mirror import Mirror
-from tests.runtime.doors import Doors, SlowDoor, two_doors
+from batonmq_server.runtime.etcd import members as etcd_members
+from batonmq_server.runtime.etcd.members import FRESH_S, TRY_S
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.runtime.etcd_proxies import Doors, SlowDoor, two_doors
 from tests.support.waiting import until
 
 MINUTE_MS = 60_000

@@ -32,9 +32,9 @@ from batonmq._connection.channels import connect
 from batonmq.errors import NoDeadline
 from batonmq_server.local.child import Child, Program
 from batonmq_server.local.ports import keep_ports
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import LIVE, READY, STARTED
-from batonmq_server.runtime.replicas import Standing
+from batonmq_server.runtime.replication.replica_set import Standing
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

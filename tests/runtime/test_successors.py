@@ -9,8 +9,8 @@ from typing import cast
 
 from batonmq._common.clock import Clock
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.keeper import Keeper, ReplicaPolicy, Won
-from batonmq_server.runtime.replicas import ReplicaSet, Standing
+from batonmq_server.runtime.replication.in_sync_set import Keeper, ReplicaPolicy, Won
+from batonmq_server.runtime.replication.replica_set import ReplicaSet, Standing
 
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)
 

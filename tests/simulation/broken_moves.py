@@ -15,7 +15,7 @@ from batonmq_server.offsets.core.table import ProgressTable
 from batonmq_server.offsets.here import Here
 from batonmq_server.offsets.leaving import Leaving
 from batonmq_server.offsets.persistence import entries_of_group
-from batonmq_server.runtime.places import Place
+from batonmq_server.runtime.group_placements import Place
 
 
 def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,14 @@ from batonmq.errors import BatonError
 from batonmq_server.offsets.core.changes import Change, ChangeLog
 from batonmq_server.offsets.following import Following
 from batonmq_server.offsets.persistence import log_of
-from batonmq_server.offsets.role import Role
+from batonmq_server.offsets.replica import Role
 from batonmq_server.runtime.election import Candidacy
-from batonmq_server.runtime.etcd import Compare, Put
-from batonmq_server.runtime.insync import InSync
-from batonmq_server.runtime.keeper import Keeper
-from batonmq_server.runtime.member import Member
-from batonmq_server.runtime.position import Position
-from batonmq_server.runtime.replicas import ReplicaSet, Standing
+from batonmq_server.runtime.etcd.session import Compare, Put
+from batonmq_server.runtime.replication.in_sync_set import Keeper
+from batonmq_server.runtime.replication.in_sync_tracker import InSync
+from batonmq_server.runtime.replication.position import Position
+from batonmq_server.runtime.replication.replica_node import Member
+from batonmq_server.runtime.replication.replica_set import ReplicaSet, Standing
 
 
 def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.group_gates import Gates
 from batonmq_server.storage.deliveries import Deliveries, Delivery, Verdict
 from tests.simulation.background import in_background
 

@@ -15,7 +15,7 @@ from batonmq_server.storage.core.producers import ProducerTable
 from batonmq_server.storage.flush import Flusher, InThread
 from batonmq_server.storage.following import Following
 from batonmq_server.storage.leadership import Leadership
-from batonmq_server.storage.role import Role
+from batonmq_server.storage.replica import Role
 from batonmq_server.storage.serving import Serving, serve
 
 

@@ -19,7 +19,7 @@ from batonmq._core.records import Record, decode_records, read_header
 from batonmq._core.retries import ATTEMPTS
 from batonmq_server.offsets.disk import Entry
 from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.places import OFFSETS
+from batonmq_server.runtime.group_placements import OFFSETS
 from batonmq_server.storage.core import schedule
 from batonmq_server.storage.core.producers import Receipt
 from batonmq_server.storage.core.store import Checked, Store, TopicQueues

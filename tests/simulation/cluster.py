@@ -33,7 +33,7 @@ from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import Stored
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import Node
 from batonmq_server.testing import processes

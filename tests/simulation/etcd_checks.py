@@ -6,7 +6,7 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._core.subscription import TagFilter
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import Stored
 from tests.simulation.books import Books, Queue, holder_of, key_of, token_of
 
 

@@ -17,8 +17,8 @@ from batonmq_server.offsets.codec import META, unseal
 from batonmq_server.offsets.core.changes import HISTORY, POSITION
 from batonmq_server.offsets.disk import Entry
 from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.etcd import Stored
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.etcd.session import Stored
+from batonmq_server.runtime.replication.position import NOWHERE, Position
 from batonmq_server.testing.disks import OffsetsDisk
 from batonmq_server.testing.network import Call
 from tests.simulation.books import Books

@@ -16,7 +16,7 @@ from typing import Any
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NOWHERE, Position
 from batonmq_server.storage.core.commitlog import FOLDER
 from batonmq_server.storage.core.epochs import History
 from batonmq_server.storage.core.producers import QueueKey, Receipt

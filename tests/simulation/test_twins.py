@@ -22,9 +22,9 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._process.config import load
 from batonmq.errors import NoQuorum, OldEpoch, Unreachable
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.etcd import Compare, Put
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import Compare, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.process import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.testing.etcd import TwinSession

@@ -28,10 +28,10 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import OPTIONS, connect
 from batonmq._core.records import decode_records, read_header
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.replicas import Standing, decode
+from batonmq_server.runtime.replication.replica_set import Standing, decode
 from batonmq_server.storage.app import build
 from batonmq_server.storage.config import StorageSettings
 from tests.offsets.replicas import (

@@ -22,9 +22,9 @@ from batonmq.errors import (
     GroupMoved,
     NotServing,
 )
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, Places
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession, Stored
+from batonmq_server.runtime.group_placements import PREFIX, Place, Places
 from batonmq_server.storage.deliveries import Deliveries, Delivery
 from batonmq_server.storage.delivery_sets import DeliverySets
 from batonmq_server.storage.pulls import Holder

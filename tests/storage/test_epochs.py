@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batonmq.errors import DataLoss
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NOWHERE, Position
 from batonmq_server.storage.core.epochs import (
     CRC,
     History,

@@ -27,14 +27,14 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, StillInSync
 from batonmq_server.nameserver.electing import Electing
 from batonmq_server.runtime.election import Candidacy
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.position import NOWHERE
-from batonmq_server.runtime.replicas import ReplicaSet
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.replication.position import NOWHERE
+from batonmq_server.runtime.replication.replica_set import ReplicaSet
 from batonmq_server.storage import scrub
 from batonmq_server.storage.copies import Copy
 from batonmq_server.storage.core.epochs import History, decode
 from batonmq_server.storage.following import Following
-from batonmq_server.storage.role import Role
+from batonmq_server.storage.replica import Role
 from tests.offsets.replicas import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
@@ -590,7 +590,11 @@ async def test_a_follower_that_gets_nothing_but_damage_says_so(
         return (await problem()).startswith("DATA_LOSS: ")
 
     await until(told)
-    (said,) = [one for one in caplog.records if one.name == "batonmq_server.runtime.stuck"]
+    (said,) = [
+        one
+        for one in caplog.records
+        if one.name == "batonmq_server.runtime.replication.follow_problem"
+    ]
     assert said.levelname == "ERROR"
     assert "remedy='Check the disk; restore the node from a replica.'" in said.getMessage()
     rot(leader, receipts[20].position)  # and so mend it

@@ -15,8 +15,8 @@ import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, TopicNotFound
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.session import EtcdSession, Stored
 from batonmq_server.storage.core.store import TopicQueues
 from batonmq_server.storage.topics import MISSING_MS, Topics
 from tests.storage.clock import JumpingClock

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from batonmq.errors import DataLoss
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replication.position import Position
 
 Entry = tuple[bytes, bytes | None]
 """A key and its value; None takes the key away."""

@@ -24,7 +24,7 @@ from itertools import pairwise
 import google_crc32c
 
 from batonmq.errors import DataLoss
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NOWHERE, Position
 
 PATH = "epochs"
 MAGIC, VERSION = 0x42544E48, 1
