@@ -45,8 +45,8 @@ from batonmq_server.lockmgr.offsets import Fenced, Offsets, Verdict, unreachable
 from batonmq_server.lockmgr.store import BACKOFF, Change, Conflict, LockStore
 from batonmq_server.lockmgr.translate import incarnation_to_pb, key_to_pb
 from batonmq_server.runtime.etcd.session import Compare
-from batonmq_server.runtime.group_gates import PREFIX as GATES
-from batonmq_server.runtime.group_gates import Gate
+from batonmq_server.runtime.group_gates import GATES_PREFIX as GATES
+from batonmq_server.runtime.group_gates import GroupGate
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Wish:
     reset_epoch: int = 0
     initial_offset: int = 0
     topic_id: int = 0
-    gate: Gate | None = None
+    gate: GroupGate | None = None
 
     @property
     def subscription_generation(self) -> int:

@@ -20,7 +20,7 @@ from batonmq_server.runtime.access.stored_access import (
     identity_of,
     token_key,
 )
-from batonmq_server.runtime.etcd.session import EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class AccessStore:
         return await self._turns.retried(key, attempt)
 
 
-def _grants(stored: Stored | None) -> frozenset[Grant]:
+def _grants(stored: KeyValue | None) -> frozenset[Grant]:
     """Those that can be read: services look at no others."""
     try:
         return grants_from_bytes(stored.value) if stored is not None else frozenset()

@@ -13,21 +13,21 @@ from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq_server.offsets.core.changes import Change, ChangeLog, Entry
 from batonmq_server.offsets.persistence import Stored, first_change, next_change
-from batonmq_server.runtime.replication.in_sync_set import Keeper
-from batonmq_server.runtime.replication.position import Position
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 """One answer holds no more changes than this, but one in any case."""
 
 
-class Leadership:
+class OffsetsLeadership:
     """One node's time as leader.
 
     Args:
         changes: Of this node; nobody else writes to `disk` meanwhile.
     """
 
-    def __init__(self, keeper: Keeper, changes: ChangeLog, disk: Stored, clock: Clock) -> None:
+    def __init__(self, keeper: InSyncSet, changes: ChangeLog, disk: Stored, clock: Clock) -> None:
         self.keeper, self._changes, self._disk, self._clock = keeper, changes, disk, clock
         self._grown = asyncio.Event()
 
@@ -37,7 +37,7 @@ class Leadership:
         return self.keeper.epoch
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """Of this node."""
         return self._changes.position
 
@@ -69,7 +69,9 @@ class Leadership:
         grown.set()
         return version
 
-    async def fetch(self, name: str, position: Position, hold_ms: int) -> list[Change] | None:
+    async def fetch(
+        self, name: str, position: ReplicaPosition, hold_ms: int
+    ) -> list[Change] | None:
         """What follows `position`, which follower `name` has; None if it has to begin anew."""
         if not self._changes.holds(position):
             self.keeper.books.forget(name)

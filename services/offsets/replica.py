@@ -13,22 +13,22 @@ from collections.abc import Awaitable, Callable
 from batonmq.errors import DiskFull, NotServing
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.following import Following
-from batonmq_server.offsets.leadership import Leadership
+from batonmq_server.offsets.leadership import OffsetsLeadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.process import Runtime
 from batonmq_server.runtime.replication import leader_servicer as role
-from batonmq_server.runtime.replication.in_sync_set import Keeper
-from batonmq_server.runtime.replication.replica_node import Member
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
+from batonmq_server.runtime.replication.replica_node import ReplicaNode
+from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
 
-Serve = Callable[[Leadership], Awaitable[Offsets]]
+Serve = Callable[[OffsetsLeadership], Awaitable[Offsets]]
 
 
-class Role(role.Role[Leadership]):
+class OffsetsReplica(role.Role[OffsetsLeadership]):
     """This node's part in its replica set.
 
     Args:
@@ -47,7 +47,7 @@ class Role(role.Role[Leadership]):
         self._settings, self._runtime = settings, runtime
         self._following, self._serve, self._metrics = following, serve, metrics
         super().__init__(
-            Member(
+            ReplicaNode(
                 runtime,
                 name=settings.replica_set,
                 members=settings.members,
@@ -90,10 +90,10 @@ class Role(role.Role[Leadership]):
             )
             if self.member.lacks(keeper):
                 return
-            leadership = self._leadership = Leadership(
+            leadership = self._leadership = OffsetsLeadership(
                 keeper, changes, self._following.disk, self._runtime.clock
             )
-            self.member.registration.leads(keeper.epoch)
+            self.member.registration.set_epoch(keeper.epoch)
             self._metrics.lead(keeper)
             log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
             try:
@@ -109,11 +109,11 @@ class Role(role.Role[Leadership]):
                 self.member.step_back(f"an epoch can't be begun: {errors.exceptions[0]}")
             finally:
                 self._leadership = self._offsets = None
-                self.member.registration.leads(0)
+                self.member.registration.set_epoch(0)
                 self._metrics.follow()
                 await self._following.reload()
 
-    async def _watch(self, offsets: Offsets, keeper: Keeper) -> None:
+    async def _watch(self, offsets: Offsets, keeper: InSyncSet) -> None:
         """Step back once the disk has been full for a while and another member could go on.
 
         If none could, this one stays: what it has is read meanwhile.

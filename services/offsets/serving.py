@@ -32,7 +32,7 @@ from batonmq_server.offsets.persistence import (
 from batonmq_server.offsets.server import OffsetsServicer, Parts
 from batonmq_server.offsets.stream import OffsetsStream
 from batonmq_server.offsets.telemetry import Telemetry
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
 
@@ -45,7 +45,7 @@ class Surroundings:
     clock: Clock
     metrics: OffsetsMetrics
     stream: OffsetsStream
-    gates: Mirror
+    gates: EtcdMirror
     origin: Origin
 
 
@@ -56,7 +56,7 @@ class Offsets:
     disk: Stored
     table: ProgressTable
     commits: GroupCommit[DurableKey]
-    gates: Mirror
+    gates: EtcdMirror
     servicer: OffsetsServicer
     arriving: Arriving
 

@@ -11,13 +11,13 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._connection.directory import Surroundings
 from batonmq._producer.producer import Producer
 from batonmq._telemetry.publishing import PRODUCER, Encode, Publisher, as_protobuf
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 if TYPE_CHECKING:
-    from batonmq_server.runtime.process import Runtime
+    from batonmq_server.runtime.service_runtime import Runtime
 
 
-def publisher_of(runtime: Runtime) -> Publisher:
+def event_publisher(runtime: Runtime) -> Publisher:
     """The publisher of what the process tells."""
     outside = Surroundings(clock=runtime.clock, random=runtime.random, connect=runtime.connect)
 
@@ -44,7 +44,7 @@ def _encoder(encoding: Literal["protobuf", "arrow"]) -> Encode:
     return as_arrow
 
 
-async def _nameservers(nodes: Mirror) -> str:
+async def _nameservers(nodes: EtcdMirror) -> str:
     """Addresses of those that are registered, as soon as there are any."""
     found: set[str] = set()
     async with aclosing(nodes.watch()) as changes:

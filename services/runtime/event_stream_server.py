@@ -27,6 +27,6 @@ class MetricsServicer(pb_grpc.MetricsServiceServicer):
             yield pb.WatchResponse(batch=batch)
 
 
-def watchable(hub: EventHub, server: grpc.aio.Server) -> None:
+def add_event_stream(hub: EventHub, server: grpc.aio.Server) -> None:
     """Add the stream to a server."""
     pb_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(hub), server)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import GroupNotFound, ModeChanged, Paused
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
-PREFIX = "gates/"
+GATES_PREFIX = "gates/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class GroupGate:
     """What a group allows.
 
     Attributes:
@@ -34,18 +34,18 @@ class Gate:
     paused: tuple[str, str] | tuple[()]
 
 
-class Gates:
+class GroupGates:
     """The gates by group. A group that is not in etcd has none, and nothing is allowed to it.
 
     Args:
-        mirror: Of `PREFIX`, run by somebody else.
+        mirror: Of `GATES_PREFIX`, run by somebody else.
     """
 
-    def __init__(self, mirror: Mirror) -> None:
+    def __init__(self, mirror: EtcdMirror) -> None:
         self._mirror = mirror
-        self._known: dict[str, Gate] = {}
+        self._known: dict[str, GroupGate] = {}
 
-    def get(self, group: str) -> Gate | None:
+    def get(self, group: str) -> GroupGate | None:
         """The gate as it is here; None if the group is not known."""
         stored = self._mirror.values.get(group)
         if stored is None:
@@ -68,7 +68,7 @@ class Gates:
         if gate is not None and not gate.owned:
             raise _mode_changed(group, gate)
 
-    def check_unowned(self, group: str) -> Gate:
+    def check_unowned(self, group: str) -> GroupGate:
         """Refuse a call without token unless nobody owns the group's queues.
 
         Raises:
@@ -98,10 +98,10 @@ class Gates:
             )
 
 
-def _gate(value: bytes, revision: int) -> Gate:
+def _gate(value: bytes, revision: int) -> GroupGate:
     gate = pb.Gate.FromString(value)
     broadcasting = gate.model == pb.MESSAGE_MODEL_BROADCASTING
-    return Gate(
+    return GroupGate(
         revision=revision,
         subscription_generation=gate.subscription_generation,
         owned=not broadcasting and gate.ownership != pb.OWNERSHIP_OFF,
@@ -112,7 +112,7 @@ def _gate(value: bytes, revision: int) -> Gate:
     )
 
 
-def _mode_changed(group: str, gate: Gate) -> ModeChanged:
+def _mode_changed(group: str, gate: GroupGate) -> ModeChanged:
     model = "broadcasting" if gate.broadcasting else "clustering"
     ownership = "on" if gate.owned else "off"
     return ModeChanged(

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.runtime.etcd.mirror import Mirror
-from batonmq_server.runtime.etcd.session import Stored
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import KeyValue
 
-PREFIX = "places/"
-OFFSETS = "offsets"
+PLACEMENTS_PREFIX = "places/"
+OFFSETS_SERVICE = "offsets"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupPlacement:
     """Where a group is kept.
 
     Attributes:
@@ -38,37 +38,37 @@ class Place:
         ).SerializeToString()
 
 
-def place_of(stored: Stored) -> Place:
-    """Inverse of `Place.encode`."""
+def decode_placement(stored: KeyValue) -> GroupPlacement:
+    """Inverse of `GroupPlacement.encode`."""
     read = pb.Place.FromString(stored.value)
-    return Place(read.offsets_set, read.move, read.from_set, stored.mod_revision)
+    return GroupPlacement(read.offsets_set, read.move, read.from_set, stored.mod_revision)
 
 
-class Places:
+class GroupPlacements:
     """The places by group.
 
     Args:
-        mirror: Of `PREFIX`, run by somebody else.
+        mirror: Of `PLACEMENTS_PREFIX`, run by somebody else.
         nodes: Mirror of the nodes, likewise.
     """
 
-    def __init__(self, mirror: Mirror, nodes: Mirror) -> None:
+    def __init__(self, mirror: EtcdMirror, nodes: EtcdMirror) -> None:
         self._mirror, self._nodes = mirror, nodes
-        self._known: dict[str, Place] = {}
+        self._known: dict[str, GroupPlacement] = {}
         self._registered: tuple[int, frozenset[str]] = (-1, frozenset())
 
     async def ready(self) -> None:
         """Until everything that is in etcd is here."""
         await self._mirror.ready()
 
-    def get(self, group: str) -> Place | None:
+    def get(self, group: str) -> GroupPlacement | None:
         """The place as it is here; None if the group has none that is known."""
         stored = self._mirror.values.get(group)
         if stored is None:
             return None
         known = self._known.get(group)
         if known is None or known.revision != stored.mod_revision:
-            known = self._known[group] = place_of(stored)
+            known = self._known[group] = decode_placement(stored)
         return known
 
     def set_of(self, group: str) -> str:
@@ -90,7 +90,7 @@ class Places:
             nodes = (
                 pb.Node.FromString(stored.value)
                 for key, stored in self._nodes.values.items()
-                if key.startswith(f"{OFFSETS}/")
+                if key.startswith(f"{OFFSETS_SERVICE}/")
             )
             found = frozenset(node.replica_set or node.node_id for node in nodes)
             self._registered = self._nodes.revision, found

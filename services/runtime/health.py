@@ -139,7 +139,7 @@ class Health:
 
 
 @asynccontextmanager
-async def health_of(host: str, port: int) -> AsyncIterator[Health]:
+async def serve_health(host: str, port: int) -> AsyncIterator[Health]:
     """The answers of a process that starts, given from now on at a port that knows nothing else.
 
     Args:

@@ -10,12 +10,12 @@ import grpc.aio
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._connection.channels import connect
 from batonmq.errors import Unreachable
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 Stub = TypeVar("Stub")
 
 
-class Peer(Generic[Stub]):
+class LeaderChannel(Generic[Stub]):
     """Follows the leader node of one service through the `nodes/` mirror.
 
     The channel to an address is kept when the leader moves: for calls under way, and its return.
@@ -29,7 +29,7 @@ class Peer(Generic[Stub]):
 
     def __init__(
         self,
-        nodes: Mirror,
+        nodes: EtcdMirror,
         service: str,
         stub: Callable[[grpc.aio.Channel], Stub],
         connect: Callable[[str], grpc.aio.Channel] = connect,
@@ -93,19 +93,19 @@ class Peer(Generic[Stub]):
         self._current = None
 
 
-class Peers(Generic[Stub]):
-    """A `Peer` for each replica set of one service; see there."""
+class LeaderChannels(Generic[Stub]):
+    """A `LeaderChannel` for each replica set of one service; see there."""
 
     def __init__(
         self,
-        nodes: Mirror,
+        nodes: EtcdMirror,
         service: str,
         stub: Callable[[grpc.aio.Channel], Stub],
         connect: Callable[[str], grpc.aio.Channel] = connect,
     ) -> None:
         self._nodes, self._service, self._make_stub = nodes, service, stub
         self._connect = connect
-        self._peers: dict[str, Peer[Stub]] = {}
+        self._peers: dict[str, LeaderChannel[Stub]] = {}
 
     def stub(self, replica_set: str) -> Stub:
         """A stub for the leader of a set; of whichever there is if the name is empty.
@@ -115,7 +115,7 @@ class Peers(Generic[Stub]):
         """
         peer = self._peers.get(replica_set)
         if peer is None:
-            peer = self._peers[replica_set] = Peer(
+            peer = self._peers[replica_set] = LeaderChannel(
                 self._nodes,
                 self._service,
                 self._make_stub,

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from batonmq._common.backoff import Backoff
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.replication.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
+from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
 
 
-class Registration:
+class LeaderRegistration:
     """This node's entry among the nodes; the newest wish is the one that is written.
 
     Args:
@@ -28,7 +28,7 @@ class Registration:
     def __init__(
         self,
         runtime: Runtime,
-        position: Callable[[], Position] = lambda: NOWHERE,
+        position: Callable[[], ReplicaPosition] = lambda: NO_POSITION,
         *,
         room: str = "",
         replica_set: str = "",
@@ -39,7 +39,7 @@ class Registration:
         self._wanted = asyncio.Event()
         self._wanted.set()
 
-    def leads(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """This node leads, in an epoch or term of its own; 0: it does not."""
         self._epoch = epoch
         self._wanted.set()
@@ -52,7 +52,7 @@ class Registration:
             self._wanted.clear()
             epoch = self._epoch
             try:
-                await self._runtime.register(
+                await self._runtime.node_entry.write(
                     epoch=epoch,
                     leader=epoch > 0,
                     room=self._room,

@@ -9,7 +9,7 @@ KEPT_BYTES_MAX = 128 * 1024 * 1024
 LARGE_BYTES = 32 * 1024 * 1024
 
 
-def keep_freed() -> None:
+def keep_freed_memory() -> None:
     """Have malloc keep what it is given back, up to 128 MiB, for the next large buffer.
 
     By default glibc returns every buffer of some hundred KiB to the kernel, and each page of the

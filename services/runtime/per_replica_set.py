@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 
-class Running(Protocol):
+class Runnable(Protocol):
     """What has work of its own to do."""
 
     async def run(self) -> None:
@@ -15,10 +15,10 @@ class Running(Protocol):
         ...
 
 
-Kind = TypeVar("Kind", bound=Running)
+Kind = TypeVar("Kind", bound=Runnable)
 
 
-class BySet(Generic[Kind]):
+class PerReplicaSet(Generic[Kind]):
     """Made when first needed, and kept.
 
     Args:

@@ -14,15 +14,16 @@ from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-from batonmq_server.runtime.etcd.mirror import Mirror, all_ready
-from batonmq_server.runtime.group_gates import PREFIX as GATES_PREFIX
-from batonmq_server.runtime.group_gates import Gates
-from batonmq_server.runtime.group_placements import OFFSETS, Places
-from batonmq_server.runtime.group_placements import PREFIX as PLACES_PREFIX
-from batonmq_server.runtime.leader_channels import Peer, Peers
-from batonmq_server.runtime.process import App, Runtime
-from batonmq_server.runtime.replication.follow_problem import Stuck
-from batonmq_server.runtime.replication.replica_set import check_alone
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
+from batonmq_server.runtime.group_gates import GATES_PREFIX
+from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES_PREFIX
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.replication.replica_set import check_single_node
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.access import RULES
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.copies import Copy
@@ -36,7 +37,7 @@ from batonmq_server.storage.following import Following
 from batonmq_server.storage.guarantee import Alone
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import Node, opened, recovered
-from batonmq_server.storage.replica import Role
+from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.replication_server import Front, ReplicationServicer
 from batonmq_server.storage.serving import Serving, Surroundings, serve
 from batonmq_server.storage.stream import StorageStream
@@ -60,8 +61,8 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
             async with replicated(settings, runtime, RealDisk(settings.data_dir)) as app:
                 yield app
             return
-        await runtime.patiently(
-            check_alone(runtime.etcd, "storage", settings.broker_name, settings.node_id)
+        await runtime.unless_stopped(
+            check_single_node(runtime.etcd, "storage", settings.broker_name, settings.node_id)
         )
         directory = opened(
             settings.data_dir,
@@ -111,7 +112,7 @@ async def served(
                 *serving.loops,
                 serving.due.run,
             ),
-            held=frozenset({"Pull"}),
+            long_polls=frozenset({"Pull"}),
             epoch=node.store.epoch,
             room=settings.room,
             replica_set=settings.broker_name,
@@ -135,7 +136,7 @@ async def replicated(
         in_thread: Calls what blocks away from the event loop.
         on_open: Told of the directory each time it is open, before anything works on it.
     """
-    peer = Peer(
+    peer = LeaderChannel(
         runtime.nodes,
         "storage",
         replication_grpc.ReplicationServiceStub,
@@ -143,7 +144,7 @@ async def replicated(
         replica_set=settings.broker_name,
     )
     async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        role = Role(settings, runtime, around.metrics, around.stream, in_thread)
+        role = StorageReplica(settings, runtime, around.metrics, around.stream, in_thread)
 
         def on(node: Node) -> Serving:
             _log_report(node.report)
@@ -161,7 +162,7 @@ async def replicated(
             replicated=True,
         )
         copy = Copy(disk, opening, on, in_thread)
-        following = Following(copy, peer, settings, runtime, Stuck(around.metrics.stuck))
+        following = Following(copy, peer, settings, runtime, FollowProblem(around.metrics.stuck))
         role.begin(copy, following)
         try:
             await copy.open()
@@ -208,12 +209,12 @@ async def replicated(
                     role.member.registration.run,
                     following.run,
                 ),
-                held=frozenset({"Pull", "Fetch"}),
+                long_polls=frozenset({"Pull", "Fetch"}),
                 leader=False,
                 room=settings.room,
                 replica_set=settings.broker_name,
                 caught_up=role.member.in_sync,
-                leave=role.member.leave,
+                resign=role.member.resign,
                 drain=copy.drain,
             )
         finally:
@@ -224,7 +225,7 @@ async def replicated(
 class _Mirrors:
     """Copies of what etcd has, which wake the pulls of whatever serves at the moment."""
 
-    def __init__(self, topics: Mirror, gates: Mirror, places: Mirror) -> None:
+    def __init__(self, topics: EtcdMirror, gates: EtcdMirror, places: EtcdMirror) -> None:
         self.topics, self.gates, self.places = topics, gates, places
         self._serving: Serving | None = None
         self.topics.on_change.append(self._topics_changed)
@@ -247,11 +248,13 @@ class _Mirrors:
 async def _surroundings(
     settings: StorageSettings, runtime: Runtime, in_thread: InThread
 ) -> AsyncIterator[tuple[Surroundings, _Mirrors]]:
-    peers = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
+    peers = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
+    )
     topics_mirror, gates_mirror, places_mirror = (
-        Mirror(runtime.etcd, "topics/"),
-        Mirror(runtime.etcd, GATES_PREFIX),
-        Mirror(runtime.etcd, PLACES_PREFIX),
+        EtcdMirror(runtime.etcd, "topics/"),
+        EtcdMirror(runtime.etcd, GATES_PREFIX),
+        EtcdMirror(runtime.etcd, PLACES_PREFIX),
     )
 
     def deliveries(offsets_set: str) -> Deliveries:
@@ -264,7 +267,7 @@ async def _surroundings(
 
     topics = Topics(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
     mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
-    gates, metrics = Gates(gates_mirror), StorageMetrics(runtime.registry)
+    gates, metrics = GroupGates(gates_mirror), StorageMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
     traffic = metrics.traffic
     topics_mirror.on_change.append(
@@ -280,7 +283,7 @@ async def _surroundings(
         stream=StorageStream(runtime.hub, settings.broker_name),
         topics=topics,
         gates=gates,
-        deliveries=DeliverySets(Places(places_mirror, runtime.nodes), deliveries),
+        deliveries=DeliverySets(GroupPlacements(places_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )
     try:

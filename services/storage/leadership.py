@@ -16,7 +16,7 @@ from typing import Any
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
-from batonmq_server.runtime.replication.in_sync_set import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import Range
 from batonmq_server.storage.core.epochs import History, common_point
@@ -49,7 +49,7 @@ class Shipment:
     producers: bytes = b""
 
 
-class Leadership:
+class StorageLeadership:
     """One node's time as leader.
 
     In the keeper's books positions are one higher than in the log, for those who have the history
@@ -60,7 +60,7 @@ class Leadership:
     """
 
     def __init__(
-        self, keeper: Keeper, serving: Serving, clock: Clock, stream: StorageStream
+        self, keeper: InSyncSet, serving: Serving, clock: Clock, stream: StorageStream
     ) -> None:
         self.keeper, self.serving, self._clock = keeper, serving, clock
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
@@ -104,7 +104,7 @@ class Leadership:
             flusher.on_sync.remove(self._synced)
         self.keeper.on_news.clear()
 
-    async def fetch(self, name: str, end: int, theirs: History, wish: Wish) -> Shipment:
+    async def fetch(self, name: str, end: int, theirs: History, wish: FetchLimits) -> Shipment:
         """What follower `name` is to do next, whose log with that history ends at `end`.
 
         Raises:
@@ -167,7 +167,7 @@ class Leadership:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class FetchLimits:
     """How a follower wants to be answered: held so long if there is nothing, with so much at most."""
 
     hold_ms: int

@@ -23,7 +23,7 @@ from batonmq.errors import (
     TopicNotFound,
     WrongBroker,
 )
-from batonmq_server.runtime.access.guard import Require
+from batonmq_server.runtime.access.guard import PermissionCheck
 from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import requests
 from batonmq_server.storage.core.producers import QueueKey
@@ -86,7 +86,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         topics: Topics,
         damage: Damage,
         is_follower: Callable[[], bool] = lambda: False,
-        require: Require | None = None,
+        require: PermissionCheck | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._is_follower, self._require = is_follower, require

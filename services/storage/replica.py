@@ -11,15 +11,15 @@ import logging
 
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq.errors import BatonError, NotEnoughReplicas, NotServing
-from batonmq_server.runtime.process import Runtime
 from batonmq_server.runtime.replication import leader_servicer as role
-from batonmq_server.runtime.replication.replica_node import Member
+from batonmq_server.runtime.replication.replica_node import ReplicaNode
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.copies import Copy
 from batonmq_server.storage.flush import InThread
 from batonmq_server.storage.following import Following
 from batonmq_server.storage.guarantee import Guarantee
-from batonmq_server.storage.leadership import Leadership
+from batonmq_server.storage.leadership import StorageLeadership
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.serving import Serving
 from batonmq_server.storage.stream import StorageStream
@@ -30,7 +30,7 @@ WATCH_INTERVAL_S = 0.5
 _BEGINS = "the new leader waits for its followers"
 
 
-class Role(role.Role[Leadership], Guarantee):
+class StorageReplica(role.Role[StorageLeadership], Guarantee):
     """This node's part in its replica set; call `begin` first.
 
     Attributes:
@@ -52,7 +52,7 @@ class Role(role.Role[Leadership], Guarantee):
         self._metrics, self._stream = metrics, stream
         self.broker = settings.broker_name
         super().__init__(
-            Member(
+            ReplicaNode(
                 runtime,
                 name=self.broker,
                 members=settings.members,
@@ -149,7 +149,7 @@ class Role(role.Role[Leadership], Guarantee):
                 return
             keeper, serving = leadership.keeper, leadership.serving
             self._leadership = leadership
-            self.member.registration.leads(keeper.epoch)
+            self.member.registration.set_epoch(keeper.epoch)
             log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -169,9 +169,9 @@ class Role(role.Role[Leadership], Guarantee):
                 self._metrics.in_sync_replicas.set(0)
                 self._metrics.replica_lag_bytes.clear()
                 self._metrics.replica_lag_seconds.clear()
-                self.member.registration.leads(0)
+                self.member.registration.set_epoch(0)
 
-    async def _begun(self, revision: int) -> Leadership | None:
+    async def _begun(self, revision: int) -> StorageLeadership | None:
         """A leadership whose epoch stands on the disk; None if this node must not begin one.
 
         Raises:
@@ -183,11 +183,11 @@ class Role(role.Role[Leadership], Guarantee):
         keeper = self.member.keeper(revision, position, self._settings.replica_policy)
         if self.member.lacks(keeper):
             return None
-        leadership = Leadership(keeper, serving, self._runtime.clock, self._stream)
+        leadership = StorageLeadership(keeper, serving, self._runtime.clock, self._stream)
         await leadership.begin(self._in_thread)
         return leadership
 
-    async def _watch(self, leadership: Leadership) -> None:
+    async def _watch(self, leadership: StorageLeadership) -> None:
         """Show how the followers do; resign once the log has rotted and another member has it all."""
         serving, books = leadership.serving, leadership.keeper.books
         while True:

@@ -17,10 +17,10 @@ from batonmq.errors import (
     WrongBroker,
 )
 from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
-from batonmq_server.runtime.replication.leader_servicer import WhileLeader
+from batonmq_server.runtime.replication.leader_servicer import LeaderServicer
 from batonmq_server.storage.core.epochs import History, read_history
-from batonmq_server.storage.leadership import Wish
-from batonmq_server.storage.replica import Role
+from batonmq_server.storage.leadership import FetchLimits
+from batonmq_server.storage.replica import StorageReplica
 from batonmq_server.storage.serving import Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,13 +32,13 @@ EPOCHS_MAX = 1_000_000
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     """See replication_service.proto."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: StorageReplica) -> None:
         self._role = role
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
         leadership = self._role.leadership
-        wish = Wish(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
+        wish = FetchLimits(request.hold_ms, request.bytes_max or BYTES_DEFAULT)
         history = self._checked(request, wish)
         if history.epoch > leadership.epoch:
             raise OldEpoch(
@@ -80,7 +80,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             replicas=replicas,
         )
 
-    def _checked(self, request: pb.FetchRequest, wish: Wish) -> History:
+    def _checked(self, request: pb.FetchRequest, wish: FetchLimits) -> History:
         """The follower's history, after a look at everything else.
 
         Raises:
@@ -119,10 +119,13 @@ class Front:
     """
 
     def __init__(
-        self, role: Role, pick: Callable[[Serving], Any], anywhere: frozenset[str] = frozenset()
+        self,
+        role: StorageReplica,
+        pick: Callable[[Serving], Any],
+        anywhere: frozenset[str] = frozenset(),
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
-        self._at_leader = WhileLeader(role, lambda: pick(role.acting))
+        self._at_leader = LeaderServicer(role, lambda: pick(role.acting))
 
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if method not in self._anywhere:

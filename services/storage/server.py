@@ -17,7 +17,7 @@ from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq._core.route import TOPICS_REVISION
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
-from batonmq_server.runtime.group_gates import Gates
+from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage import requests
 from batonmq_server.storage.appending import Appender
 from batonmq_server.storage.core.producers import QueueKey, Receipt
@@ -64,7 +64,7 @@ class Parts:
     store: Store
     appender: Appender
     topics: Topics
-    gates: Gates
+    gates: GroupGates
     flusher: Flusher
     pulls: ParkedPulls
     deliveries: DeliverySets

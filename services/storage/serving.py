@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from batonmq.errors import NotLeader
-from batonmq_server.runtime.group_gates import Gates
-from batonmq_server.runtime.process import Loop, Runtime
+from batonmq_server.runtime.app import Loop
+from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.appending import Appender
 from batonmq_server.storage.checkpoints import Checkpointer
 from batonmq_server.storage.cleaning import Bounds, Cleaner
@@ -48,7 +49,7 @@ class Surroundings:
     metrics: StorageMetrics
     stream: StorageStream
     topics: Topics
-    gates: Gates
+    gates: GroupGates
     deliveries: DeliverySets
     in_thread: InThread
 

@@ -25,8 +25,8 @@ from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.turns import Turns
 from batonmq_server.offsets.access import RULES as OFFSETS
 from batonmq_server.runtime.access.guard import Guard
-from batonmq_server.runtime.access.permissions import Grant, Role
-from batonmq_server.runtime.access.rules import COMMON, Rules
+from batonmq_server.runtime.access.permissions import AccessRole, Grant
+from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRules
 from batonmq_server.runtime.access.stored_access import digest_of
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import Health
@@ -36,7 +36,7 @@ from tests.storage.batches import batch
 from tests.support.waiting import until
 from tests.test_contracts import SERVICES
 
-ALL: Rules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **COMMON}
+ALL: AccessRules = {**STORAGE, **OFFSETS, **LOCKMGR, **NAMESERVER, **COMMON_RULES}
 TOPIC, GROUP = "orders", "readers"
 TIMEOUT_S = 30
 Call = Callable[[Any, Any], Awaitable[Any]]
@@ -89,15 +89,17 @@ class Scene:
         """Give somebody a token and grants, and wait until the guard has heard of them."""
         self.tokens[identity] = f"secret-{identity.encode().hex()}"
         for role, resource in grants:
-            await self.store.grant(identity, Grant(Role(role), resource))
+            await self.store.grant(identity, Grant(AccessRole(role), resource))
         await self.store.add_token(self.digest(identity), identity, "")
-        held = {Grant(Role(role), resource) for role, resource in grants}
-        await until(lambda: held <= self.guard.access.grants_of(identity) and self.knows(identity))
+        held = {Grant(AccessRole(role), resource) for role, resource in grants}
+        await until(
+            lambda: held <= self.guard.authorizer.grants_of(identity) and self.knows(identity)
+        )
 
     def knows(self, identity: str) -> bool:
         """Whether the guard takes somebody's token."""
         try:
-            return self.guard.access.identity_of(self.digest(identity)) == identity
+            return self.guard.authorizer.identity_of(self.digest(identity)) == identity
         except Unauthenticated:
             return False
 
@@ -141,7 +143,7 @@ METHODS: Mapping[str, MethodDescriptor] = dict(_methods())
 
 @asynccontextmanager
 async def scene(
-    etcd: EtcdSession, *held: str, rules: Rules = ALL, certificates: bool = True
+    etcd: EtcdSession, *held: str, rules: AccessRules = ALL, certificates: bool = True
 ) -> AsyncIterator[Scene]:
     """A server with servicers of all contracts, health and reflection.
 
@@ -151,7 +153,7 @@ async def scene(
     """
     registry = CollectorRegistry()
     guard = Guard(etcd, registry, on=True, admins=["root"], certificates=certificates)
-    guard.govern(rules)
+    guard.add_rules(rules)
     made = Scene(guard, AccessStore(etcd, Turns(etcd.random)), registry)
     edge = EdgeInterceptor(Clock(), registry, frozenset(held), guard)
     server = grpc.aio.server(interceptors=[edge], options=OPTIONS)

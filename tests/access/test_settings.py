@@ -41,7 +41,7 @@ def test_the_log_and_a_metric_say_which_it_is(
     registry = CollectorRegistry()
     guard = Guard(etcd, registry, on=on, admins=["root", " carol"])
     with caplog.at_level(logging.INFO):
-        guard.govern({})
+        guard.add_rules({})
     (record,) = caplog.records
     assert record.levelname == level
     assert record.message.startswith(told)

@@ -15,12 +15,12 @@ import pytest
 
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, Unauthenticated
-from batonmq_server.runtime.access.rules import COMMON
+from batonmq_server.runtime.access.rules import COMMON_RULES
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.access.edge_scene import METHODS, TIMEOUT_S, Scene, request_of, scene
 
 APPEND = "/baton.storage.v1.StorageService/Append"
-FOREIGN = [path for path in COMMON if not path.startswith("/baton.")]
+FOREIGN = [path for path in COMMON_RULES if not path.startswith("/baton.")]
 PATHS = [*METHODS, *FOREIGN]
 LARGE_BYTES = 32 * 1024 * 1024
 

@@ -26,8 +26,8 @@ from batonmq_server.nameserver import access_store
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.turns import Turns
 from batonmq_server.runtime.access import stored_access
+from batonmq_server.runtime.access.permissions import AccessRole as StoredRole
 from batonmq_server.runtime.access.permissions import Grant as StoredGrant
-from batonmq_server.runtime.access.permissions import Role as StoredRole
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica
 

@@ -27,7 +27,7 @@ from batonmq_server.nameserver.core.groups import Group, Pause, Staged, Subscrip
 from batonmq_server.nameserver.group_metrics import GroupMetrics
 from batonmq_server.nameserver.inspector import FRESH_MS, LOOK_AGAIN_MS, Diagnosis, Target, state_of
 from batonmq_server.nameserver.lookout import Lookout
-from batonmq_server.runtime.etcd.session import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from tests.nameserver.asked import TIMEOUT_S, Scene, queue_to_pb, scene
 
 
@@ -412,7 +412,7 @@ class Watch:
 
     def register(self, node_id: str) -> None:
         node = pb.Node(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
-        self._nodes[f"nameserver/{node_id}"] = Stored(node_id, node.SerializeToString(), 1, 1)
+        self._nodes[f"nameserver/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
 
     def shown(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples by the values of their labels."""

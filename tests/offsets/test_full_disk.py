@@ -28,7 +28,7 @@ from batonmq_server.offsets.disk import FREE_BYTES_MIN, Disk
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.serving import Surroundings, alone
 from batonmq_server.offsets.stream import OffsetsStream
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.service import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
@@ -49,7 +49,7 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     etcd = EtcdSession("127.0.0.1:1", "unused", clock)
-    gates = Mirror(etcd, "gates/")
+    gates = EtcdMirror(etcd, "gates/")
     with Disk(folder, free_bytes=room) as disk:
         offsets = alone(
             disk,

@@ -18,15 +18,15 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq_server.local.etcd import EtcdProcess
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.runtime.etcd_compaction import compact
 from tests.support.waiting import until
 
 
 @asynccontextmanager
-async def following(session: EtcdSession, prefix: str = "topics/") -> AsyncIterator[Mirror]:
-    mirror = Mirror(session, prefix)
+async def following(session: EtcdSession, prefix: str = "topics/") -> AsyncIterator[EtcdMirror]:
+    mirror = EtcdMirror(session, prefix)
     async with asyncio.TaskGroup() as tasks:
         loop = tasks.create_task(mirror.run())
         async with asyncio.timeout(20):
@@ -35,12 +35,12 @@ async def following(session: EtcdSession, prefix: str = "topics/") -> AsyncItera
         loop.cancel()
 
 
-async def reached(mirror: Mirror, revision: int) -> None:
+async def reached(mirror: EtcdMirror, revision: int) -> None:
     async with asyncio.timeout(20):
         await mirror.reached(revision)
 
 
-def shown(mirror: Mirror) -> dict[str, bytes]:
+def shown(mirror: EtcdMirror) -> dict[str, bytes]:
     return {key: stored.value for key, stored in mirror.values.items()}
 
 
@@ -169,7 +169,7 @@ async def test_watchers_do_not_take_from_each_other(etcd: EtcdSession) -> None:
 
 async def test_watch_before_the_first_read_waits_for_it(etcd: EtcdSession) -> None:
     await etcd.put("topics/a", b"")
-    mirror = Mirror(etcd, "topics/")
+    mirror = EtcdMirror(etcd, "topics/")
     changes = mirror.watch()
     async with asyncio.TaskGroup() as tasks:
         loop = tasks.create_task(mirror.run())

@@ -20,7 +20,7 @@ from batonmq._common.clock import Clock
 from batonmq._telemetry import events
 from batonmq._telemetry.events import EVENTS_MAX, WATCHERS_MAX, EventHub
 from batonmq.errors import Overloaded
-from batonmq_server.runtime.event_stream_server import watchable
+from batonmq_server.runtime.event_stream_server import add_event_stream
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -203,7 +203,7 @@ async def test_hub_is_not_watched_once_the_last_has_left() -> None:
 
 async def test_stream_over_the_wire_ends_with_its_caller() -> None:
     hub = new_hub()
-    async with serving(partial(watchable, hub)) as channel:
+    async with serving(partial(add_event_stream, hub)) as channel:
         call = pb_grpc.MetricsServiceStub(channel).Watch(pb.WatchRequest())
         await until(lambda: hub.watched)
         hub.publish(event(5))

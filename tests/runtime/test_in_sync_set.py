@@ -18,8 +18,13 @@ import pytest
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, NotLeader
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.replication.in_sync_set import TEND_MS, Keeper, ReplicaPolicy, Won
-from batonmq_server.runtime.replication.replica_set import ReplicaSet, Standing
+from batonmq_server.runtime.replication.in_sync_set import (
+    UPDATE_INTERVAL_MS,
+    InSyncSet,
+    ReplicaPolicy,
+    Won,
+)
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, ReplicaSetStore
 from tests.support.waiting import until
 
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)
@@ -37,7 +42,9 @@ class SetTwin:
         self.loses_answer = False
         self._mod_revision = 1
 
-    async def change(self, _: Election, before: Standing, wanted: Standing) -> Standing:
+    async def change(
+        self, _: Election, before: ReplicaSetRecord, wanted: ReplicaSetRecord
+    ) -> ReplicaSetRecord:
         self.asked += 1
         if self.refusals:
             self.refusals -= 1
@@ -58,10 +65,10 @@ class Scene:
         self.set, self.up, self.clock = SetTwin(), frozenset({"a", "b"}), Clock()
         won = Won(
             cast(Election, None),
-            cast(ReplicaSet, self.set),
-            Standing(7, "a", frozenset({"a"}), served_epoch=6, mod_revision=1),
+            cast(ReplicaSetStore, self.set),
+            ReplicaSetRecord(7, "a", frozenset({"a"}), served_epoch=6, mod_revision=1),
         )
-        self.keeper = Keeper(won, 5, POLICY, self.clock, lambda: self.up)
+        self.keeper = InSyncSet(won, 5, POLICY, self.clock, lambda: self.up)
         self.books = self.keeper.books
 
     def heard(self) -> None:
@@ -104,7 +111,9 @@ async def test_who_is_let_in_while_the_epoch_is_told_is_waited_for_all_along(sce
         await scene.asked(1)
         scene.heard()
         async with tended(scene):
-            await asyncio.sleep(3 * TEND_MS / 1000)  # so that it could have decided too early
+            await asyncio.sleep(
+                3 * UPDATE_INTERVAL_MS / 1000
+            )  # so that it could have decided too early
             scene.set.allowed.release()
             await serving
             await scene.asked(2)
@@ -154,7 +163,7 @@ async def test_who_is_not_registered_is_not_let_in(scene: Scene) -> None:
     scene.up = frozenset({"a"})
     scene.heard()
     async with tended(scene):
-        await asyncio.sleep(3 * TEND_MS / 1000)  # so that it could have been let in
+        await asyncio.sleep(3 * UPDATE_INTERVAL_MS / 1000)  # so that it could have been let in
         assert scene.set.asked == 0
         scene.up = frozenset({"a", "b"})
         scene.set.allowed.release()

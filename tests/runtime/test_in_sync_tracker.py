@@ -11,16 +11,16 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from batonmq_server.runtime.replication.in_sync_tracker import InSync
+from batonmq_server.runtime.replication.in_sync_tracker import InSyncTracker
 
 LAG_MS = 3_000
 
 
-def books(*followers: str, position: int = 0) -> InSync:
-    return InSync("a", frozenset({"a", *followers}), position, now_ms=0)
+def books(*followers: str, position: int = 0) -> InSyncTracker:
+    return InSyncTracker("a", frozenset({"a", *followers}), position, now_ms=0)
 
 
-def level(of: InSync, now_ms: int) -> frozenset[str]:
+def level(of: InSyncTracker, now_ms: int) -> frozenset[str]:
     of.wait_for(frozenset("bcd"), now_ms, LAG_MS)
     return of.level()
 
@@ -192,7 +192,7 @@ class Set(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_ms = 0
-        self.books = InSync("a", frozenset({"a", "b"}), 0, 0)
+        self.books = InSyncTracker("a", frozenset({"a", "b"}), 0, 0)
         self.told = {"b": 0, "c": 0, "d": 0}
 
     @rule(by=st.integers(1, 5))

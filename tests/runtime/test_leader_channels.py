@@ -25,19 +25,19 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import connect
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import Unreachable
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.event_stream_server import MetricsServicer
-from batonmq_server.runtime.leader_channels import Peer
+from batonmq_server.runtime.leader_channels import LeaderChannel
 from tests.support.serving import serving_at
 
 
 class Scene:
     """A peer of the offsets service, and who writes the entries."""
 
-    def __init__(self, etcd: EtcdSession, nodes: Mirror) -> None:
+    def __init__(self, etcd: EtcdSession, nodes: EtcdMirror) -> None:
         self._etcd, self.nodes = etcd, nodes
-        self.peer: Peer[metrics_grpc.MetricsServiceAsyncStub] = Peer(
+        self.peer: LeaderChannel[metrics_grpc.MetricsServiceAsyncStub] = LeaderChannel(
             nodes, "offsets", metrics_grpc.MetricsServiceStub
         )
 
@@ -65,7 +65,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(etcd: EtcdSession) -> AsyncIterator[Scene]:
-    nodes = Mirror(etcd, "nodes/")
+    nodes = EtcdMirror(etcd, "nodes/")
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
         loop = tasks.create_task(nodes.run())
         await nodes.ready()
@@ -131,7 +131,7 @@ async def test_of_two_who_say_that_they_lead_the_newer_is_believed(etcd: EtcdSes
 async def test_of_several_replica_sets_one_is_followed(etcd: EtcdSession) -> None:
     async with scene(etcd) as at:
         stub = metrics_grpc.MetricsServiceStub
-        peer = Peer(at.nodes, "offsets", stub, replica_set="left")
+        peer = LeaderChannel(at.nodes, "offsets", stub, replica_set="left")
         await at.register("a", "127.0.0.1:1", epoch=9, replica_set="right")
         with pytest.raises(Unreachable):
             peer.address()
@@ -200,7 +200,7 @@ async def test_while_it_is_away_its_channel_looks_for_it(etcd: EtcdSession) -> N
         return made[-1]
 
     async with scene(etcd) as at, server("a") as address:
-        peer = Peer(at.nodes, "offsets", metrics_grpc.MetricsServiceStub, note)
+        peer = LeaderChannel(at.nodes, "offsets", metrics_grpc.MetricsServiceStub, note)
         await at.register("a", address)
         peer.stub()
         (channel,) = made

@@ -18,8 +18,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd.session import EtcdSession, Lease, Stored
-from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Lease
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
 from tests.support.waiting import until
 
@@ -30,7 +30,7 @@ def runtime_of(etcd: EtcdSession, lease_ms: int = 10_000) -> Runtime:
     env = {"BATON_OFFSETS_NODE_ID": "offsets-0", "BATON_OFFSETS_NODE_LEASE_MS": str(lease_ms)}
     settings = load(ServiceSettings, "BATON_OFFSETS", env)
     runtime = Runtime("offsets", settings, etcd)
-    runtime.bound("127.0.0.1:4000", "127.0.0.1:4001")
+    runtime.node_entry.set_addresses("127.0.0.1:4000", "127.0.0.1:4001")
     return runtime
 
 
@@ -40,13 +40,13 @@ async def kept(runtime: Runtime) -> AsyncIterator[asyncio.Task[None]]:
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(runtime.nodes.run())
         await runtime.nodes.ready()
-        loop = tasks.create_task(runtime.keep_registered())
+        loop = tasks.create_task(runtime.node_entry.keep())
         yield loop
         loop.cancel()
         following.cancel()
 
 
-async def stored(etcd: EtcdSession) -> Stored:
+async def stored(etcd: EtcdSession) -> KeyValue:
     found = await etcd.get(KEY)
     assert found is not None
     return found
@@ -57,7 +57,7 @@ async def node(etcd: EtcdSession) -> pb.Node:
 
 
 async def test_entry_tells_where_and_what_the_process_is(etcd: EtcdSession) -> None:
-    await runtime_of(etcd).register(epoch=3)
+    await runtime_of(etcd).node_entry.write(epoch=3)
     found = await node(etcd)
     assert (found.service, found.node_id) == (pb.SERVICE_KIND_OFFSETS, "offsets-0")
     assert (found.address, found.metrics_address) == ("127.0.0.1:4000", "127.0.0.1:4001")
@@ -68,9 +68,9 @@ async def test_entry_tells_where_and_what_the_process_is(etcd: EtcdSession) -> N
 
 async def test_registering_anew_changes_the_entry_under_the_same_lease(etcd: EtcdSession) -> None:
     runtime = runtime_of(etcd)
-    await runtime.register()
+    await runtime.node_entry.write()
     lease_id = (await stored(etcd)).lease_id
-    await runtime.register(epoch=9, leader=False)
+    await runtime.node_entry.write(epoch=9, leader=False)
     found = await node(etcd)
     assert (found.epoch, found.leader) == (9, False)
     assert (await stored(etcd)).lease_id == lease_id
@@ -78,7 +78,7 @@ async def test_registering_anew_changes_the_entry_under_the_same_lease(etcd: Etc
 
 async def test_entry_outlasts_its_lease_time_while_it_is_kept(etcd: EtcdSession) -> None:
     runtime = runtime_of(etcd, lease_ms=4_000)
-    await runtime.register()
+    await runtime.node_entry.write()
     refreshed: list[bool] = []
     first = await stored(etcd)
 
@@ -87,7 +87,7 @@ async def test_entry_outlasts_its_lease_time_while_it_is_kept(etcd: EtcdSession)
             refreshed.append(await super().refresh())
             return refreshed[-1]
 
-    runtime._lease = Noting(etcd, first.lease_id)
+    runtime.node_entry._lease = Noting(etcd, first.lease_id)
     async with kept(runtime):
         await until(lambda: len(refreshed) >= 5)  # every second, and the lease is one of 4 s
     assert all(refreshed)
@@ -96,7 +96,7 @@ async def test_entry_outlasts_its_lease_time_while_it_is_kept(etcd: EtcdSession)
 
 async def test_entry_comes_back_after_its_lease_was_lost(etcd: EtcdSession) -> None:
     runtime = runtime_of(etcd)
-    await runtime.register(epoch=3)
+    await runtime.node_entry.write(epoch=3)
     lost = await stored(etcd)
     await etcd.attach(lost.lease_id).revoke()
     assert await etcd.get(KEY) is None
@@ -115,9 +115,9 @@ async def test_entry_is_written_again_after_an_earlier_try_has_landed_late(
     etcd: EtcdSession,
 ) -> None:
     runtime = runtime_of(etcd)
-    await runtime.register(epoch=2, leader=False)
+    await runtime.node_entry.write(epoch=2, leader=False)
     early = await stored(etcd)
-    await runtime.register(epoch=3)
+    await runtime.node_entry.write(epoch=3)
     wanted = await stored(etcd)
     await etcd.put(KEY, early.value, await etcd.lease(60_000))
 
@@ -144,10 +144,10 @@ class Failing(EtcdSession):
 async def test_change_that_failed_is_written_later(etcd_endpoint: str, cluster: str) -> None:
     async with Failing(etcd_endpoint, cluster, Clock()) as etcd:
         runtime = runtime_of(etcd)
-        await runtime.register(leader=False)
+        await runtime.node_entry.write(leader=False)
         etcd.failures = 1
         with pytest.raises(NoQuorum):
-            await runtime.register(epoch=4, leader=True)
+            await runtime.node_entry.write(epoch=4, leader=True)
         assert not (await node(etcd)).leader
 
         async def leads() -> bool:
@@ -161,10 +161,10 @@ async def test_entry_is_gone_when_the_process_leaves_and_does_not_come_back(
     etcd: EtcdSession,
 ) -> None:
     runtime = runtime_of(etcd)
-    await runtime.register()
+    await runtime.node_entry.write()
     async with kept(runtime) as loop:
-        await runtime.unregister()
+        await runtime.node_entry.remove()
         assert await etcd.get(KEY) is None
         await until(loop.done)  # else it would find that there is no entry, and write one
-    await runtime.register(epoch=5)
+    await runtime.node_entry.write(epoch=5)
     assert await etcd.get(KEY) is None

@@ -15,7 +15,7 @@ from batonmq_server.offsets.core.table import ProgressTable
 from batonmq_server.offsets.here import Here
 from batonmq_server.offsets.leaving import Leaving
 from batonmq_server.offsets.persistence import entries_of_group
-from batonmq_server.runtime.group_placements import Place
+from batonmq_server.runtime.group_placements import GroupPlacement
 
 
 def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def adopt_a_lower_move(patch: pytest.MonkeyPatch) -> None:
     """A leader fetches whatever the copy of etcd says that it has, and opens what it has got."""
     real = Arriving._move
 
-    async def move(self: Arriving, group: str, place: Place) -> None:
+    async def move(self: Arriving, group: str, place: GroupPlacement) -> None:
         home = self._table.homes.get(group)
         if home is not None and home.move >= place.move:
             self._table.homes.put(group, Home(place.move, HomeState.ARRIVING))

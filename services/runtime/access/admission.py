@@ -18,8 +18,8 @@ import grpc.aio
 from batonmq._common.rpc import abort
 from batonmq.errors import BatonError
 from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
-from batonmq_server.runtime.access.permissions import ANYTHING, Need, denied
-from batonmq_server.runtime.access.rules import Each
+from batonmq_server.runtime.access.permissions import ANY_GRANT, Permission, permission_denied
+from batonmq_server.runtime.access.rules import PerItemRule
 
 _BY_CHARACTERS_MAX = 200
 """The least that a request's `by` may have."""
@@ -43,15 +43,15 @@ class Admission:
 
     def unread(self, path: str, metadata: Metadata) -> BatonError | None:
         """Why a call is refused before its request is read; None if that has to be seen."""
-        error = self._guard.refusal(metadata)
+        error = self._guard.authentication_error(metadata)
         if error is not None:
-            self._guard.count(_service(path), error)
+            self._guard.count_rejection(_service(path), error)
         return error
 
     def unary(self, path: str, call: Any) -> Any:
         """`call`, for those who may."""
         rule, held = self._guard.rule(path), path.rpartition("/")[2] in self._held
-        each = rule.each if rule is not None else None
+        each = rule.per_item if rule is not None else None
 
         async def admitted(request: Any, context: Context) -> Any:
             with self._counted(path):
@@ -91,31 +91,39 @@ class Admission:
         stream = _telling_stream(self.stream(path, handler.stream_stream))
         return grpc.stream_stream_rpc_method_handler(stream, *codec)
 
-    def _admit(self, path: str, request: Any, context: Context) -> tuple[Caller, Sequence[Need]]:
+    def _admit(
+        self, path: str, request: Any, context: Context
+    ) -> tuple[Caller, Sequence[Permission]]:
         """Who calls, and what that needed.
 
         Raises:
             Unauthenticated, PermissionDenied, NotServing: the call is refused.
         """
         caller, rule = self._guard.caller(context), self._guard.rule(path)
-        needs = tuple(rule.needs(request)) if rule is not None else ()
+        needs = tuple(rule.permissions(request)) if rule is not None else ()
         if not needs and not (rule is not None and rule.known):
-            needs = (ANYTHING,)
+            needs = (ANY_GRANT,)
         self._guard.check(path, caller, needs)
         return caller, needs
 
     async def _by_item(
-        self, path: str, caller: Caller, each: Each, call: Any, request: Any, context: Context
+        self,
+        path: str,
+        caller: Caller,
+        each: PerItemRule,
+        call: Any,
+        request: Any,
+        context: Context,
     ) -> Any:
         items = getattr(request, each.items)
-        needs = [each.need(item) for item in items]
-        lacking = self._guard.lacking(path, caller, needs)
+        needs = [each.permission(item) for item in items]
+        lacking = self._guard.missing(path, caller, needs)
         if not lacking:
             return await call(request, context)
         allowed = [need not in lacking for need in needs]
         if not any(allowed):
             with self._counted(path):
-                raise denied(caller.identity, list(lacking))
+                raise permission_denied(caller.identity, list(lacking))
         rest = type(request)()
         rest.CopyFrom(request)
         del getattr(rest, each.items)[:]
@@ -129,14 +137,16 @@ class Admission:
             if good:
                 outcome = next(outcomes)
             else:
-                error = denied(caller.identity, [need])
-                self._guard.count(_service(path), error)
-                outcome = each.refused(error)
+                error = permission_denied(caller.identity, [need])
+                self._guard.count_rejection(_service(path), error)
+                outcome = each.rejected(error)
             getattr(answer, each.outcomes).append(outcome)
         return answer
 
     @contextmanager
-    def _until_revoked(self, path: str, caller: Caller, needs: Sequence[Need]) -> Iterator[None]:
+    def _until_revoked(
+        self, path: str, caller: Caller, needs: Sequence[Permission]
+    ) -> Iterator[None]:
         """End what runs inside once the caller may no longer do it."""
         task = asyncio.current_task()
         assert task is not None
@@ -165,7 +175,7 @@ class Admission:
         try:
             yield
         except BatonError as error:
-            self._guard.count(_service(path), error)
+            self._guard.count_rejection(_service(path), error)
             raise
 
 

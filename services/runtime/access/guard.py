@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from batonmq_server.runtime.access import stored_access
-from batonmq_server.runtime.access.permissions import SERVICE_PREFIX, Access, Need
-from batonmq_server.runtime.access.rules import COMMON, Rule, Rules
-from batonmq_server.runtime.etcd.mirror import Mirror
+from batonmq_server.runtime.access.permissions import SERVICE_PREFIX, Authorizer, Permission
+from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRule, AccessRules
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
-class Require(Protocol):
+class PermissionCheck(Protocol):
     """Asks whether the caller of a call has all of some needs; raises PermissionDenied if not."""
 
-    def __call__(self, context: Context, *needs: Need) -> None:
+    def __call__(self, context: Context, *needs: Permission) -> None:
         """Nothing, if it has."""
         ...
 
@@ -70,10 +70,10 @@ class Guard:
         certificates: bool = True,
     ) -> None:
         self._certificates = certificates
-        self.on, self._rules = on, dict(COMMON)
+        self.on, self._rules = on, dict(COMMON_RULES)
         self.admins = tuple(name.strip() for name in admins)
-        self.access = Access(self.admins)
-        self.mirror = Mirror(etcd, stored_access.PREFIX)
+        self.authorizer = Authorizer(self.admins)
+        self.mirror = EtcdMirror(etcd, stored_access.PREFIX)
         self.mirror.on_change.append(self._changed)
         self.on_change: list[Callable[[], None]] = []
         self._refused = Counter(
@@ -89,7 +89,7 @@ class Guard:
             registry=registry,
         ).set(on)
 
-    def govern(self, rules: Rules) -> None:
+    def add_rules(self, rules: AccessRules) -> None:
         """Take the rules of the methods that are served, and tell the log whether they hold."""
         self._rules.update(rules)
         if self.on:
@@ -97,7 +97,7 @@ class Guard:
         else:
             log.warning("ACCESS IS OFF: whoever gets a connection can read and write everything")
 
-    def rule(self, path: str) -> Rule | None:
+    def rule(self, path: str) -> AccessRule | None:
         """The rule of a method by its full path."""
         return self._rules.get(path)
 
@@ -121,7 +121,7 @@ class Guard:
                 return Caller(identity)
         raise Unauthenticated("the call brings no bearer token and no client certificate")
 
-    def refusal(self, metadata: Metadata) -> BatonError | None:
+    def authentication_error(self, metadata: Metadata) -> BatonError | None:
         """Why nobody who calls so may call anything: known before what is asked is read."""
         try:
             if self._by_token(metadata) is None and not self._certificates:
@@ -130,7 +130,7 @@ class Guard:
             return error
         return None
 
-    def check(self, path: str, caller: Caller, needs: Sequence[Need]) -> None:
+    def check(self, path: str, caller: Caller, needs: Sequence[Permission]) -> None:
         """Refuse a caller who may not call a method, or lacks one of `needs`.
 
         Raises:
@@ -148,47 +148,47 @@ class Guard:
                 remedy="Services call this of each other.",
                 facts={"identity": caller.identity, "role": "", "resource": ""},
             )
-        self.access.check(caller.identity, needs)
+        self.authorizer.check(caller.identity, needs)
 
-    def lacking(self, path: str, caller: Caller, needs: Iterable[Need]) -> list[Need]:
+    def missing(self, path: str, caller: Caller, needs: Iterable[Permission]) -> list[Permission]:
         """Those of `needs`, one of each item of a batched call, that the caller does not have."""
         if self._is_one_of(self._rules[path], caller):
             return []
-        return self.access.missing(caller.identity, needs)
+        return self.authorizer.missing(caller.identity, needs)
 
-    def recheck(self, path: str, caller: Caller, needs: Sequence[Need]) -> BatonError | None:
+    def recheck(self, path: str, caller: Caller, needs: Sequence[Permission]) -> BatonError | None:
         """Why a call that was let in would not be now."""
         try:
-            if caller.digest and self.access.identity_of(caller.digest) != caller.identity:
+            if caller.digest and self.authorizer.identity_of(caller.digest) != caller.identity:
                 raise Unauthenticated("the bearer token stands for somebody else now")
             self.check(path, caller, needs)
         except BatonError as error:
             return error
         return None
 
-    def require(self, context: Context, *needs: Need) -> None:
+    def require(self, context: Context, *needs: Permission) -> None:
         """What a servicer asks for itself, once it knows what a call is about.
 
         Raises:
             PermissionDenied: the caller lacks it.
         """
         if self.on:
-            self.access.check(self.caller(context).identity, needs)
+            self.authorizer.check(self.caller(context).identity, needs)
 
-    def may(self, context: Context, need: Need) -> bool:
+    def allows(self, context: Context, need: Permission) -> bool:
         """Whether the caller has it: for answers that tell everybody as much as he may know."""
-        return not self.on or self.access.allows(self.caller(context).identity, need)
+        return not self.on or self.authorizer.allows(self.caller(context).identity, need)
 
-    def by(self, context: Context) -> str:
+    def caller_identity(self, context: Context) -> str:
         """Identity of the caller; empty while access is off."""
         return self.caller(context).identity if self.on else ""
 
-    def count(self, service: str, error: BatonError) -> None:
+    def count_rejection(self, service: str, error: BatonError) -> None:
         """Count a refusal, if it was because of who has called."""
         if isinstance(error, Unauthenticated | PermissionDenied):
             self._refused.labels(service, error.reason).inc()
 
-    def _is_one_of(self, rule: Rule, caller: Caller) -> bool:
+    def _is_one_of(self, rule: AccessRule, caller: Caller) -> bool:
         prefix, _, name = caller.identity.partition(":")
         return f"{prefix}:" == SERVICE_PREFIX and name in rule.services
 
@@ -210,11 +210,11 @@ class Guard:
         if text[: len(_BEARER)].lower() != _BEARER:
             raise Unauthenticated("the authorization of the call is no bearer token")
         digest = stored_access.digest_of(text[len(_BEARER) :].strip())
-        return Caller(self.access.identity_of(digest), digest)
+        return Caller(self.authorizer.identity_of(digest), digest)
 
     def _changed(self, keys: frozenset[str]) -> None:
         for key in keys:
             stored = self.mirror.values.get(key)
-            stored_access.apply(self.access, key, stored.value if stored is not None else b"")
+            stored_access.apply(self.authorizer, key, stored.value if stored is not None else b"")
         for callback in self.on_change:
             callback()

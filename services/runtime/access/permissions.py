@@ -31,7 +31,7 @@ _NAME_CHARACTERS_MAX = 127
 _TOLD_MAX = 5
 
 
-class Role(StrEnum):
+class AccessRole(StrEnum):
     """What somebody may do with a resource."""
 
     PRODUCE = "produce"
@@ -39,7 +39,7 @@ class Role(StrEnum):
     ADMIN = "admin"
 
 
-class Need(NamedTuple):
+class Permission(NamedTuple):
     """What a call needs: one of the roles on one resource.
 
     Attributes:
@@ -47,7 +47,7 @@ class Need(NamedTuple):
         kind: `topic`, `group` or `cluster`; empty: any grant at all will do.
     """
 
-    roles: tuple[Role, ...]
+    roles: tuple[AccessRole, ...]
     kind: str
     name: str = ""
 
@@ -62,63 +62,63 @@ class Need(NamedTuple):
         return f"{self.kind}:{self.name[:_NAME_CHARACTERS_MAX]}" if self.name else self.kind
 
 
-ANYTHING = Need((), "")
+ANY_GRANT = Permission((), "")
 """Whoever has any grant."""
-OPERATE = Need((Role.ADMIN,), CLUSTER)
+OPERATE = Permission((AccessRole.ADMIN,), CLUSTER)
 
 
-def produce(topic: str) -> Need:
+def produce(topic: str) -> Permission:
     """To write messages to a topic."""
-    return _on_topic(topic, Role.PRODUCE)
+    return _on_topic(topic, AccessRole.PRODUCE)
 
 
-def consume(topic: str) -> Need:
+def consume(topic: str) -> Permission:
     """To read messages of a topic."""
-    return _on_topic(topic, Role.CONSUME)
+    return _on_topic(topic, AccessRole.CONSUME)
 
 
-def use(topic: str) -> Need:
+def use_topic(topic: str) -> Permission:
     """To know of a topic, for whoever writes or reads it."""
-    return _on_topic(topic, Role.PRODUCE, Role.CONSUME)
+    return _on_topic(topic, AccessRole.PRODUCE, AccessRole.CONSUME)
 
 
-def create(topic: str) -> Need:
+def create_topic(topic: str) -> Permission:
     """To create a topic; those of a group its members create."""
-    return _on_topic(topic, Role.CONSUME if group_of(topic) else Role.ADMIN)
+    return _on_topic(topic, AccessRole.CONSUME if group_of(topic) else AccessRole.ADMIN)
 
 
-def change(topic: str) -> Need:
+def change_topic(topic: str) -> Permission:
     """To change or delete a topic."""
     group = group_of(topic)
-    return administer(group) if group else Need((Role.ADMIN,), "topic", topic)
+    return administer_group(group) if group else Permission((AccessRole.ADMIN,), "topic", topic)
 
 
-def join(group: str) -> Need:
+def join_group(group: str) -> Permission:
     """To be a member of a group, and to see how it fares."""
-    return Need((Role.CONSUME,), "group", group)
+    return Permission((AccessRole.CONSUME,), "group", group)
 
 
-def administer(group: str) -> Need:
+def administer_group(group: str) -> Permission:
     """To change a group or its progress."""
-    return Need((Role.ADMIN,), "group", group)
+    return Permission((AccessRole.ADMIN,), "group", group)
 
 
-def _on_topic(topic: str, *roles: Role) -> Need:
+def _on_topic(topic: str, *roles: AccessRole) -> Permission:
     group = group_of(topic)
-    return join(group) if group else Need(roles, "topic", topic)
+    return join_group(group) if group else Permission(roles, "topic", topic)
 
 
 class Grant(NamedTuple):
     """A role on a resource."""
 
-    role: Role
+    role: AccessRole
     resource: str
 
-    def covers(self, need: Need) -> bool:
+    def covers(self, need: Permission) -> bool:
         """Whether it is enough for `need`."""
         if self.resource == CLUSTER or not need.kind:
             return True
-        if self.role is not Role.ADMIN and self.role not in need.roles:
+        if self.role is not AccessRole.ADMIN and self.role not in need.roles:
             return False
         kind, _, pattern = self.resource.partition(":")
         if kind != need.kind or not need.name:
@@ -130,12 +130,12 @@ class Grant(NamedTuple):
         return need.name.startswith(pattern[:-1])
 
 
-_SERVICE_GRANTS = frozenset({Grant(Role.PRODUCE, f"topic:{METRICS_TOPIC}")})
-_ADMIN_GRANTS = frozenset({Grant(Role.ADMIN, CLUSTER)})
+_SERVICE_GRANTS = frozenset({Grant(AccessRole.PRODUCE, f"topic:{METRICS_TOPIC}")})
+_ADMIN_GRANTS = frozenset({Grant(AccessRole.ADMIN, CLUSTER)})
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class BearerToken:
     """What is kept of a bearer token: never the token.
 
     Attributes:
@@ -146,7 +146,7 @@ class Token:
     token_id: str
 
 
-class Access:
+class Authorizer:
     """Decides. Decisions are remembered until a grant changes.
 
     Args:
@@ -156,8 +156,8 @@ class Access:
     def __init__(self, admins: Iterable[str] = ()) -> None:
         self._admins = frozenset(filter(None, admins))
         self._grants: dict[str, frozenset[Grant]] = {}
-        self._tokens: dict[str, Token] = {}
-        self._decisions: dict[tuple[str, Need], bool] = {}
+        self._tokens: dict[str, BearerToken] = {}
+        self._decisions: dict[tuple[str, Permission], bool] = {}
 
     def set_grants(self, identity: str, grants: Iterable[Grant]) -> None:
         """All that is granted to an identity from now on; none takes everything away."""
@@ -166,7 +166,7 @@ class Access:
         if not self._grants[identity]:
             del self._grants[identity]
 
-    def set_token(self, digest: str, token: Token | None) -> None:
+    def set_token(self, digest: str, token: BearerToken | None) -> None:
         """What the token with this digest stands for from now on."""
         if token is None:
             self._tokens.pop(digest, None)
@@ -191,41 +191,41 @@ class Access:
             return granted | _ADMIN_GRANTS
         return granted | _SERVICE_GRANTS if identity.startswith(SERVICE_PREFIX) else granted
 
-    def allows(self, identity: str, need: Need) -> bool:
+    def allows(self, identity: str, need: Permission) -> bool:
         """Whether something that is granted covers `need`."""
         key = identity, need
         allowed = self._decisions.get(key)
         if allowed is None:
-            allowed = covering(self.grants_of(identity), need) is not None
+            allowed = grant_covering(self.grants_of(identity), need) is not None
             if len(need.name) <= _NAME_CHARACTERS_MAX:
                 self._remember(key, allowed)
         return allowed
 
-    def missing(self, identity: str, needs: Iterable[Need]) -> list[Need]:
+    def missing(self, identity: str, needs: Iterable[Permission]) -> list[Permission]:
         """What the identity would need and does not have, each once."""
         return list(dict.fromkeys(need for need in needs if not self.allows(identity, need)))
 
-    def check(self, identity: str, needs: Iterable[Need]) -> None:
+    def check(self, identity: str, needs: Iterable[Permission]) -> None:
         """Refuse whoever lacks one of `needs`.
 
         Raises:
             PermissionDenied: it names what is missing.
         """
         if lacking := self.missing(identity, needs):
-            raise denied(identity, lacking)
+            raise permission_denied(identity, lacking)
 
-    def _remember(self, key: tuple[str, Need], allowed: bool) -> None:
+    def _remember(self, key: tuple[str, Permission], allowed: bool) -> None:
         if len(self._decisions) >= _DECISIONS_MAX:
             self._decisions.clear()
         self._decisions[key] = allowed
 
 
-def covering(grants: Iterable[Grant], need: Need) -> Grant | None:
+def grant_covering(grants: Iterable[Grant], need: Permission) -> Grant | None:
     """The first of `grants` that covers `need`, in their order as text."""
     return next((grant for grant in sorted(grants) if grant.covers(need)), None)
 
 
-def denied(identity: str, lacking: list[Need]) -> PermissionDenied:
+def permission_denied(identity: str, lacking: list[Permission]) -> PermissionDenied:
     """The refusal of an identity that lacks something, and the commands that would help."""
     told = lacking[:_TOLD_MAX]
     text = ", ".join(map(str, told)) + (", ..." if len(lacking) > len(told) else "")
@@ -240,7 +240,7 @@ def denied(identity: str, lacking: list[Need]) -> PermissionDenied:
     )
 
 
-def _command(identity: str, need: Need) -> str:
+def _command(identity: str, need: Permission) -> str:
     if not need.kind:
         return f"Grant it something: baton access grant {shlex.quote(identity)} ..."
     return f"baton access grant {shlex.join((identity, need.roles[0], need.resource))}"
@@ -262,7 +262,7 @@ def check_identity(identity: str) -> str:
     return identity
 
 
-def check_grant(role: Role, resource: str) -> Grant:
+def check_grant(role: AccessRole, resource: str) -> Grant:
     """The grant of a role on a resource, if there can be one.
 
     Raises:
@@ -294,7 +294,7 @@ def check_grant(role: Role, resource: str) -> Grant:
     return Grant(role, resource)
 
 
-def check_wanted(wanted: Grant) -> Need:
+def permission_to_ask_about(wanted: Grant) -> Permission:
     """What somebody would need who wants this, which passed `check_grant`.
 
     Raises:
@@ -307,11 +307,11 @@ def check_wanted(wanted: Grant) -> Need:
             remedy="Ask about one of them.",
             facts={"field": "resource"},
         )
-    return Need((wanted.role,), kind, name)
+    return Permission((wanted.role,), kind, name)
 
 
-_ROLES: Mapping[str, tuple[Role, ...]] = {
-    "topic": tuple(Role),
-    "group": (Role.CONSUME, Role.ADMIN),
-    CLUSTER: (Role.ADMIN,),
+_ROLES: Mapping[str, tuple[AccessRole, ...]] = {
+    "topic": tuple(AccessRole),
+    "group": (AccessRole.CONSUME, AccessRole.ADMIN),
+    CLUSTER: (AccessRole.ADMIN,),
 }

@@ -1,7 +1,7 @@
-"""What each call needs: the form of the tables that services declare, and the common ones.
+"""Access rules: which permissions each method requires. Services declare theirs in tables.
 
-A table has a rule for every method, by its full path. A method without one is refused while access
-is on. Rules look at the request alone.
+A table has one rule for every method, under its full path. While access is on, calls of a method
+without a rule are rejected. A rule depends on the request alone.
 """
 
 from __future__ import annotations
@@ -11,89 +11,97 @@ from typing import Any, NamedTuple
 
 from batonmq._core.names import METRICS_TOPIC
 from batonmq.errors import BatonError
-from batonmq_server.runtime.access.permissions import ANYTHING, Need, consume, join
+from batonmq_server.runtime.access.permissions import ANY_GRANT, Permission, consume, join_group
 
-Needs = Callable[[Any], Iterable[Need]]
+FindPermissions = Callable[[Any], Iterable[Permission]]
+"""Returns the permissions that a request requires."""
 
 
-class Each(NamedTuple):
-    """How a batched call is refused item by item.
+class PerItemRule(NamedTuple):
+    """How the items of a batched call are rejected one by one.
 
     Attributes:
         items: Name of the request's repeated field.
-        need: What one item needs.
-        outcomes: Name of the answer's repeated field, with one for each item.
-        refused: The outcome of an item that is refused.
+        permission: Returns the permission that one item requires.
+        outcomes: Name of the answer's repeated field, which has one outcome for each item.
+        rejected: Makes the outcome of an item that is rejected.
     """
 
     items: str
-    need: Callable[[Any], Need]
+    permission: Callable[[Any], Permission]
     outcomes: str
-    refused: Callable[[BatonError], Any]
+    rejected: Callable[[BatonError], Any]
 
 
-class Rule(NamedTuple):
-    """What a method needs.
+class AccessRule(NamedTuple):
+    """What a method requires of its callers.
 
     Attributes:
-        needs: All that the caller has to have; where they are none, some grant.
-        services: These may call it without.
-        private: Nobody else may.
-        known: Where `needs` are none, whoever is known may.
-        each: Set where items are refused one by one; `needs` is what all of them need then.
+        permissions: Returns all permissions that the caller must have; if there are none, the
+            caller needs a grant of any kind.
+        services: Services that may call the method without these permissions.
+        private: Only `services` may call the method.
+        known: If `permissions` returns none, any authenticated caller may call the method.
+        per_item: Set if items are rejected one by one; `permissions` then holds for the whole call.
     """
 
-    needs: Needs
+    permissions: FindPermissions
     services: frozenset[str] = frozenset()
     private: bool = False
     known: bool = False
-    each: Each | None = None
+    per_item: PerItemRule | None = None
 
 
-Rules = Mapping[str, Rule]
+AccessRules = Mapping[str, AccessRule]
 SERVICES = frozenset({"storage", "offsets", "lockmgr", "nameserver"})
 
 
-def rules_of(service: str, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """The rules of a service's methods by their full paths."""
+def rules_by_path(service: str, rules: Mapping[str, AccessRule]) -> dict[str, AccessRule]:
+    """Return the rules of a service's methods by full path, such as `/baton.x.v1.X/Method`."""
     return {f"/{service}/{method}": rule for method, rule in rules.items()}
 
 
-def needs(*what: Need, services: Iterable[str] = ()) -> Rule:
-    """The same for every request."""
-    return Rule(lambda _: what, frozenset(services))
+def requires(*permissions: Permission, services: Iterable[str] = ()) -> AccessRule:
+    """Return a rule with the same permissions for every request."""
+    return AccessRule(lambda _: permissions, frozenset(services))
 
 
-def on(find: Needs, services: Iterable[str] = ()) -> Rule:
-    """What `find` sees in the request."""
-    return Rule(find, frozenset(services))
+def requires_by_request(find: FindPermissions, services: Iterable[str] = ()) -> AccessRule:
+    """Return a rule with the permissions that `find` returns for the request."""
+    return AccessRule(find, frozenset(services))
 
 
-def only(*services: str) -> Rule:
-    """Nobody but these services."""
-    return Rule(lambda _: (), frozenset(services), private=True)
+def services_only(*services: str) -> AccessRule:
+    """Return a rule that lets only these services call the method."""
+    return AccessRule(lambda _: (), frozenset(services), private=True)
 
 
-def of_queue(queue: Any) -> tuple[Need, Need]:
-    """What it takes to work on a group's queue."""
-    return consume(queue.queue.topic), join(queue.group)
+def queue_permissions(queue: Any) -> tuple[Permission, Permission]:
+    """Return the permissions to work on a group's queue."""
+    return consume(queue.queue.topic), join_group(queue.group)
 
 
-def of_queues(items: str) -> Needs:
-    """The same of every item that names a group's queue."""
+def queues_permissions(items: str) -> FindPermissions:
+    """Return a function that finds the permissions for all items, each with a group's queue.
+
+    Args:
+        items: Name of the request's repeated field.
+    """
     return lambda request: (
-        need for item in getattr(request, items) for need in of_queue(item.queue)
+        permission
+        for item in getattr(request, items)
+        for permission in queue_permissions(item.queue)
     )
 
 
-COMMON: Rules = {
-    **rules_of(
+COMMON_RULES: AccessRules = {
+    **rules_by_path(
         "grpc.health.v1.Health",
-        {name: Rule(lambda _: (), known=True) for name in ("Check", "Watch", "List")},
+        {name: AccessRule(lambda _: (), known=True) for name in ("Check", "Watch", "List")},
     ),
-    **rules_of(
-        "grpc.reflection.v1alpha.ServerReflection", {"ServerReflectionInfo": needs(ANYTHING)}
+    **rules_by_path(
+        "grpc.reflection.v1alpha.ServerReflection", {"ServerReflectionInfo": requires(ANY_GRANT)}
     ),
-    **rules_of("baton.metrics.v1.MetricsService", {"Watch": needs(consume(METRICS_TOPIC))}),
+    **rules_by_path("baton.metrics.v1.MetricsService", {"Watch": requires(consume(METRICS_TOPIC))}),
 }
-"""Of what every process serves."""
+"""Rules of the methods that every process serves."""

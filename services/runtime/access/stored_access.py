@@ -10,16 +10,16 @@ from urllib.parse import quote, unquote
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import stored_access_pb2 as pb
-from batonmq_server.runtime.access.permissions import Access, Grant, Role, Token
+from batonmq_server.runtime.access.permissions import AccessRole, Authorizer, BearerToken, Grant
 
 log = logging.getLogger(__name__)
 
 PREFIX = "access/"
 _GRANTS, _TOKENS = "grants/", "tokens/"
 _ROLES = {
-    pb.ROLE_PRODUCE: Role.PRODUCE,
-    pb.ROLE_CONSUME: Role.CONSUME,
-    pb.ROLE_ADMIN: Role.ADMIN,
+    pb.ROLE_PRODUCE: AccessRole.PRODUCE,
+    pb.ROLE_CONSUME: AccessRole.CONSUME,
+    pb.ROLE_ADMIN: AccessRole.ADMIN,
 }
 _TO_PB = {role: number for number, role in _ROLES.items()}
 
@@ -72,7 +72,7 @@ def grant_to_pb(grant: Grant) -> pb.AccessGrant:
     return pb.AccessGrant(role=_TO_PB[grant.role], resource=grant.resource)
 
 
-def apply(access: Access, key: str, value: bytes) -> None:
+def apply(access: Authorizer, key: str, value: bytes) -> None:
     """Let `access` know what stands under a key; what can't be read gives nobody anything.
 
     Args:
@@ -88,6 +88,6 @@ def apply(access: Access, key: str, value: bytes) -> None:
             access.set_token(digest, None)
             if value:
                 stored = pb.StoredToken.FromString(value)
-                access.set_token(digest, Token(stored.identity, stored.token_id))
+                access.set_token(digest, BearerToken(stored.identity, stored.token_id))
     except (DecodeError, KeyError):
         log.error("etcd has an unreadable value key=%s%.30s", PREFIX, key)

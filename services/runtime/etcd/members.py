@@ -30,7 +30,7 @@ _ELSEWHERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EX
 T = TypeVar("T")
 
 
-class Member:
+class EtcdMember:
     """One member of etcd, at `address`."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -74,10 +74,10 @@ class Member:
         await self._channel.close()
 
 
-Question = Callable[[Member], Awaitable[T]]
+Question = Callable[[EtcdMember], Awaitable[T]]
 
 
-class Members:
+class EtcdMembers:
     """All members, the one that is asked first.
 
     Args:
@@ -89,11 +89,11 @@ class Members:
     def __init__(
         self, addresses: Sequence[str], random: Random, connect: Callable[[str], grpc.aio.Channel]
     ) -> None:
-        self._order = [Member(address, connect(address)) for address in addresses]
+        self._order = [EtcdMember(address, connect(address)) for address in addresses]
         random.shuffle(self._order)
 
     @property
-    def first(self) -> Member:
+    def first(self) -> EtcdMember:
         """Who is asked now."""
         return self._order[0]
 
@@ -147,7 +147,7 @@ class Members:
                     if member.owes and now_s() - member.heard_s > LOOK_INTERVAL_S:
                         tasks.create_task(self._look_at(member))
 
-    def later(self, member: Member) -> None:
+    def later(self, member: EtcdMember) -> None:
         """Ask it again after all others."""
         self._order.remove(member)
         self._order.append(member)
@@ -157,13 +157,13 @@ class Members:
         for member in self._order:
             await member.close()
 
-    async def _look_at(self, member: Member) -> None:
+    async def _look_at(self, member: EtcdMember) -> None:
         try:
             await self._ask(member, _is_there, LOOK_TIMEOUT_S)
         except (TimeoutError, grpc.aio.AioRpcError):
             member.give_up()
 
-    async def _ask(self, member: Member, question: Question[T], timeout_s: float) -> T:
+    async def _ask(self, member: EtcdMember, question: Question[T], timeout_s: float) -> T:
         try:
             async with member.waited_for(timeout_s):
                 return await question(member)
@@ -176,7 +176,7 @@ class Members:
             raise
 
 
-def _is_there(member: Member) -> Awaitable[Any]:
+def _is_there(member: EtcdMember) -> Awaitable[Any]:
     """Nothing but a life sign: what the member has itself, without asking the others."""
     request = rpc.RangeRequest(key=b"\0", serializable=True, count_only=True)
     answer: Awaitable[Any] = member.kv.Range(request)

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Callable
 
 from batonmq._common.backoff import Backoff
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd.session import EtcdSession, Stored
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 
 log = logging.getLogger(__name__)
 
 _BACKOFF = Backoff(first_ms=100, delay_ms_max=2_000)
 
 
-class Mirror:
+class EtcdMirror:
     """Reads a prefix once, then follows its changes; starts anew after a compaction.
 
     `values` maps keys, without the prefix, to what etcd had at `revision`. It is never empty
@@ -27,7 +27,7 @@ class Mirror:
 
     def __init__(self, session: EtcdSession, prefix: str) -> None:
         self._session, self._prefix = session, prefix
-        self.values: dict[str, Stored] = {}
+        self.values: dict[str, KeyValue] = {}
         self.revision = 0
         self.on_change: list[Callable[[frozenset[str]], None]] = []
         self._ready = asyncio.Event()
@@ -47,7 +47,7 @@ class Mirror:
         while self.revision < revision:
             await self._moved.wait()
 
-    async def now(self, key: str) -> Stored | None:
+    async def now(self, key: str) -> KeyValue | None:
         """What etcd has at this moment, whatever has arrived here.
 
         Raises:
@@ -128,7 +128,7 @@ class Mirror:
             callback(frozenset(changed))
 
 
-async def all_ready(*mirrors: Mirror) -> bool:
+async def all_ready(*mirrors: EtcdMirror) -> bool:
     """True, once the first complete reads of all are done."""
     for mirror in mirrors:
         await mirror.ready()

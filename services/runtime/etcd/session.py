@@ -21,7 +21,7 @@ from batonmq._common.clock import Clock
 from batonmq._connection.channels import connector
 from batonmq._connection.security import Security
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd.members import TRY_S, Member, Members
+from batonmq_server.runtime.etcd.members import TRY_S, EtcdMember, EtcdMembers
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Largest answer: a whole prefix is read at once; 100,000 lock entries are about 20 MiB."""
@@ -40,7 +40,7 @@ say that it lives for as long as it is cut off from the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class KeyValue:
     """A key as etcd has it; `key` is relative to the cluster's prefix, `lease_id` 0 for none."""
 
     key: str
@@ -121,7 +121,7 @@ class EtcdSession:
 
     async def __aenter__(self) -> Self:
         connect = connector(self._security, _OPTIONS)
-        self._members = Members(self._endpoint.split(","), self.random, connect)
+        self._members = EtcdMembers(self._endpoint.split(","), self.random, connect)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -140,7 +140,7 @@ class EtcdSession:
         assert all(part and "/" not in part for part in parts), parts
         return "/".join(parts)
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         """The key as it is now (linearizable), or None.
 
         Raises:
@@ -154,7 +154,7 @@ class EtcdSession:
             )
         return self.stored(answer.kvs[0]) if answer.kvs else None
 
-    async def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """Every key under `prefix`, ascending, and the revision at which that was so.
 
         Raises:
@@ -256,7 +256,7 @@ class EtcdSession:
     async def keep_alive(self, lease_id: int) -> bool:
         """See `Lease.refresh`."""
 
-        async def refresh(member: Member) -> Any:
+        async def refresh(member: EtcdMember) -> Any:
             call = member.leases.LeaseKeepAlive(iter([rpc.LeaseKeepAliveRequest(ID=lease_id)]))
             try:
                 return await call.read()
@@ -328,10 +328,10 @@ class EtcdSession:
         finally:
             call.cancel()
 
-    def stored(self, kv: Any) -> Stored:
-        """A key-value of etcd as `Stored`."""
+    def stored(self, kv: Any) -> KeyValue:
+        """A key-value of etcd as `KeyValue`."""
         key = kv.key.decode().removeprefix(self.prefix)
-        return Stored(key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+        return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
     def _absolute(self, key: str) -> bytes:
         return (self.prefix + key).encode()

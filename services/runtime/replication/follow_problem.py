@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 PROBLEM_CHARS_MAX = 300
 
 
-class Stuck:
+class FollowProblem:
     """Says so: to people in the log and by a metric, and to the leader.
 
     Args:

@@ -11,12 +11,12 @@ from baton.common.v1 import replicas_pb2
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, NotEnoughReplicas, NotLeader
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.replication.in_sync_tracker import InSync
-from batonmq_server.runtime.replication.replica_set import ReplicaSet, Standing
+from batonmq_server.runtime.replication.in_sync_tracker import InSyncTracker
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, ReplicaSetStore
 
 log = logging.getLogger(__name__)
 
-TEND_MS = 100
+UPDATE_INTERVAL_MS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class Won:
     """An election, and the set as it has made it."""
 
     election: Election
-    replicas: ReplicaSet
-    standing: Standing
+    replicas: ReplicaSetStore
+    standing: ReplicaSetRecord
 
 
-class Keeper:
+class InSyncSet:
     """One leadership's part of a replica set.
 
     Args:
@@ -68,7 +68,7 @@ class Keeper:
         self.policy, self._clock, self._up = policy, clock, up
         # One of the set has just died, as a rule; whoever is alive is heard of soon.
         level_ms = clock.monotonic_ms() - policy.lag_ms_max * 2 // 3
-        self.books = InSync(won.standing.leader, won.standing.in_sync, position, level_ms)
+        self.books = InSyncTracker(won.standing.leader, won.standing.in_sync, position, level_ms)
         self.on_news: list[Callable[[], None]] = []
         self._problems: dict[str, str] = {}
         self._safe = self._first = 0
@@ -176,7 +176,7 @@ class Keeper:
                     await self._change(self.books.in_sync | self.books.joining)
             except (NoQuorum, NotLeader) as error:
                 log.warning("the new leader waits for etcd error=%s", error)
-                await asyncio.sleep(TEND_MS / 1000)
+                await asyncio.sleep(UPDATE_INTERVAL_MS / 1000)
 
     async def tend(self) -> None:
         """Let members out and in for ever; to be run as one task, while this is the leader.
@@ -185,7 +185,7 @@ class Keeper:
         falls out is waited for until etcd knows that it can't be elected.
         """
         while True:
-            await asyncio.sleep(TEND_MS / 1000)
+            await asyncio.sleep(UPDATE_INTERVAL_MS / 1000)
             try:
                 async with self._changing:
                     await self._tend_once()

@@ -33,7 +33,7 @@ class _Follower:
     follows: bool = False
 
 
-class InSync:
+class InSyncTracker:
     """The books of one leadership.
 
     Args:

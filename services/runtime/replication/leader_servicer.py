@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from batonmq.errors import BatonError, NoQuorum, NotLeader, Unreachable
-from batonmq_server.runtime.replication.replica_node import Member
+from batonmq_server.runtime.replication.replica_node import ReplicaNode
 
 Leadership = TypeVar("Leadership")
 
@@ -18,7 +18,7 @@ class Role(Generic[Leadership]):
         member: The node in its set.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: ReplicaNode) -> None:
         self.member = member
         self._leadership: Leadership | None = None
 
@@ -52,7 +52,7 @@ class Role(Generic[Leadership]):
             raise self.member.not_leader()
 
 
-class WhileLeader:
+class LeaderServicer:
     """Stands where a servicer is expected: each call goes to the one of the leadership.
 
     An answer leaves only if the lease is still good then (protocol section 8). Otherwise nobody

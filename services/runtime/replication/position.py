@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Position:
-    """The last change that a node has, and the epoch that wrote it. `NOWHERE` for nothing.
+class ReplicaPosition:
+    """The last change that a node has, and the epoch that wrote it. `NO_POSITION` for nothing.
 
     Of two members of an in-sync set the one with the greater position has all the other one has.
     """
@@ -16,4 +16,4 @@ class Position:
     version: int
 
 
-NOWHERE = Position(0, 0)
+NO_POSITION = ReplicaPosition(0, 0)

@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq.errors import NoQuorum, NotLeader
 from batonmq_server.runtime.election import Candidacy, Election
-from batonmq_server.runtime.leader_registration import Registration
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.replication.in_sync_set import Keeper, ReplicaPolicy, Won
-from batonmq_server.runtime.replication.position import Position
-from batonmq_server.runtime.replication.replica_set import ReplicaSet
+from batonmq_server.runtime.leader_registration import LeaderRegistration
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet, ReplicaPolicy, Won
+from batonmq_server.runtime.replication.position import ReplicaPosition
+from batonmq_server.runtime.replication.replica_set import ReplicaSetStore
+from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 Stand = Callable[[], Awaitable[Candidacy | None]]
 
 
-class Member:
+class ReplicaNode:
     """See the module.
 
     Args:
@@ -40,7 +40,7 @@ class Member:
         name: str,
         members: frozenset[str],
         lease_ms: int,
-        position: Callable[[], Position],
+        position: Callable[[], ReplicaPosition],
         room: str = "",
     ) -> None:
         self._runtime, self._node_id, self._members = runtime, runtime.settings.node_id, members
@@ -48,8 +48,8 @@ class Member:
         self.standing_back: Callable[[], bool] = lambda: False
         self._lease_ms, self._back_to_ms = lease_ms, 0
         self._left = False
-        self.registration = Registration(runtime, position, room=room, replica_set=name)
-        self.set = ReplicaSet(
+        self.registration = LeaderRegistration(runtime, position, room=room, replica_set=name)
+        self.set = ReplicaSetStore(
             runtime.etcd,
             runtime.etcd.key("replicas", runtime.service, name),
             self._node_id,
@@ -82,12 +82,12 @@ class Member:
         """Why this node does not answer."""
         return NotLeader(f"{self._node_id} is not the leader", retry_after_ms=200)
 
-    def keeper(self, revision: int, position: int, policy: ReplicaPolicy) -> Keeper:
+    def keeper(self, revision: int, position: int, policy: ReplicaPolicy) -> InSyncSet:
         """Of the leadership that the election at `revision` has begun."""
         won = Won(self.election, self.set, self.set.won(revision))
-        return Keeper(won, position, policy, self._runtime.clock, self._up)
+        return InSyncSet(won, position, policy, self._runtime.clock, self._up)
 
-    def leave(self) -> None:
+    def resign(self) -> None:
         """The process ends: be leader no more.
 
         One that went on while it takes no more calls of its followers would let them out of the set,
@@ -103,7 +103,7 @@ class Member:
         self._back_to_ms = self._runtime.clock.monotonic_ms() + 3 * self._lease_ms
         self.election.resign()
 
-    def lacks(self, keeper: Keeper) -> bool:
+    def lacks(self, keeper: InSyncSet) -> bool:
         """Whether this node has lost, since it stood for election, what it stood with.
 
         Then it resigns, and must not begin.
@@ -132,13 +132,13 @@ class Member:
             return self._members  # not known yet
         return frozenset(self._registered())
 
-    def _beginners(self) -> dict[str, Position]:
+    def _beginners(self) -> dict[str, ReplicaPosition]:
         """The members that are up, and how far they were when they registered; without leaders.
 
         Where no set stands in etcd, who leads still runs alone: with messages, and no position.
         """
         return {
-            name: Position(node.replica_epoch, node.replica_version)
+            name: ReplicaPosition(node.replica_epoch, node.replica_version)
             for name, node in self._registered().items()
             if not node.leader
         }

@@ -17,17 +17,17 @@ from baton.common.v1 import replicas_pb2
 from batonmq._process.config import ConfigError, Problem
 from batonmq.errors import NoQuorum, NotLeader
 from batonmq_server.runtime.election import Candidacy, Election
-from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put, Stored
-from batonmq_server.runtime.replication.position import Position
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Put
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_MAX = 16
+ACCEPTED_LOSSES_MAX = 16
 """Losses that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaSetRecord:
     """A replica set as it stands in etcd: see the proto; `mod_revision` 0 if it does not."""
 
     epoch: int
@@ -47,25 +47,25 @@ class Standing:
             accepted_losses=self.accepted,
         ).SerializeToString()
 
-    def elected(self, loss: replicas_pb2.AcceptedLoss) -> Standing:
+    def elected(self, loss: replicas_pb2.AcceptedLoss) -> ReplicaSetRecord:
         """The set once an operator has accepted `loss`: its node alone may be elected.
 
         Nothing is known any more of what has to be there, so it need not have been served by.
         """
-        accepted = (*self.accepted, loss)[-ACCEPTED_MAX:]
+        accepted = (*self.accepted, loss)[-ACCEPTED_LOSSES_MAX:]
         in_sync = frozenset({loss.node_id})
         return replace(self, in_sync=in_sync, served_epoch=0, accepted=accepted)
 
 
-_NONE = Standing(0, "", frozenset())
+_NONE = ReplicaSetRecord(0, "", frozenset())
 
 
-def decode(stored: Stored | None) -> Standing:
-    """Inverse of `Standing.encode`."""
+def decode_record(stored: KeyValue | None) -> ReplicaSetRecord:
+    """Inverse of `ReplicaSetRecord.encode`."""
     if stored is None:
         return _NONE
     found = replicas_pb2.ReplicaSet.FromString(stored.value)
-    return Standing(
+    return ReplicaSetRecord(
         found.epoch,
         found.leader,
         frozenset(found.in_sync),
@@ -75,7 +75,7 @@ def decode(stored: Stored | None) -> Standing:
     )
 
 
-async def check_alone(session: EtcdSession, service: str, name: str, node_id: str) -> None:
+async def check_single_node(session: EtcdSession, service: str, name: str, node_id: str) -> None:
     """Let a node run without others only if no other one of the set could be elected.
 
     What it wrote would be given up once it joins them again, or the other way round. Waits for
@@ -87,7 +87,7 @@ async def check_alone(session: EtcdSession, service: str, name: str, node_id: st
     told = False
     while True:
         try:
-            standing = decode(await session.get(session.key("replicas", service, name)))
+            standing = decode_record(await session.get(session.key("replicas", service, name)))
             break
         except NoQuorum as error:
             if not told:
@@ -108,7 +108,7 @@ async def check_alone(session: EtcdSession, service: str, name: str, node_id: st
         )
 
 
-class ReplicaSet:
+class ReplicaSetStore:
     """One replica set, seen by one of its nodes.
 
     Args:
@@ -124,21 +124,21 @@ class ReplicaSet:
         key: str,
         node_id: str,
         members: frozenset[str],
-        position: Callable[[], Position],
-        positions: Callable[[], dict[str, Position]],
+        position: Callable[[], ReplicaPosition],
+        positions: Callable[[], dict[str, ReplicaPosition]],
     ) -> None:
         self._session, self.key, self._node_id = session, key, node_id
         self.members = members
         self._position, self._positions = position, positions
-        self._candidate: Standing | None = None
+        self._candidate: ReplicaSetRecord | None = None
 
-    async def read(self) -> Standing:
+    async def read(self) -> ReplicaSetRecord:
         """As it stands now.
 
         Raises:
             NoQuorum: etcd does not answer.
         """
-        return decode(await self._session.get(self.key))
+        return decode_record(await self._session.get(self.key))
 
     async def stand(self) -> Candidacy | None:
         """How this node may be elected; None if it may not be at the moment.
@@ -166,7 +166,7 @@ class ReplicaSet:
             put=(Put(self.key, self._candidate.encode()),),
         )
 
-    def won(self, revision: int) -> Standing:
+    def won(self, revision: int) -> ReplicaSetRecord:
         """The set as the election has made it.
 
         Args:
@@ -175,7 +175,9 @@ class ReplicaSet:
         assert self._candidate is not None
         return replace(self._candidate, mod_revision=revision)
 
-    async def change(self, election: Election, before: Standing, wanted: Standing) -> Standing:
+    async def change(
+        self, election: Election, before: ReplicaSetRecord, wanted: ReplicaSetRecord
+    ) -> ReplicaSetRecord:
         """Make the set `wanted`, as the leader.
 
         Returns:
@@ -197,5 +199,5 @@ class ReplicaSet:
         return now
 
     @staticmethod
-    def _greatest(known: dict[str, Position]) -> str:
+    def _greatest(known: dict[str, ReplicaPosition]) -> str:
         return max(known, key=lambda name: (known[name], name))
