@@ -12,7 +12,7 @@ SETUP := $(VENV)/.installed
 MAIN ?= main
 
 .PHONY: help setup lock fmt lint types layers proto proto-check breaking test quick sim e2e spark spark-demo faults check bench demo examples docs up clean \
-  observe images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
+  observe wheels images k8s kind-up kind-down kind-test minikube-up minikube-down minikube-test e2e-containers
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -33,7 +33,7 @@ LOCK = uv pip compile --quiet --universal --python-version 3.11 --generate-hashe
 LOCK_IMAGE = $(LOCK) --constraint requirements.lock
 
 lock: $(SETUP)  ## choose newest allowed versions anew, into requirements.lock
-	$(LOCK) --extra prometheus --extra redis --extra sql --group dev $(PROJECTS) -o requirements.lock
+	$(LOCK) --extra prometheus --extra redis --extra sql --extra local --group dev $(PROJECTS) -o requirements.lock
 	$(LOCK_IMAGE) services/pyproject.toml -o deploy/images/services.lock
 	$(LOCK_IMAGE) spark-jobs/pyproject.toml -o deploy/images/spark.lock
 	$(LOCK_IMAGE) --no-deps deploy/images/demo.in -o deploy/images/demo.lock
@@ -45,7 +45,7 @@ lint: $(SETUP) types layers proto-check ## style of Python and protos, types, la
 	ruff format --check . && ruff check . && buf lint && buf format -d --exit-code
 
 types: $(SETUP) ## mypy, strict, package, tests and examples
-	mypy && mypy tests bench examples --explicit-package-bases
+	mypy && mypy tests bench examples tools --explicit-package-bases
 
 layers: $(SETUP) ## who may import whom
 	lint-imports
@@ -84,7 +84,7 @@ spark-demo: $(SETUP) ## the demo with the jobs of Spark beside it, and whether w
 	python spark-jobs/demo.py
 
 faults: $(SETUP) ## faults of every kind, drawn from BATON_FAULT_SEED, for BATON_FAULT_MINUTES, into build/faults
-	python -m tests.faults
+	python -m tools.faults
 
 check: lint k8s test ## what CI runs
 
@@ -98,7 +98,7 @@ examples: $(SETUP) ## every program in examples/, on a cluster of its own
 	python examples
 
 docs: $(SETUP)  ## API reference, into build/docs
-	python -m tests.docs.reference && echo build/docs/batonmq.html
+	python -m tools.docs.reference && echo build/docs/batonmq.html
 
 up: $(SETUP)    ## a cluster on loopback ports, until Ctrl-C
 	baton up --data-dir .data
@@ -110,12 +110,18 @@ observe: $(SETUP) ## rules and dashboards: promtool's verdict, every query asked
 	pytest -q -rs tests/deploy/test_alerts.py tests/deploy/test_dashboards.py tests/deploy/test_live_metrics.py \
 	  tests/local/test_prometheus.py tests/spark/test_app.py
 
+wheels: $(SETUP) ## the three distributions, into dist/
+	rm -rf dist
+	for project in . services spark-jobs; do \
+	  python -m build --wheel --no-isolation --outdir dist $$project >/dev/null; done
+	ls -l dist
+
 images: $(SETUP) ## container images, on BASE_IMAGE; WITH_SPARK=1 and WITH_ETCD=1 for those as well
 	deploy/images/build.sh
 
 k8s: $(SETUP)   ## every overlay and combination of components, rendered and validated; the scripts, too
-	python -m tests.deploy.manifests $(if $(CI),--required)
-	if command -v shellcheck >/dev/null; then shellcheck deploy/*/*.sh; \
+	python -m tools.manifests.check $(if $(CI),--required)
+	if command -v shellcheck >/dev/null; then shellcheck deploy/*/*.sh deploy/k8s/scripts/*.sh .ci/run; \
 	else echo "shellcheck skipped: it is not here"; test -z "$(CI)"; fi
 
 kind-up:        ## a cluster of kind with BatonMQ in it; after `make images`; SECURE=1: TLS and access
@@ -125,7 +131,7 @@ kind-down:      ## without a trace
 	deploy/kind/down.sh
 
 kind-test:      ## the demo in it; then every pod is deleted in turn while messages flow
-	deploy/kubernetes/test.sh kind-baton kind$(if $(SECURE),-secure)
+	deploy/k8s/scripts/test.sh kind-baton kind$(if $(SECURE),-secure)
 
 minikube-up:    ## the same with minikube
 	deploy/minikube/up.sh
@@ -134,10 +140,10 @@ minikube-down:
 	deploy/minikube/down.sh
 
 minikube-test:
-	deploy/kubernetes/test.sh baton minikube$(if $(SECURE),-secure)
+	deploy/k8s/scripts/test.sh baton minikube$(if $(SECURE),-secure)
 
 e2e-containers: $(SETUP) ## containers killed, paused and cut off under load, with TLS and access; PAGE=1 writes docs/containers.md
-	python -m tests.containers $(if $(PAGE),--page)
+	python -m tools.containers $(if $(PAGE),--page)
 
 clean:          ## forget everything that was made here
 	rm -rf $(VENV) .data .gen-check build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
     from batonmq._connection.security import Security
     from batonmq._consumer.consumer import Consumer
-    from batonmq._consumer.membership import Verdict
+    from batonmq._consumer.consumer_settings import ConsumerSettings
+    from batonmq._consumer.handler_results import MessageFailed, RetryLater, Suspend
+    from batonmq._consumer.membership import SubscriptionVerdict
     from batonmq._consumer.message import ReceivedMessage
     from batonmq._consumer.puller import AtTime, Puller, PullerSettings
-    from batonmq._consumer.results import MessageFailed, RetryLater, Suspend
-    from batonmq._consumer.session import ConsumerSettings, OwnershipEvent
+    from batonmq._consumer.session import OwnershipEvent
     from batonmq._core.queues import QueueRef
     from batonmq._core.records import Message
     from batonmq._core.retries import Origin
@@ -66,8 +67,8 @@ __all__ = [
     "RetryLater",
     "ScheduleReceipt",
     "Security",
+    "SubscriptionVerdict",
     "Suspend",
-    "Verdict",
     "errors",
 ]
 
@@ -80,10 +81,10 @@ _HOMES = {
     "BlockingPuller": "batonmq._blocking",
     "ClientMetrics": "batonmq._telemetry.client_metrics",
     "Consumer": "batonmq._consumer.consumer",
-    "ConsumerSettings": "batonmq._consumer.session",
+    "ConsumerSettings": "batonmq._consumer.consumer_settings",
     "Durability": "batonmq._producer.settings",
     "Message": "batonmq._core.records",
-    "MessageFailed": "batonmq._consumer.results",
+    "MessageFailed": "batonmq._consumer.handler_results",
     "Origin": "batonmq._core.retries",
     "OwnershipEvent": "batonmq._consumer.session",
     "Pending": "batonmq._producer.receipts",
@@ -97,11 +98,11 @@ _HOMES = {
     "Receipt": "batonmq._producer.receipts",
     "ReceivedMessage": "batonmq._consumer.message",
     "Retry": "batonmq.errors",
-    "RetryLater": "batonmq._consumer.results",
+    "RetryLater": "batonmq._consumer.handler_results",
     "ScheduleReceipt": "batonmq._producer.scheduling",
     "Security": "batonmq._connection.security",
-    "Suspend": "batonmq._consumer.results",
-    "Verdict": "batonmq._consumer.membership",
+    "Suspend": "batonmq._consumer.handler_results",
+    "SubscriptionVerdict": "batonmq._consumer.membership",
 }
 
 

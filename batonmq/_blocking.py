@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.forms import BatchHandler, Handler
-from batonmq._consumer.membership import Verdict
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_adapters import BatchHandler, Handler
+from batonmq._consumer.membership import SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.puller import Place, Puller, PullerSettings
-from batonmq._consumer.session import ConsumerSettings
-from batonmq._core.flow import FlowReason
+from batonmq._consumer.puller import Puller, PullerSettings, SeekTarget
+from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
@@ -297,7 +297,7 @@ class BlockingConsumer:
         return self._thread.call(_done(lambda: self._consumer.assignment))
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SubscriptionVerdict:
         """See `Consumer.verdict`."""
         return self._thread.call(_done(lambda: self._consumer.verdict))
 
@@ -370,7 +370,7 @@ class BlockingPuller:
         """See `Puller.resume`."""
         self._thread.call(_done(lambda: self._puller.resume(queue)))
 
-    def seek(self, queue: QueueRef, to: Place) -> int:
+    def seek(self, queue: QueueRef, to: SeekTarget) -> int:
         """See `Puller.seek`."""
         return self._thread.call(self._puller.seek(queue, to))
 

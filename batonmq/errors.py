@@ -4,12 +4,15 @@ Every error raised on purpose is a `BatonError`. Its class says why (`reason`, t
 `baton.common.v1.Reason` without the prefix), which kind of failure it is (`kind`, the name of
 a gRPC status) and what the caller may do (`retry`). `batonmq._common.rpc` turns it into a status
 and back into the same class; callers branch on `retry`, not on lists of classes.
+
+Values that a caller's next step depends on are typed: `error.detail` of the classes that have one.
+`error.facts` is for people.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import ClassVar
 
@@ -35,6 +38,126 @@ class Difference:
     member_value: str
 
 
+class FenceCause(Enum):
+    """What made a token invalid."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    TAKEN = "TAKEN"
+    CLOSED = "CLOSED"
+    FORCED = "FORCED"
+    RESET = "RESET"
+    SUBSCRIPTION = "SUBSCRIPTION"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detail:
+    """Base of the typed details; fields have the names of the messages in `error.proto`."""
+
+    def facts(self) -> dict[str, str]:
+        """Return every field that is known, as text for people."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value.value if isinstance(value, Enum) else str(value)
+            for name, value in values.items()
+            if value is not None
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencedDetail(Detail):
+    """The tokens of a fenced call.
+
+    Attributes:
+        token: Token of the call.
+        current: The queue's current token.
+        reset_epoch: The queue's current reset epoch; None if not known.
+        why: What fenced the call.
+    """
+
+    token: int = 0
+    current: int = 0
+    reset_epoch: int | None = None
+    why: FenceCause = FenceCause.UNSPECIFIED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMismatchDetail(Detail):
+    """The token that a fence found in place of the expected one.
+
+    Attributes:
+        expected: The token that the caller expected.
+        token: The queue's current token.
+        attempt: Id of the fence attempt that issued the current token.
+    """
+
+    expected: int = 0
+    token: int = 0
+    attempt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMovedDetail(Detail):
+    """Where a group is kept.
+
+    Attributes:
+        group: The group.
+        offsets_set: The offsets replica set that keeps it.
+        move: Number of the move that placed it there; the highest number is the newest.
+    """
+
+    group: str = ""
+    offsets_set: str = ""
+    move: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldEpochDetail(Detail):
+    """Two epochs, or two terms, of which the second is newer.
+
+    Attributes:
+        epoch: The older one.
+        current: The newest known.
+    """
+
+    epoch: int = 0
+    current: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownQueueDetail(Detail):
+    """What is left of a queue's progress that was deleted.
+
+    Attributes:
+        token: The last token that was issued; 0 if there was none.
+        reset_epoch: The reset epoch of the next progress; None if not known.
+    """
+
+    token: int = 0
+    reset_epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicNotFoundDetail(Detail):
+    """The name of the topic that does not exist."""
+
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffsetOutOfRangeDetail(Detail):
+    """The offset of the call and the first offset that is kept."""
+
+    offset: int = 0
+    first_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataLossDetail(Detail):
+    """Position of the damaged batch in the log; None if the damage is elsewhere."""
+
+    position: int | None = None
+
+
 class BatonError(Exception):
     """Base of every deliberate error.
 
@@ -42,7 +165,9 @@ class BatonError(Exception):
         message: One sentence: what was refused, and the values that made it so.
         remedy: One sentence: what to do about it; the class's own if empty.
         retry_after_ms: Do not try again sooner; 0 for no advice.
-        facts: Values behind the refusal, as `error.proto` lists them for the reason.
+        facts: Values behind the refusal for people, as `error.proto` lists them for the reason; the
+            fields of `detail` are added.
+        detail: Values that a caller's next step depends on, for the classes that have a detail.
         differences: For `SubscriptionConflict`.
     """
 
@@ -50,6 +175,7 @@ class BatonError(Exception):
     kind: ClassVar[str] = "INTERNAL"
     retry: ClassVar[Retry] = Retry.NEVER
     remedy: str = ""
+    detail_type: ClassVar[type[Detail] | None] = None
 
     def __init__(
         self,
@@ -58,13 +184,19 @@ class BatonError(Exception):
         remedy: str = "",
         retry_after_ms: int = 0,
         facts: Mapping[str, str | int] | None = None,
+        detail: Detail | None = None,
         differences: tuple[Difference, ...] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy or type(self).remedy
         self.retry_after_ms = retry_after_ms
-        self.facts = {key: str(value) for key, value in (facts or {}).items()}
+        if detail is None and self.detail_type is not None:
+            self.detail: Detail | None = self.detail_type()
+        else:
+            self.detail = detail
+        known = detail.facts() if detail is not None else {}
+        self.facts = {key: str(value) for key, value in (facts or {}).items()} | known
         self.differences = differences
 
 
@@ -131,6 +263,8 @@ class TopicNotFound(BatonError):
     reason = "TOPIC_NOT_FOUND"
     kind = "NOT_FOUND"
     remedy = "Create it: baton topic create NAME."
+    detail_type = TopicNotFoundDetail
+    detail: TopicNotFoundDetail
 
 
 class QueueNotFound(BatonError):
@@ -219,6 +353,8 @@ class OffsetOutOfRange(BatonError):
     kind = "OUT_OF_RANGE"
     retry = Retry.REDO
     remedy = "Go on from an offset between first_offset and next_offset."
+    detail_type = OffsetOutOfRangeDetail
+    detail: OffsetOutOfRangeDetail
 
 
 class OffsetAheadOfLog(BatonError):
@@ -260,6 +396,8 @@ class DataLoss(BatonError):
     reason = "DATA_LOSS"
     kind = "DATA_LOSS"
     remedy = "Check the disk; restore the node from a replica."
+    detail_type = DataLossDetail
+    detail: DataLossDetail
 
 
 class MessageNotFound(BatonError):
@@ -312,6 +450,8 @@ class Fenced(BatonError):
     kind = "FAILED_PRECONDITION"
     retry = Retry.REDO
     remedy = "Acquire the queue again."
+    detail_type = FencedDetail
+    detail: FencedDetail
 
 
 class OldEpoch(BatonError):
@@ -321,6 +461,8 @@ class OldEpoch(BatonError):
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
     remedy = "Find the present leader and talk to it."
+    detail_type = OldEpochDetail
+    detail: OldEpochDetail
 
 
 class DeliveryGap(BatonError):
@@ -356,6 +498,8 @@ class UnknownQueue(BatonError):
     kind = "NOT_FOUND"
     retry = Retry.REDO
     remedy = "Acquire the queue first."
+    detail_type = UnknownQueueDetail
+    detail: UnknownQueueDetail
 
 
 class TokenMismatch(BatonError):
@@ -365,6 +509,8 @@ class TokenMismatch(BatonError):
     kind = "ABORTED"
     retry = Retry.REDO
     remedy = "Look at the queue again."
+    detail_type = TokenMismatchDetail
+    detail: TokenMismatchDetail
 
 
 class Superseded(BatonError):
@@ -556,6 +702,8 @@ class GroupMoved(BatonError):
     kind = "FAILED_PRECONDITION"
     retry = Retry.REFRESH_ROUTE
     remedy = "Ask the set that is named."
+    detail_type = GroupMovedDetail
+    detail: GroupMovedDetail
 
 
 class OldMove(BatonError):

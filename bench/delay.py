@@ -9,11 +9,11 @@ from time import perf_counter
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonmq_server.storage.core.delay import Delayed, DelayLevels
@@ -30,7 +30,7 @@ DAY_MS = 86_400_000
 async def delays(setup: Setup) -> list[Figure]:
     """2,000 messages a second become due, while as many are scheduled; then many at once."""
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
-    async with LocalCluster(setup.folder / "cluster", options, start=execute) as cluster:
+    async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
         settings = ConsumerSettings(consume_from="first")

@@ -9,17 +9,17 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests.support.cluster import nursery
+from tests.support.cluster import fork_server
 
 pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nursery_ends() -> Iterator[None]:
+def _fork_server_ends() -> Iterator[None]:
     """Whoever has asked for it, nobody does any more."""
     yield
-    if nursery.cache_info().currsize:
-        nursery().close()
+    if fork_server.cache_info().currsize:
+        fork_server().close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -145,6 +146,75 @@ def test_error_is_the_same_on_both_ends(error: type[BatonError]) -> None:
     )
     assert got.facts == {"limit": "3", "queue": "t/b/0"}
     assert got.differences == sent.differences
+
+
+DETAILS: dict[type[BatonError], errors.Detail] = {
+    errors.Fenced: errors.FencedDetail(
+        token=1, current=2, reset_epoch=3, why=errors.FenceCause.FORCED
+    ),
+    errors.TokenMismatch: errors.TokenMismatchDetail(expected=1, token=2, attempt="1-2-3"),
+    errors.GroupMoved: errors.GroupMovedDetail(group="g", offsets_set="offsets-b", move=7),
+    errors.OldEpoch: errors.OldEpochDetail(epoch=6, current=7),
+    errors.UnknownQueue: errors.UnknownQueueDetail(token=4, reset_epoch=0),
+    errors.TopicNotFound: errors.TopicNotFoundDetail(topic="t"),
+    errors.OffsetOutOfRange: errors.OffsetOutOfRangeDetail(offset=1, first_offset=5),
+    errors.DataLoss: errors.DataLossDetail(position=0),
+}
+
+
+def test_every_typed_detail_has_an_example() -> None:
+    assert {e: type(d) for e, d in DETAILS.items()} == {
+        e: e.detail_type for e in ERRORS if e.detail_type is not None
+    }
+
+
+def test_every_message_of_a_detail_has_the_fields_of_its_class() -> None:
+    oneof = error_pb2.Error.DESCRIPTOR.oneofs_by_name["detail"]
+    messages = [field.message_type for field in oneof.fields if field.message_type is not None]
+    assert {message.name: [field.name for field in message.fields] for message in messages} == {
+        type(detail).__name__: [field.name for field in fields(detail)]
+        for detail in DETAILS.values()
+    }
+
+
+@pytest.mark.parametrize("error", DETAILS, ids=lambda error: error.reason)
+def test_typed_detail_is_the_same_on_both_ends_and_part_of_the_facts(
+    error: type[BatonError],
+) -> None:
+    sent = error("why", facts={"more": 1}, detail=DETAILS[error])
+    got = error_from_pb(error_pb2.Error.FromString(error_to_pb(sent).SerializeToString()))
+    assert got.detail == DETAILS[error]
+    assert got.facts == sent.facts == {"more": "1"} | DETAILS[error].facts()
+
+
+@pytest.mark.parametrize("error", DETAILS, ids=lambda error: error.reason)
+def test_absent_detail_reads_as_its_defaults(error: type[BatonError]) -> None:
+    got = error_from_pb(error_pb2.Error(reason=error_pb2.Reason.Value(f"REASON_{error.reason}")))
+    assert error.detail_type is not None
+    assert got.detail == error.detail_type()
+    assert got.facts == {}
+
+
+def test_field_that_is_not_known_is_no_fact() -> None:
+    assert errors.FencedDetail(token=1).facts() == {
+        "token": "1",
+        "current": "0",
+        "why": "UNSPECIFIED",
+    }
+    assert errors.DataLossDetail().facts() == {}
+
+
+def test_fence_cause_of_a_later_version_becomes_unspecified() -> None:
+    packed = error_pb2.Error(reason=error_pb2.REASON_FENCED)
+    packed.fenced.why = 99  # type: ignore[assignment]
+    got = error_from_pb(packed)
+    assert isinstance(got, errors.Fenced)
+    assert got.detail.why is errors.FenceCause.UNSPECIFIED
+
+
+def test_every_fence_cause_has_its_value() -> None:
+    names = [name.removeprefix("FENCE_CAUSE_") for name in error_pb2.FenceCause.keys()]  # noqa: SIM118
+    assert names == [cause.value for cause in errors.FenceCause]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)

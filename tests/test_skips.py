@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
 from tests.support.skips import ALLOWED
+from tools.docs.pages import ROOT
 
 TESTS = """
 import pytest

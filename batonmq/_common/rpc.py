@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Iterable
+from dataclasses import fields
 from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
 from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton.common.v1 import error_pb2
 from batonmq._common.handshakes import refusal
-from batonmq.errors import BatonError, Difference, Internal, Unreachable
+from batonmq.errors import (
+    BatonError,
+    DataLossDetail,
+    Detail,
+    Difference,
+    FenceCause,
+    FencedDetail,
+    GroupMovedDetail,
+    Internal,
+    OffsetOutOfRangeDetail,
+    OldEpochDetail,
+    TokenMismatchDetail,
+    TopicNotFoundDetail,
+    UnknownQueueDetail,
+    Unreachable,
+)
 
 ERROR_OF: dict[str, type[BatonError]] = {e.reason: e for e in BatonError.__subclasses__()}
 """Every error class by its reason; finer ones that a module derives for itself are not among it."""
+
+_DETAIL_FIELD: dict[type[Detail], str] = {
+    FencedDetail: "fenced",
+    TokenMismatchDetail: "token_mismatch",
+    GroupMovedDetail: "group_moved",
+    OldEpochDetail: "old_epoch",
+    UnknownQueueDetail: "unknown_queue",
+    TopicNotFoundDetail: "topic_not_found",
+    OffsetOutOfRangeDetail: "offset_out_of_range",
+    DataLossDetail: "data_loss",
+}
 
 T = TypeVar("T")
 
@@ -31,7 +59,7 @@ _TRANSIENT = (
 
 def error_to_pb(error: BatonError) -> error_pb2.Error:
     """The error as an item of a batched answer, or as the detail of a status."""
-    return error_pb2.Error(
+    packed = error_pb2.Error(
         reason=error_pb2.Reason.Value(f"REASON_{error.reason}"),
         message=error.message,
         remedy=error.remedy,
@@ -40,6 +68,9 @@ def error_to_pb(error: BatonError) -> error_pb2.Error:
         facts=error.facts,
         differences=differences_to_pb(error.differences),
     )
+    if error.detail is not None and error.detail != type(error.detail)():
+        _pack_detail(error.detail, getattr(packed, _DETAIL_FIELD[type(error.detail)]))
+    return packed
 
 
 def error_from_pb(error: error_pb2.Error) -> BatonError:
@@ -48,13 +79,47 @@ def error_from_pb(error: error_pb2.Error) -> BatonError:
         name = error_pb2.Reason.Name(error.reason).removeprefix("REASON_")
     except ValueError:
         name = "UNKNOWN"
-    return ERROR_OF.get(name, Internal)(
+    kind = ERROR_OF.get(name, Internal)
+    return kind(
         error.message,
         remedy=error.remedy,
         retry_after_ms=error.retry_after_ms,
         facts=dict(error.facts),
+        detail=_unpack_detail(error, kind.detail_type),
         differences=differences_from_pb(error.differences),
     )
+
+
+def _pack_detail(detail: Detail, packed: Message) -> None:
+    """Fill the message of a detail, whose fields have the names of the dataclass's fields."""
+    packed.SetInParent()
+    for field in fields(detail):
+        value = getattr(detail, field.name)
+        if isinstance(value, FenceCause):
+            value = error_pb2.FenceCause.Value(f"FENCE_CAUSE_{value.value}")
+        if value is not None:
+            setattr(packed, field.name, value)
+
+
+def _unpack_detail(error: error_pb2.Error, kind: type[Detail] | None) -> Detail | None:
+    """Inverse of `_pack_detail`; None if the detail is absent or of another kind."""
+    if kind is None or error.WhichOneof("detail") != _DETAIL_FIELD[kind]:
+        return None
+    packed = getattr(error, _DETAIL_FIELD[kind])
+    values = {}
+    for field in packed.DESCRIPTOR.fields:
+        if field.has_presence and not packed.HasField(field.name):
+            continue
+        value = getattr(packed, field.name)
+        values[field.name] = _fence_cause(value) if field.enum_type is not None else value
+    return kind(**values)
+
+
+def _fence_cause(value: error_pb2.FenceCause.ValueType) -> FenceCause:
+    try:
+        return FenceCause(error_pb2.FenceCause.Name(value).removeprefix("FENCE_CAUSE_"))
+    except ValueError:
+        return FenceCause.UNSPECIFIED  # of a later version
 
 
 def differences_to_pb(

@@ -284,11 +284,11 @@ class Directory:
 
     def moved(self, error: GroupMoved) -> None:
         """Note where an offsets set says that a group is."""
-        group, move = error.facts["group"], int(error.facts["move"])
-        known = self._places.get(group)
-        if known is None or known.move < move:
-            place = pb.Place(offsets_set=error.facts["offsets_set"], move=move)
-            self._places[group] = place
+        moved = error.detail
+        known = self._places.get(moved.group)
+        if known is None or known.move < moved.move:
+            place = pb.Place(offsets_set=moved.offsets_set, move=moved.move)
+            self._places[moved.group] = place
 
     async def storage_replication(
         self, broker: str

@@ -14,27 +14,28 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import only_error
 from batonmq._connection.directory import Directory, Surroundings
 from batonmq._connection.routes import follow_route, queues_of
-from batonmq._consumer.forms import BatchHandler, Form, Handler, InBatches, OneByOne
-from batonmq._consumer.handling import Handling
-from batonmq._consumer.held import Held
-from batonmq._consumer.joint import JointCalls
-from batonmq._consumer.leases import Leases
-from batonmq._consumer.local_offsets import LocalOffsets
-from batonmq._consumer.membership import Membership, Verdict
-from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.notices import Notices
-from batonmq._consumer.results import MessageFailed
-from batonmq._consumer.retrying import Returns, create_retry_topic
-from batonmq._consumer.runner import QueueRunner
-from batonmq._consumer.session import (
-    CONSUME_FROM,
-    MODELS,
-    ConsumerSettings,
-    OwnershipEvent,
-    Session,
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.batched_calls import BatchedCalls
+from batonmq._consumer.consumer_gauges import ConsumerGauges
+from batonmq._consumer.consumer_settings import CONSUME_FROM, MODELS, ConsumerSettings
+from batonmq._consumer.handler_adapters import (
+    BatchAdapter,
+    BatchHandler,
+    Handler,
+    HandlerAdapter,
+    SingleMessageAdapter,
 )
-from batonmq._consumer.turns import Turns
-from batonmq._core.flow import FlowReason
+from batonmq._consumer.handler_results import MessageFailed
+from batonmq._consumer.lease_renewer import LeaseRenewer
+from batonmq._consumer.local_offsets import LocalOffsets
+from batonmq._consumer.lock_watch import LockWatch
+from batonmq._consumer.membership import Membership, SubscriptionVerdict
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.message_dispatcher import MessageDispatcher
+from batonmq._consumer.queue_rotation import QueueRotation
+from batonmq._consumer.retry_sender import RetrySender, create_retry_topic
+from batonmq._consumer.session import OwnershipEvent, Session
+from batonmq._core.flow_control import FlowReason
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import retry_topic
 from batonmq._core.subscription import parse_filter
@@ -139,17 +140,17 @@ class Consumer:
             room=chosen.room,
         )
         self._membership = Membership(self._session, heartbeat, self._rebalance)
-        self._runners: dict[QueueRef, QueueRunner] = {}
+        self._runners: dict[QueueRef, AssignedQueue] = {}
         self._routes: dict[str, tuple[QueueRef, ...]] = {}
-        self._notices = Notices(self._session, self._runners)
-        self._calls = JointCalls(self._session)
-        self._leases = Leases(self._session, self._calls, self._runners, self._notices)
+        self._notices = LockWatch(self._session, self._runners)
+        self._calls = BatchedCalls(self._session)
+        self._leases = LeaseRenewer(self._session, self._calls, self._runners, self._notices)
         self._listening = False
-        self._returns = Returns(self._session, self._spawn)
-        self._handling: Handling | None = None
+        self._returns = RetrySender(self._session, self._spawn)
+        self._handling: MessageDispatcher | None = None
         self._handle_timeout_ms = self._session.settings.handle_timeout_ms
         self._failed: MessageFailed | None = None
-        self._turns = Turns()
+        self._turns = QueueRotation()
         self._handed_out_s = 0.0
         self._stopped = asyncio.Event()
         self._emptied = asyncio.Event()
@@ -162,7 +163,7 @@ class Consumer:
         return tuple(sorted(queue for queue, r in self._runners.items() if r.holding))
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SubscriptionVerdict:
         """What the group says of this member's subscription; `staged`: it gets no queue yet."""
         return self._membership.verdict
 
@@ -201,7 +202,7 @@ class Consumer:
             await self._let_go()
             raise
         if session.metrics is not None:
-            session.metrics.watch(Held(self._runners))
+            session.metrics.watch(ConsumerGauges(self._runners))
         await self._tasks.__aenter__()
         loops = (
             self._calls.run,
@@ -290,14 +291,14 @@ class Consumer:
 
         Args:
             handler: A coroutine function, or a plain function, which runs in a thread. What it
-                returns, None for success, is in `batonmq._consumer.results`. If it raises, or
-                takes longer than `handle_timeout_ms`, the message is handled again later as the
+                returns, None for success, is in `batonmq._consumer.handler_results`. If it raises,
+                or takes longer than `handle_timeout_ms`, the message is handled again later as the
                 settings say; messages of other queues go on meanwhile.
 
         Raises:
             MessageFailed: a message has failed too often, and the settings say to stop then.
         """
-        await self._run(OneByOne(handler))
+        await self._run(SingleMessageAdapter(handler))
 
     async def run_batches(self, handler: BatchHandler, *, messages_max: int = 1_000) -> None:
         """Hand lists of messages to `handler` until `stop`; each of one queue, in order.
@@ -316,10 +317,10 @@ class Consumer:
         Raises:
             MessageFailed: as `run`.
         """
-        await self._run(InBatches(handler, messages_max))
+        await self._run(BatchAdapter(handler, messages_max))
 
-    async def _run(self, form: Form) -> None:
-        self._handling = Handling(
+    async def _run(self, form: HandlerAdapter) -> None:
+        self._handling = MessageDispatcher(
             self._session, form, self._returns, self._tasks, self._stop_failed
         )
         self._handling.deadlines.set(self._handle_timeout_ms)
@@ -357,7 +358,7 @@ class Consumer:
         try:
             await self._membership.join(session.settings.start_timeout_ms)
         except TopicNotFound as error:
-            if not session.settings.sends_back or error.facts.get("topic") != retries:
+            if not session.settings.sends_back or error.detail.topic != retries:
                 raise
             await create_retry_topic(session)
             await self._membership.join(session.settings.start_timeout_ms)
@@ -397,14 +398,14 @@ class Consumer:
         if self._session.view.owned and not self._listening:
             self._listening = True
             self._loops.append(self._tasks.create_task(self._notices.run()))
-        runner = QueueRunner(self._session, self._calls, queue)
+        runner = AssignedQueue(self._session, self._calls, queue)
         self._runners[queue] = runner
         self._turns.add(runner)
         self._tasks.create_task(self._run_queue(runner))
         if self._handling is not None:
             self._handling.begin(runner)
 
-    async def _run_queue(self, runner: QueueRunner) -> None:
+    async def _run_queue(self, runner: AssignedQueue) -> None:
         try:
             await runner.run()
         finally:

@@ -14,7 +14,7 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.aio import wait_until
 from batonmq._common.rpc import differences_from_pb, from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
-from batonmq._consumer.group import GroupView
+from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.session import Session
 from batonmq.errors import BatonError, Difference, Retry, Unreachable
 
@@ -31,7 +31,7 @@ _KINDS: Mapping[pb.Verdict.ValueType, VerdictKind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SubscriptionVerdict:
     """What the group's policy says of a member's subscription (protocol section 14).
 
     Attributes:
@@ -73,7 +73,7 @@ class Membership:
         self._interval_ms = 10_000
         self._calling = asyncio.Lock()
         self._left = False
-        self.verdict = Verdict()
+        self.verdict = SubscriptionVerdict()
 
     async def join(self, timeout_ms: int | None = None) -> None:
         """Send a heartbeat until it is answered.
@@ -168,7 +168,7 @@ class Membership:
 
     def _judge(self, answer: pb.HeartbeatResponse) -> None:
         kind = _KINDS.get(answer.verdict, "accepted")
-        verdict = Verdict(kind, differences_from_pb(answer.differences))
+        verdict = SubscriptionVerdict(kind, differences_from_pb(answer.differences))
         if verdict != self.verdict:
             level = logging.INFO if kind == "accepted" else logging.WARNING
             log.log(level, "subscription of group %s is %s", self._session.group, verdict)

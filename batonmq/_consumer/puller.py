@@ -18,16 +18,22 @@ from batonmq._common.rpc import answered, error_from_pb
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory, Surroundings
 from batonmq._connection.routes import query_route, queues_of
 from batonmq._connection.security import Security
-from batonmq._consumer.keeping import asked_of_keeper, check_kept
-from batonmq._consumer.lanes import Extent, Fetched, Lane, OutOfRange, Source
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.pulling import AWAY
+from batonmq._consumer.moved_group import raise_if_moved, repeat_while_moved
+from batonmq._consumer.prefetched_queue import (
+    FetchedBatches,
+    FetchSource,
+    KeptOffsets,
+    OutOfRangePolicy,
+    PrefetchedQueue,
+)
+from batonmq._consumer.queue_puller import NODE_UNAVAILABLE
 from batonmq._consumer.session import queue_to_pb
-from batonmq._core.epochs import Epochs
-from batonmq._core.flow import ByteBudget, FlowLimits
+from batonmq._core.epochs import SeenEpochs
+from batonmq._core.flow_control import ByteBudget, FlowLimits
 from batonmq._core.names import check_group
 from batonmq._core.queues import QueueRef
-from batonmq._core.starting import TIMESTAMP_AGE_MS, ConsumeFrom, first_offset
+from batonmq._core.start_offset import TIMESTAMP_AGE_MS, ConsumeFrom, start_offset
 from batonmq._core.subscription import Filter, TagFilter, parse_filter
 from batonmq.errors import (
     BatonError,
@@ -36,6 +42,7 @@ from batonmq.errors import (
     ModeChanged,
     OffsetAheadOfLog,
     QueueNotFound,
+    UnknownQueue,
     Unreachable,
 )
 
@@ -51,7 +58,7 @@ class AtTime:
     unix_ms: int
 
 
-Place = int | AtTime | Literal["begin", "end"]
+SeekTarget = int | AtTime | Literal["begin", "end"]
 """An offset, a time, the first message that is kept, or behind the last one."""
 
 
@@ -78,7 +85,7 @@ class PullerSettings:
 
     consume_from: ConsumeFrom = "last"
     start_unix_ms: int = 0
-    out_of_range: OutOfRange = "earliest"
+    out_of_range: OutOfRangePolicy = "earliest"
     prefetch_messages_max: int = 1_000
     prefetch_bytes_max: int = 100 * 1024 * 1024
     pull_messages_max: int = 1_000
@@ -127,17 +134,17 @@ class Puller:
         self._begin_unix_ms = start_unix_ms or outside.clock.unix_ms() - TIMESTAMP_AGE_MS
         self._budget = ByteBudget(self._settings.prefetch_bytes_max)
         self._limits = FlowLimits(messages_max=self._settings.prefetch_messages_max, span_max=1)
-        self._source = Source(
+        self._source = FetchSource(
             self._begin,
             self._extent,
             self._pull if group else self._read,
             0 if group else self._settings.read_idle_ms,
         )
-        self._lanes: dict[QueueRef, Lane] = {}
+        self._lanes: dict[QueueRef, PrefetchedQueue] = {}
         self._running: dict[QueueRef, asyncio.Task[None]] = {}
         self._reset_epochs: dict[QueueRef, int] = {}
         self._readers: dict[QueueRef, str] = {}
-        self._epochs = Epochs()
+        self._epochs = SeenEpochs()
         self._available = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
 
@@ -190,7 +197,7 @@ class Puller:
         for queue in sorted(wanted - self._lanes.keys()):
             wish = self._filters.get(queue.topic, TagFilter(None))
             policy = self._settings.out_of_range
-            lane = Lane(queue, wish, policy, self._budget, self._available.set)
+            lane = PrefetchedQueue(queue, wish, policy, self._budget, self._available.set)
             self._lanes[queue] = lane
             self._running[queue] = self._tasks.create_task(
                 lane.run(self._source, self._limits, self._directory)
@@ -207,7 +214,7 @@ class Puller:
 
     # ---- where in them
 
-    async def seek(self, queue: QueueRef, to: Place) -> int:
+    async def seek(self, queue: QueueRef, to: SeekTarget) -> int:
         """Go on with another message of an assigned queue; its offset.
 
         Raises:
@@ -313,17 +320,17 @@ class Puller:
             answer = await self._answered(stub.Query(request, timeout=CALL_TIMEOUT_S))
             self._see_epoch(name, answer.offsets_epoch)
             (outcome,) = answer.outcomes
-            check_kept([outcome])
+            raise_if_moved([outcome])
             return outcome
 
-        outcome = await asked_of_keeper(self._directory, ask)
+        outcome = await repeat_while_moved(self._directory, ask)
         if not outcome.HasField("error"):
             self._reset_epochs[queue] = outcome.progress.reset_epoch
             return outcome.progress.committed_offset
         error = error_from_pb(outcome.error)
-        if error.reason != "UNKNOWN_QUEUE":
+        if not isinstance(error, UnknownQueue):
             raise error
-        self._reset_epochs[queue] = int(error.facts.get("reset_epoch", 0))
+        self._reset_epochs[queue] = error.detail.reset_epoch or 0
         return None
 
     async def commit(self, offsets: Mapping[QueueRef, int] | None = None) -> None:
@@ -396,10 +403,10 @@ class Puller:
             request = offsets_pb.CommitRequest(offsets_epoch=self._epochs.of(name), items=items)
             answer = await self._answered(stub.Commit(request, timeout=CALL_TIMEOUT_S))
             self._see_epoch(name, answer.offsets_epoch)
-            check_kept(answer.outcomes)
+            raise_if_moved(answer.outcomes)
             return answer.outcomes
 
-        for outcome in await asked_of_keeper(self._directory, ask):
+        for outcome in await repeat_while_moved(self._directory, ask):
             if outcome.HasField("error"):
                 error = error_from_pb(outcome.error)
                 if isinstance(error, Fenced):
@@ -431,7 +438,7 @@ class Puller:
         if place == "timestamp":
             found = await self._search(queue, self._begin_unix_ms)
         extent = await self._extent(queue)
-        return first_offset(place, extent.first_offset, extent.next_offset, found)
+        return start_offset(place, extent.first_offset, extent.next_offset, found)
 
     async def _search(self, queue: QueueRef, unix_ms: int) -> int:
         request = query_pb.SearchOffsetRequest(queue=queue_to_pb(queue), unix_ms=unix_ms)
@@ -439,16 +446,18 @@ class Puller:
         answer = await self._answered(stub.SearchOffset(request, timeout=CALL_TIMEOUT_S))
         return answer.offset
 
-    async def _extent(self, queue: QueueRef) -> Extent:
+    async def _extent(self, queue: QueueRef) -> KeptOffsets:
         request = pb.QueryOffsetsRequest(queues=[queue_to_pb(queue)])
         stub = await self._directory.storage(queue.broker)
         answer = await self._answered(stub.QueryOffsets(request, timeout=CALL_TIMEOUT_S))
         (outcome,) = answer.outcomes
         if outcome.HasField("error"):
             raise error_from_pb(outcome.error)
-        return Extent(outcome.offsets.first_offset, outcome.offsets.next_offset)
+        return KeptOffsets(outcome.offsets.first_offset, outcome.offsets.next_offset)
 
-    async def _read(self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
+    async def _read(
+        self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int
+    ) -> FetchedBatches:
         request = query_pb.ReadRequest(
             queue=queue_to_pb(queue),
             offset=offset,
@@ -458,10 +467,12 @@ class Puller:
         )
         stub = await self._directory.query(queue.broker)
         answer = await self._answered(stub.Read(request, timeout=CALL_TIMEOUT_S))
-        extent = Extent(answer.queue_first_offset, answer.queue_next_offset)
-        return Fetched(tuple(answer.batches), answer.next_offset, 0, extent)
+        extent = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
+        return FetchedBatches(tuple(answer.batches), answer.next_offset, 0, extent)
 
-    async def _pull(self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
+    async def _pull(
+        self, queue: QueueRef, offset: int, wanted: Filter, bytes_max: int
+    ) -> FetchedBatches:
         hold_ms = self._settings.pull_hold_ms
         request = pb.PullRequest(
             queue=self._key(queue),
@@ -477,16 +488,16 @@ class Puller:
         limit_s = hold_ms / 1000 + CALL_TIMEOUT_S
         try:
             answer = await self._answered(stub.Pull(request, timeout=limit_s))
-        except AWAY:
+        except NODE_UNAVAILABLE:
             self._readers[queue] = self._directory.next_reader(queue.broker, reader)
             raise
         self._readers[queue] = answer.next_node_id
-        extent = Extent(answer.queue_first_offset, answer.queue_next_offset)
+        extent = KeptOffsets(answer.queue_first_offset, answer.queue_next_offset)
         # An answer to a pull that found nothing names no place.
         next_offset = max(answer.next_offset, offset)
-        return Fetched(tuple(answer.batches), next_offset, answer.lost_count, extent)
+        return FetchedBatches(tuple(answer.batches), next_offset, answer.lost_count, extent)
 
-    def _lane(self, queue: QueueRef) -> Lane:
+    def _lane(self, queue: QueueRef) -> PrefetchedQueue:
         lane = self._lanes.get(queue)
         if lane is None:
             raise InvalidArgument(

@@ -7,7 +7,7 @@ has been moved, its new set may well have a lower one. Pure.
 from __future__ import annotations
 
 
-class Epochs:
+class SeenEpochs:
     """The highest epoch of each set.
 
     Attributes:

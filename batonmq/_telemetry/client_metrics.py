@@ -12,7 +12,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from batonmq._core.flow import FlowReason
+from batonmq._core.flow_control import FlowReason
 from batonmq._core.retries import Failure
 from batonmq.errors import BatonError
 

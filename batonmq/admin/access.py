@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,6 +14,7 @@ from baton.nameserver.v1 import stored_access_pb2
 from batonmq._common.rpc import answered
 from batonmq._connection.directory import CALL_TIMEOUT_S
 from batonmq.admin.admin import Admin
+from batonmq.admin.pages import pages
 
 
 class Role(StrEnum):
@@ -116,17 +118,23 @@ class AccessControl:
 
     async def list(self, identity: str = "") -> tuple[IdentityAccess, ...]:
         """Everybody who has a grant or a token, or one of them."""
-        request = pb.ListAccessRequest(identity=identity)
-        answer = await self._admin.ask(
-            lambda limit_s: self._stub().ListAccess(request, timeout=limit_s)
-        )
-        return tuple(
-            IdentityAccess(
-                found.identity,
-                tuple(map(_from_pb, found.grants)),
-                tuple(IssuedToken(t.token_id, t.create_unix_ms, t.by) for t in found.tokens),
+
+        def page(page_token: str) -> Awaitable[pb.ListAccessResponse]:
+            request = pb.ListAccessRequest(identity=identity, page_token=page_token)
+            return self._admin.ask(
+                lambda limit_s: self._stub().ListAccess(request, timeout=limit_s)
             )
-            for found in answer.identities
+
+        return tuple(
+            [
+                IdentityAccess(
+                    found.identity,
+                    tuple(map(_from_pb, found.grants)),
+                    tuple(IssuedToken(t.token_id, t.create_unix_ms, t.by) for t in found.tokens),
+                )
+                async for answer in pages(page)
+                for found in answer.identities
+            ]
         )
 
     async def check(self, wanted: Grant, identity: str = "") -> Answer:

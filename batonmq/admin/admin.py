@@ -1,9 +1,10 @@
 """Looking at a cluster and changing its topics and groups, from one nameserver address.
 
-What the commands of `baton` show, as values of `batonmq.admin.reports` and `batonmq.admin.group_reports`. A
-report that joins several services says in `problems` which of them did not answer, and has None
-where their values would stand. Progress is moved in `batonmq.admin.resets`, locks in `batonmq.admin.locks`,
-messages are looked up in `batonmq.admin.query`.
+What the commands of `baton` show, as values of `batonmq.admin.reports` and
+`batonmq.admin.group_reports`. A report that joins several services says in `problems` which of them
+did not answer, and has None where their values would stand. Progress is moved in
+`batonmq.admin.resets`, locks in `batonmq.admin.locks`, messages are looked up in
+`batonmq.admin.query`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from batonmq.admin.group_reports import (
     join_progress,
     refused_from_pb,
 )
+from batonmq.admin.pages import pages
 from batonmq.admin.reports import (
     Cluster,
     CreatedTopic,
@@ -115,12 +117,14 @@ class Admin:
 
     async def list_topics(self) -> tuple[Topic, ...]:
         """All topics by name, also those that the system uses itself: BATON_SYS_..."""
-        answer = await self.ask(
-            lambda limit_s: self.directory.nameserver().ListTopics(
-                pb.ListTopicsRequest(), timeout=limit_s
+
+        def page(page_token: str) -> Awaitable[pb.ListTopicsResponse]:
+            request = pb.ListTopicsRequest(page_token=page_token)
+            return self.ask(
+                lambda limit_s: self.directory.nameserver().ListTopics(request, timeout=limit_s)
             )
-        )
-        return tuple(map(topic_from_pb, answer.topics))
+
+        return tuple([topic_from_pb(t) async for answer in pages(page) for t in answer.topics])
 
     async def describe_topic(self, name: str) -> TopicDetail:
         """A topic, and what its queues hold.
@@ -194,12 +198,14 @@ class Admin:
 
     async def list_groups(self) -> tuple[Group, ...]:
         """All groups by name, those without members included."""
-        answer = await self.ask(
-            lambda limit_s: self.directory.nameserver().ListGroups(
-                pb.ListGroupsRequest(), timeout=limit_s
+
+        def page(page_token: str) -> Awaitable[pb.ListGroupsResponse]:
+            request = pb.ListGroupsRequest(page_token=page_token)
+            return self.ask(
+                lambda limit_s: self.directory.nameserver().ListGroups(request, timeout=limit_s)
             )
-        )
-        return tuple(map(group_from_pb, answer.groups))
+
+        return tuple([group_from_pb(g) async for answer in pages(page) for g in answer.groups])
 
     async def describe_group(self, name: str) -> Group:
         """One group.

@@ -20,7 +20,7 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.redriving import Redrive, Redriven, Redriving
 from batonmq.admin.reports import queue_from_pb
-from batonmq.errors import BatonError, TopicNotFound, Unreachable
+from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail, Unreachable
 
 __all__ = [
     "Criteria",
@@ -98,7 +98,7 @@ class DeadLetters:
         raise TopicNotFound(
             f"group {group} has no dead letters: there is no topic {topic}",
             remedy="The groups that have some: baton dlq list.",
-            facts={"topic": topic},
+            detail=TopicNotFoundDetail(topic=topic),
         )
 
     async def read(self, group: str, criteria: Criteria = ALL) -> AsyncGenerator[DeadLetter, None]:

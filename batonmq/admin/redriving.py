@@ -17,7 +17,7 @@ from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb
 from batonmq._connection.routes import query_route, writable_queues_of
-from batonmq._consumer.keeping import check_kept
+from batonmq._consumer.moved_group import raise_if_moved
 from batonmq._core.queues import QueueRef
 from batonmq._core.ranges import of_sorted
 from batonmq._core.records import STORED_PROPERTIES_BYTES_MAX, BatchBuilder, encode_record
@@ -229,7 +229,7 @@ class Redriving:
             refused = await self._commit(books, offsets)
             for queue, error in refused.items():
                 if isinstance(error, Fenced):
-                    self._reset_epochs[queue] = int(error.facts["reset_epoch"])
+                    self._reset_epochs[queue] = error.detail.reset_epoch or 0
                 elif not isinstance(error, GroupNotFound) or loop.time() > deadline:
                     raise error
             if not refused:
@@ -257,7 +257,7 @@ class Redriving:
         async def ask(limit_s: float) -> offsets_pb.CommitResponse:
             stub = await self._admin.directory.offsets(books)
             answer = await stub.Commit(request, timeout=limit_s)
-            check_kept(answer.outcomes)
+            raise_if_moved(answer.outcomes)
             return answer
 
         outcomes = (await self._admin.ask(ask)).outcomes

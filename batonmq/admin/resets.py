@@ -23,7 +23,13 @@ from batonmq.admin.group_reports import Group
 from batonmq.admin.operation import Operation
 from batonmq.admin.query import Queries
 from batonmq.admin.reports import Topic, enum_name, queue_from_pb, queue_to_pb
-from batonmq.errors import InvalidArgument, QueueNotFound, TopicNotFound, Unreachable
+from batonmq.errors import (
+    InvalidArgument,
+    QueueNotFound,
+    TopicNotFound,
+    TopicNotFoundDetail,
+    Unreachable,
+)
 
 QUEUES_PER_CALL = 1_024
 _SEARCHES_AT_ONCE = 32
@@ -320,7 +326,9 @@ def queues_in(
     """
     there = {topic.name: topic for topic in topics}
     if scope.topic and scope.topic not in there:
-        raise TopicNotFound(f"topic {scope.topic} does not exist", facts={"topic": scope.topic})
+        raise TopicNotFound(
+            f"topic {scope.topic} does not exist", detail=TopicNotFoundDetail(topic=scope.topic)
+        )
     wanted = {subscription.topic for subscription in group.subscriptions}
     wanted |= {queue.topic for queue in progress}
     names = {scope.topic} if scope.topic else wanted & there.keys() - {retry_topic(group.name)}

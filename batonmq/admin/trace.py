@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
-from batonmq._consumer.keeping import check_kept
+from batonmq._consumer.moved_group import raise_if_moved
 from batonmq._core.queues import QueueRef
 from batonmq._core.redriving import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
 from batonmq._core.retries import (
@@ -265,7 +265,7 @@ class Tracer:
         async def ask(limit_s: float) -> pb.QueryResponse:
             stub = await self._admin.directory.offsets(group.name)
             answer = await stub.Query(request, timeout=limit_s)
-            check_kept(answer.outcomes)
+            raise_if_moved(answer.outcomes)
             return answer
 
         outcomes = (await self._admin.ask(ask)).outcomes

@@ -22,7 +22,7 @@ Columns = Mapping[str, str | Callable[[Item], object]]
 _NONE: Columns = {}
 
 
-class Form(StrEnum):
+class OutputFormat(StrEnum):
     """What output is made for."""
 
     TABLE = "table"
@@ -36,15 +36,15 @@ class Form(StrEnum):
 class Output:
     """Prints in one form. Items are the same in both; a table shows some of their keys."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: OutputFormat) -> None:
         self.form = form
 
     def items(self, items: Sequence[Item], columns: Columns, more: Columns = _NONE) -> None:
         """A list: a table, which has `more` columns if it is to be wide, or one JSON array."""
-        if self.form is Form.JSON:
+        if self.form is OutputFormat.JSON:
             print(json.dumps(list(items), indent=2), flush=True)
             return
-        wide = self.form is Form.WIDE
+        wide = self.form is OutputFormat.WIDE
         columns = {**columns, **more} if wide else columns
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in columns:
@@ -62,7 +62,7 @@ class Output:
         self, item: Item, parts: Sequence[Item], columns: Columns, more: Columns = _NONE
     ) -> None:
         """One thing with parts: a table of the parts, or one JSON object of all."""
-        if self.form is Form.JSON:
+        if self.form is OutputFormat.JSON:
             print(json.dumps(item, indent=2), flush=True)
         else:
             self.items(parts, columns, more)
@@ -80,16 +80,16 @@ class Output:
 
     def line(self, item: Item, text: str) -> None:
         """One of many: a line of text, or a line of JSON; out at once."""
-        print(json.dumps(item) if self.form is Form.JSON else text, flush=True)
+        print(json.dumps(item) if self.form is OutputFormat.JSON else text, flush=True)
 
     def note(self, text: str) -> None:
         """Something a person wants to know beside the result; a program doesn't."""
-        if self.form is not Form.JSON:
+        if self.form is not OutputFormat.JSON:
             print("\n".join(map(printable, text.split("\n"))), flush=True)
 
     def error(self, error: BatonError) -> None:
         """A refusal or failure: its reason, its sentence, its remedy."""
-        if self.form is not Form.JSON:
+        if self.form is not OutputFormat.JSON:
             self.failure(error.reason, error.message, error.remedy)
             for line in differences(error):
                 print(f"  {line}", file=sys.stderr)
@@ -98,7 +98,7 @@ class Output:
 
     def failure(self, reason: str, message: str, remedy: str) -> None:
         """A failure that did not come from a service."""
-        if self.form is Form.JSON:
+        if self.form is OutputFormat.JSON:
             failure = {"reason": reason, "message": message, "remedy": remedy}
             print(json.dumps({"error": failure}), file=sys.stderr)
         else:

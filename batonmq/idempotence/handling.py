@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
+from batonmq._consumer.handler_results import RetryLater, failure_of
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater, failure_of
 from batonmq.errors import InvalidArgument
 from batonmq.idempotence.store import DONE, Store
 

@@ -10,17 +10,16 @@ wheel=("$python" -m pip wheel --quiet --disable-pip-version-check --no-deps)
 
 fetch() { "${wheel[@]}" --require-hashes -r "deploy/images/$1.lock" -w "$context/$1"; }
 
-rm -rf "$context/source" "$context/jobs" "$context"/{services,spark}/batonmq-*.whl
-mkdir -p "$context/source"
-cp -r batonmq services gen spark-jobs pyproject.toml README.md "$context/source"
-# What tests are written with has no place in an image.
-rm -rf "$context/source/batonmq/testing"
+rm -rf "$context/jobs" "$context"/{services,spark}/batonmq*.whl
 fetch services
-"${wheel[@]}" --no-build-isolation "./$context/source" -w "$context/services"
+for project in . services; do
+  "$python" -m build --wheel --no-isolation --outdir "$context/services" "$project" >/dev/null
+done
 fetch demo
 if [ "${1:-}" = --spark ]; then
   fetch spark
-  cp "$context"/services/batonmq-*.whl "$context/spark"
+  for project in . spark-jobs; do
+    "$python" -m build --wheel --no-isolation --outdir "$context/spark" "$project" >/dev/null
+  done
   cp -r spark-jobs/jobs deploy/images/spark-entrypoint.sh "$context"
 fi
-rm -rf "$context/source"

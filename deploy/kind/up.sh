@@ -13,4 +13,4 @@ tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 
 kind get clusters | grep -qx baton || kind create cluster --config deploy/kind/cluster.yaml --wait 180s
 kind load docker-image --name baton "batonmq/services:$tag" "batonmq/demo:$tag"
-deploy/kubernetes/apply.sh kind-baton "kind${SECURE:+-secure}"
+deploy/k8s/scripts/apply.sh kind-baton "kind${SECURE:+-secure}"

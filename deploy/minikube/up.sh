@@ -17,4 +17,4 @@ minikube addons enable storage-provisioner-rancher --profile baton
 for image in services demo; do
   minikube image load --profile baton "batonmq/$image:$tag"
 done
-deploy/kubernetes/apply.sh baton "minikube${SECURE:+-secure}"
+deploy/k8s/scripts/apply.sh baton "minikube${SECURE:+-secure}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from batonmq._connection.security import from_json
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._process import logs
 from batonmq_server.demo.journal import Journal
 

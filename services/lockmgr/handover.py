@@ -299,12 +299,12 @@ class HandOvers:
             if not isinstance(verdict, BatonError):
                 return _Passed(pending.attempt, condition, verdict)
             if isinstance(verdict, TokenMismatch):
-                if verdict.facts.get("attempt") != pending.attempt:
+                if verdict.detail.attempt != pending.attempt:
                     return Refusal(self._pending_error(taking.key), clears=True, again=True)
                 # Ours, and its answer is lost: fence once more, from the holder that we made.
                 ours = Condition.SAME_HOLDER if item.HasField("holder") else _TO_NOBODY
                 conditions = deque([ours])
-                expected_token = int(verdict.facts["token"])
+                expected_token = verdict.detail.token
             elif isinstance(verdict, Superseded):
                 return Refusal(self._pending_error(taking.key), clears=True, again=True)
             elif not isinstance(verdict, Unacked | NotIdle | NotHolder):

@@ -155,7 +155,7 @@ class _Set:
         except BatonError as error:
             raise unreachable(error) from error
         if isinstance(outcome, UnknownQueue):
-            token = int(outcome.facts.get("token", 0))
+            token = outcome.detail.token
             return Observation(token=token, closed=True, begins_anew=token > 0)
         if isinstance(outcome, BatonError):
             raise unreachable(outcome)

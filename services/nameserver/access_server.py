@@ -12,7 +12,7 @@ from baton.nameserver.v1 import access_service_pb2 as pb
 from baton.nameserver.v1 import access_service_pb2_grpc as pb_grpc
 from baton.nameserver.v1 import stored_access_pb2
 from batonmq.errors import InvalidArgument
-from batonmq_server.nameserver.access_store import AccessStore
+from batonmq_server.nameserver.access_store import AccessStore, IdentityAccess
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.access.permissions import (
     SERVICE_PREFIX,
@@ -24,6 +24,7 @@ from batonmq_server.runtime.access.permissions import (
     permission_to_ask_about,
 )
 from batonmq_server.runtime.access.stored_access import digest_of, grant_from_pb, grant_to_pb
+from batonmq_server.runtime.paging import key_of_token, page_of
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +67,17 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
         self, request: pb.ListAccessRequest, context: Context
     ) -> pb.ListAccessResponse:
         """See the proto."""
+        after = key_of_token(request.page_token)
         found = await self._store.all()
-        return pb.ListAccessResponse(
-            identities=[
-                pb.IdentityAccess(
-                    identity=identity,
-                    grants=map(
-                        grant_to_pb, sorted(held.grants, key=lambda g: (g.resource, g.role))
-                    ),
-                    tokens=held.tokens,
-                )
+        page = page_of(
+            (
+                (identity, _listed(identity, held))
                 for identity, held in found.items()
-                if request.identity in ("", identity)
-            ]
+                if identity > after and request.identity in ("", identity)
+            ),
+            request.page_size,
         )
+        return pb.ListAccessResponse(identities=page.entries, next_page_token=page.next_page_token)
 
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
         """See the proto. Decided as services do, by what etcd has now."""
@@ -120,6 +118,14 @@ class AccessServicer(pb_grpc.AccessServiceServicer):
                 self._guard.caller_identity(context),
             )
         return pb.RevokeTokenResponse(revoked=identity is not None)
+
+
+def _listed(identity: str, held: IdentityAccess) -> pb.IdentityAccess:
+    return pb.IdentityAccess(
+        identity=identity,
+        grants=map(grant_to_pb, sorted(held.grants, key=lambda g: (g.resource, g.role))),
+        tokens=held.tokens,
+    )
 
 
 def _grantee(identity: str) -> str:

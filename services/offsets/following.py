@@ -1,7 +1,8 @@
 """A follower's part: fetch what the leader has changed, make it durable, ask for more.
 
-Asking tells the leader how far the follower has come. Where the two have parted, or lie too far apart,
-the follower begins anew with everything the leader has. It never goes back to an older epoch.
+Asking tells the leader how far the follower has come. Where the two have parted, or lie too far
+apart, the follower begins anew with everything the leader has. It never goes back to an older
+epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
-from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, Unreachable
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail, Unreachable
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.core.changes import Change, ChangeLog, Entry
 from batonmq_server.offsets.persistence import Stored, log_of, read_changes
@@ -116,7 +117,7 @@ class Following:
         if answer.epoch < before.epoch:
             raise OldEpoch(
                 f"the leader has epoch {answer.epoch}, this node {before.epoch}",
-                facts={"epoch": answer.epoch, "current": before.epoch},
+                detail=OldEpochDetail(epoch=answer.epoch, current=before.epoch),
             )
         async with self.writing:
             if self.changes.position != before:

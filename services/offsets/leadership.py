@@ -1,7 +1,7 @@
 """What the leader of a replica set does for its followers: number the changes, hand them out, wait.
 
-A change is answered for once every member of the in-sync set has it durably. A follower says how far
-it has come by asking for what follows (protocol section 12).
+A change is answered for once every member of the in-sync set has it durably. A follower says how
+far it has come by asking for what follows (protocol section 12).
 """
 
 from __future__ import annotations

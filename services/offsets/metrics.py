@@ -158,7 +158,7 @@ class OffsetsMetrics:
 
     def fenced(self, op: str, error: Fenced) -> None:
         """Count an item whose token is not in force."""
-        self._fenced.labels(op, error.facts["why"]).inc()
+        self._fenced.labels(op, error.detail.why.value).inc()
 
     def committed(self, op: str, results: Iterable[Committed | BatonError]) -> None:
         """Count commits or closes: whether they changed something, or why they were refused."""

@@ -9,7 +9,7 @@ import grpc.aio
 
 from baton.offsets.v1 import replication_service_pb2 as pb
 from baton.offsets.v1 import replication_service_pb2_grpc as pb_grpc
-from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch
+from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch, OldEpochDetail
 from batonmq_server.offsets.core.changes import Change
 from batonmq_server.offsets.following import digest_of
 from batonmq_server.offsets.persistence import Stored, log_of
@@ -101,7 +101,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         if seen_epoch > epoch:
             raise OldEpoch(
                 f"this leader has epoch {epoch}, the follower has seen {seen_epoch}",
-                facts={"epoch": epoch, "current": seen_epoch},
+                detail=OldEpochDetail(epoch=epoch, current=seen_epoch),
             )
 
 

@@ -461,11 +461,11 @@ class OffsetsServicer(pb_grpc.OffsetsServiceServicer):
             raise GroupsApart(
                 f"group {from_group} is kept by another offsets set than group {to_group}",
                 remedy=f"Move it here, or {to_group} there: "
-                f"baton group move {to_group} --to {error.facts['offsets_set']}.",
+                f"baton group move {to_group} --to {error.detail.offsets_set}.",
                 facts={
                     "group": from_group,
                     "other_group": to_group,
-                    "offsets_set": error.facts["offsets_set"],
+                    "offsets_set": error.detail.offsets_set,
                 },
             ) from error
 

@@ -80,8 +80,7 @@ class OffsetsStream:
 
     def fenced(self, op: str, key: GroupQueue, token: int, error: Fenced) -> None:
         """A call was refused, because its token is not in force."""
-        current = int(error.facts.get("current", 0))
-        self._fenced[key, token, current, _CALLS[op]] += 1
+        self._fenced[key, token, error.detail.current, _CALLS[op]] += 1
 
     def _events(self) -> Iterator[pb.MetricEvent]:
         committed, self._committed = self._committed, {}

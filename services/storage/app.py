@@ -16,8 +16,7 @@ from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
-from batonmq_server.runtime.group_gates import GATES_PREFIX
-from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.runtime.group_gates import GATES_PREFIX, GroupGates
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES_PREFIX
 from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels

@@ -31,8 +31,8 @@ class Damage:
 
     def met(self, error: DataLoss) -> None:
         """Note that a read came upon a damaged batch, or index; nothing was served."""
-        if "position" in error.facts:
-            self._tell(int(error.facts["position"]), error.message)
+        if error.detail.position is not None:
+            self._tell(error.detail.position, error.message)
         elif self._is_new(error.message):
             log.error("damaged index detail=%r", error.message)
 

@@ -25,6 +25,7 @@ from batonmq.errors import (
     NotServing,
     QueueNotFound,
     TopicNotFound,
+    TopicNotFoundDetail,
 )
 from batonmq_server.storage.appending import Appender
 from batonmq_server.storage.core.delay import Delayed
@@ -249,10 +250,14 @@ def _queue(header: Header, topic_id: int, topic: TopicQueues | BatonError) -> in
     """
     if isinstance(topic, BatonError):
         raise topic
-    facts = {"topic": header.topic}
     if topic.topic_id != topic_id:
-        raise TopicNotFound(f"topic {header.topic} was made anew since", facts=facts)
+        raise TopicNotFound(
+            f"topic {header.topic} was made anew since",
+            detail=TopicNotFoundDetail(topic=header.topic),
+        )
     count = topic.queue_count if topic.write_queue_count is None else topic.write_queue_count
     if not count:
-        raise QueueNotFound(f"topic {header.topic} has no queues here any more", facts=facts)
+        raise QueueNotFound(
+            f"topic {header.topic} has no queues here any more", facts={"topic": header.topic}
+        )
     return header.queue_id if header.queue_id < count else header.queue_id % count

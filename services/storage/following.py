@@ -1,8 +1,8 @@
 """A follower's part: fetch what the leader has written, make it durable, ask for more.
 
-Asking tells the leader how far the follower has come. Where the two logs have parted the follower cuts
-its own; where the leader has nothing so old any more it begins anew. It never goes back to an older
-epoch. What comes is checked like a log at a start, before anything of it is written.
+Asking tells the leader how far the follower has come. Where the two logs have parted the follower
+cuts its own; where the leader has nothing so old any more it begins anew. It never goes back to an
+older epoch. What comes is checked like a log at a start, before anything of it is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.storage.v1 import replication_service_pb2 as pb
 from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
-from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch
+from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail
 from batonmq_server.runtime.leader_channels import LeaderChannel
 from batonmq_server.runtime.replication.follow_problem import FollowProblem
 from batonmq_server.runtime.service_runtime import Runtime
@@ -104,7 +104,7 @@ class Following:
         if answer.epoch < history.epoch:
             raise OldEpoch(
                 f"the leader has epoch {answer.epoch}, this node {history.epoch}",
-                facts={"epoch": answer.epoch, "current": history.epoch},
+                detail=OldEpochDetail(epoch=answer.epoch, current=history.epoch),
             )
         theirs = read_history((start.epoch, start.position) for start in answer.history)
         async with self._copy.writing:

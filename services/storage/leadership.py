@@ -168,7 +168,7 @@ class StorageLeadership:
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How a follower wants to be answered: held so long if there is nothing, with so much at most."""
+    """How a follower wants to be answered: how long held if there is nothing, how much at most."""
 
     hold_ms: int
     bytes_max: int

@@ -1,7 +1,7 @@
 """A node of a storage replica set: follows the leader, and is one itself when it is elected.
 
-What is in memory follows the log whoever writes it, so a follower that is elected has all of it: the
-queues, the keys, what waits for its time, and the sequences of producers.
+What is in memory follows the log whoever writes it, so a follower that is elected has all of it:
+the queues, the keys, what waits for its time, and the sequences of producers.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class StorageReplica(role.Role[StorageLeadership], Guarantee):
         return leadership
 
     async def _watch(self, leadership: StorageLeadership) -> None:
-        """Show how the followers do; resign once the log has rotted and another member has it all."""
+        """Show how the followers do; resign once the log has rotted and another replica has all."""
         serving, books = leadership.serving, leadership.keeper.books
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)

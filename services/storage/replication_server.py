@@ -14,6 +14,7 @@ from batonmq.errors import (
     InvalidArgument,
     LimitExceeded,
     OldEpoch,
+    OldEpochDetail,
     WrongBroker,
 )
 from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
@@ -43,7 +44,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         if history.epoch > leadership.epoch:
             raise OldEpoch(
                 f"this leader has epoch {leadership.epoch}, the follower has seen {history.epoch}",
-                facts={"epoch": leadership.epoch, "current": history.epoch},
+                detail=OldEpochDetail(epoch=leadership.epoch, current=history.epoch),
             )
         leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, request.position, history, wish)

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq.errors import BatonError, TopicNotFound
+from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import TopicQueues
@@ -70,7 +70,9 @@ class Topics:
             if topic is None and self._missing.get(name, 0) <= self._clock.monotonic_ms():
                 topic = await self._ask(name)
         if topic is None:
-            raise TopicNotFound(f"topic {name} does not exist", facts={"topic": name})
+            raise TopicNotFound(
+                f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name)
+            )
         return topic
 
     async def find_all(self, names: Iterable[str]) -> dict[str, TopicQueues | BatonError]:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import pyarrow as pa
 
 from batonmq._common.clock import Clock
-from batonmq.errors import BatonError, OffsetOutOfRange
+from batonmq.errors import OffsetOutOfRange
 from batonspark.cluster import Cluster, Fetched, QueueFetcher
 from batonspark.decode import (
     Slice,
@@ -66,9 +66,9 @@ def read_slice(options: ReadOptions, wanted: Slice) -> Iterator[pa.RecordBatch]:
                 return
 
 
-def _lost(wanted: Slice, offset: int, error: BatonError) -> Slice:
+def _lost(wanted: Slice, offset: int, error: OffsetOutOfRange) -> Slice:
     """What of the slice is no longer kept, if that is what the refusal means."""
-    first = int(error.facts.get("first_offset", 0))
+    first = error.detail.first_offset
     if first <= offset:
         raise error
     return Slice(wanted.queue, offset, min(first, wanted.next_offset), wanted.topic_id)

@@ -26,7 +26,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connector
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
-from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.runtime.access.guard import Caller, Guard
 from batonmq_server.runtime.access.permissions import AccessRole, Grant
 from batonmq_server.runtime.access.stored_access import grants_key, token_key
@@ -226,14 +226,14 @@ async def test_an_authorization_that_is_no_token_is_refused(made: Scene, header:
 @pytest.mark.parametrize(
     ("subject", "identity"),
     [
-        (Subject(name="cn", uri="service:storage", hosts=("a.example", "b.example")),
+        (CertificateSubject(name="cn", uri="service:storage", hosts=("a.example", "b.example")),
          "service:storage"),
-        (Subject(name="cn", hosts=("127.0.0.1", "a.example", "b.example")), "a.example"),
-        (Subject(name="cn"), "cn"),
+        (CertificateSubject(name="cn", hosts=("127.0.0.1", "a.example", "b.example")), "a.example"),
+        (CertificateSubject(name="cn"), "cn"),
     ],
 )  # fmt: skip
 async def test_a_certificate_stands_for_its_first_uri_or_name_or_its_common_name(
-    etcd: EtcdSession, tmp_path: Path, subject: Subject, identity: str
+    etcd: EtcdSession, tmp_path: Path, subject: CertificateSubject, identity: str
 ) -> None:
     guard = Guard(etcd, CollectorRegistry(), on=True)
     guard.mirror.revision = 1
@@ -244,8 +244,8 @@ async def test_a_certificate_stands_for_its_first_uri_or_name_or_its_common_name
             seen.append(guard.caller(context))
             return health_pb2.HealthCheckResponse()
 
-    authority = Authority(tmp_path)
-    server_side = authority.issue(Subject(name="server", hosts=("localhost",)))
+    authority = CertificateAuthority(tmp_path)
+    server_side = authority.issue(CertificateSubject(name="server", hosts=("localhost",)))
     client_side = authority.issue(subject)
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(Servicer(), server)

@@ -33,7 +33,9 @@ from batonmq._core.records import BatchBuilder, Message, encode_record, stamped_
 from batonmq._core.subscription import TagFilter
 from batonmq.errors import (
     BatonError,
+    FenceCause,
     Fenced,
+    FencedDetail,
     ModeChanged,
     NotServing,
     Paused,
@@ -56,7 +58,7 @@ class Progress:
     closed: bool = True
     handled: set[int] = field(default_factory=set)
     bound: int = 0
-    why: str = "TAKEN"
+    why: FenceCause = FenceCause.TAKEN
 
     @property
     def committed(self) -> int:
@@ -213,7 +215,7 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
         progress = self.queues[queue_id]
         progress.token += 1 if self.owned else 0
         progress.reset_epoch += 1
-        progress.closed, progress.handled, progress.why = True, set(range(to)), "RESET"
+        progress.closed, progress.handled, progress.why = True, set(range(to)), FenceCause.RESET
 
     def check(self, queue_id: Key, token: int, reset_epoch: int | None = None) -> Progress:
         """The progress, if the token is in force.
@@ -226,11 +228,12 @@ class OffsetsTwin(offsets_grpc.OffsetsServiceServicer):
         progress = self.queues.get(queue_id)
         if progress is None:
             raise UnknownQueue(f"no progress on {queue_id}")
-        facts = {"reset_epoch": progress.reset_epoch}
         if reset_epoch not in (None, progress.reset_epoch):
-            raise Fenced("another reset epoch", facts=facts | {"why": "RESET"})
+            detail = FencedDetail(reset_epoch=progress.reset_epoch, why=FenceCause.RESET)
+            raise Fenced("another reset epoch", detail=detail)
         if self.owned and (token != progress.token or progress.closed):
-            raise Fenced(f"token {token} of {progress.token}", facts=facts | {"why": progress.why})
+            detail = FencedDetail(reset_epoch=progress.reset_epoch, why=progress.why)
+            raise Fenced(f"token {token} of {progress.token}", detail=detail)
         return progress
 
     def ack(
@@ -350,7 +353,7 @@ class LockmgrTwin(lockmgr_grpc.LockmgrServiceServicer):
             fresh = Progress(handled=set(range(item.initial_offset)))
             progress = self._offsets.queues.setdefault(queue_id, fresh)
             progress.token += 1
-            progress.closed, progress.bound, progress.why = False, self.bound, "TAKEN"
+            progress.closed, progress.bound, progress.why = False, self.bound, FenceCause.TAKEN
             grant = lockmgr_pb.Grant(
                 token=progress.token,
                 committed_offset=progress.committed,
@@ -437,7 +440,8 @@ class StorageTwin(storage_grpc.StorageServiceServicer):
                 raise Paused("the group is paused", retry_after_ms=10)
             progress = self._offsets.check(queue_id, request.token)
             if progress.bound not in (0, request.subscription_generation):
-                raise Fenced("another subscription", facts={"why": "SUBSCRIPTION"})
+                detail = FencedDetail(why=FenceCause.SUBSCRIPTION)
+                raise Fenced("another subscription", detail=detail)
             end = min(len(self._queues[queue_id]), request.offset + request.messages_max)
             if end > request.offset:
                 return self._answer(request, progress, end)

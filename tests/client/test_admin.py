@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin

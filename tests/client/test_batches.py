@@ -18,10 +18,10 @@ from itertools import chain
 import pytest
 
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.forms import BatchHandler
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_adapters import BatchHandler
+from batonmq._consumer.handler_results import MessageFailed, RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import MessageFailed, RetryLater
-from batonmq._consumer.session import ConsumerSettings
 from batonmq.errors import InvalidArgument
 from tests.client.group import QUICK, Scene, scene
 from tests.support.waiting import until

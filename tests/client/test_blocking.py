@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batonmq._blocking import BlockingConsumer, BlockingProducer, BlockingPuller
-from batonmq._consumer.membership import Verdict
+from batonmq._consumer.membership import SubscriptionVerdict
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.placing import ProducerClosed
 from batonmq.admin.admin import Admin
@@ -107,7 +107,7 @@ def test_lists_are_handled_queues_paused_and_what_is_so_is_told(at: Scene) -> No
     with BlockingConsumer(at.nameserver, at.group, {at.topic: "*"}, QUICK) as consumer:
         consumer.handle_timeout_ms = 20_000
         assert consumer.handle_timeout_ms == 20_000
-        assert consumer.verdict == Verdict("accepted")
+        assert consumer.verdict == SubscriptionVerdict("accepted")
         told: set[object] = set()
 
         def handle(messages: list[ReceivedMessage]) -> None:

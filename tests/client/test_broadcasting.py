@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.local_offsets import LocalOffsets, LocalProgress
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq.admin.admin import Admin
 from batonmq.errors import DataLoss, InvalidArgument

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message, encode_record
 from batonmq._producer.producer import Producer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._consumer.group import GroupView, assigned
+from batonmq._consumer.group_view import GroupView, assigned_queues
 from batonmq._core.queues import QueueRef
 from batonmq._core.subscription import TagFilter
 
@@ -52,14 +52,14 @@ def test_every_member_finds_exactly_what_is_dealt_to_it(owners: dict[QueueRef, s
     group = record(["a", "b", "c"], owners)
     for me in ("a", "b", "c"):
         mine = {queue for queue, owner in owners.items() if owner == me}
-        assert set(assigned(group, incarnation(me))) == mine
+        assert set(assigned_queues(group, incarnation(me))) == mine
         assert GroupView.of(group, incarnation(me)).assigned == mine
 
 
 def test_queues_dealt_to_nobody_are_nobodys() -> None:
     group = record(["a"], {})
-    assert list(assigned(group, incarnation("a"))) == []
-    assert list(assigned(group, incarnation("stranger"))) == []
+    assert list(assigned_queues(group, incarnation("a"))) == []
+    assert list(assigned_queues(group, incarnation("stranger"))) == []
 
 
 def test_another_incarnation_of_the_client_id_is_somebody_else() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from batonmq import ConsumerSettings, ReceivedMessage, RetryLater, Suspend
-from batonmq._consumer.forms import Handler
+from batonmq._consumer.handler_adapters import Handler
 from batonmq._core.records import PROPERTIES_BYTES_MAX, encode_properties
 from batonmq.errors import InvalidArgument, TopicNotFound
 from batonmq_server.testing import MemoryBroker, run_virtual

@@ -23,14 +23,15 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as lockmgr_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import Directory
-from batonmq._consumer import leases
+from batonmq._consumer import lease_renewer as leases
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.batched_calls import BatchedCalls
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.group import GroupView
-from batonmq._consumer.joint import JointCalls
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.group_view import GroupView
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.runner import QueueRunner
-from batonmq._consumer.session import ConsumerSettings, OwnershipEvent, Session
-from batonmq._core.inflight import QueueProgress, Start
+from batonmq._consumer.session import OwnershipEvent, Session
+from batonmq._core.queue_progress import GrantedProgress, QueueProgress
 from batonmq._core.queues import QueueRef
 from batonmq.errors import BatonError, Held, NotAssigned, NotMember, SubscriptionDraining
 from tests.client.group_twins import GROUP, TOPIC, Twins, twins
@@ -633,8 +634,8 @@ async def test_what_was_said_of_a_queue_lately_is_not_said_again_too_soon() -> N
         on_ownership=lambda _: None,
         view=GroupView(owned=False),
     )
-    runner = QueueRunner(session, JointCalls(session), QueueRef(TOPIC, "broker-a", 0))
-    runner.progress = progress = QueueProgress(Start(0, 0, 7))
+    runner = AssignedQueue(session, BatchedCalls(session), QueueRef(TOPIC, "broker-a", 0))
+    runner.progress = progress = QueueProgress(GrantedProgress(0, 0, 7))
     first = runner.to_commit(0)
     assert first is not None
     assert first.committed == 7

@@ -15,10 +15,16 @@ from random import Random
 import pytest
 
 from batonmq._connection.directory import Directory
-from batonmq._consumer.lanes import Extent, Fetched, Lane, OutOfRange, Source
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.puller import AtTime, Place, Puller, PullerSettings
-from batonmq._core.flow import ByteBudget, FlowLimits
+from batonmq._consumer.prefetched_queue import (
+    FetchedBatches,
+    FetchSource,
+    KeptOffsets,
+    OutOfRangePolicy,
+    PrefetchedQueue,
+)
+from batonmq._consumer.puller import AtTime, Puller, PullerSettings, SeekTarget
+from batonmq._core.flow_control import ByteBudget, FlowLimits
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message, encode_record, stamped_head
 from batonmq._core.subscription import Filter, TagFilter
@@ -212,7 +218,9 @@ async def test_reader_seeks_by_offset_time_begin_and_end(nameserver: str) -> Non
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("to", [-1, 1 << 63, AtTime(-1), AtTime(1 << 63), "start", 1.5, None])
-async def test_what_is_no_place_is_refused_and_reading_goes_on(nameserver: str, to: Place) -> None:
+async def test_what_is_no_place_is_refused_and_reading_goes_on(
+    nameserver: str, to: SeekTarget
+) -> None:
     async with unowned(nameserver, 1) as at, puller(at) as pulling:
         await at.send(numbers(3))
         (queue,) = await pulling.queues(at.topic)
@@ -315,22 +323,24 @@ class Kept:
     def __init__(self, first: int, end: int) -> None:
         self.first, self.end = first, end
         self.fetched: list[int] = []
-        self.source = Source(self._begin, self._extent, self._fetch, 1)
+        self.source = FetchSource(self._begin, self._extent, self._fetch, 1)
 
     async def _begin(self, _: QueueRef) -> int:
         return 0
 
-    async def _extent(self, _: QueueRef) -> Extent:
-        return Extent(self.first, self.end)
+    async def _extent(self, _: QueueRef) -> KeptOffsets:
+        return KeptOffsets(self.first, self.end)
 
-    async def _fetch(self, _: QueueRef, offset: int, wanted: Filter, bytes_max: int) -> Fetched:
+    async def _fetch(
+        self, _: QueueRef, offset: int, wanted: Filter, bytes_max: int
+    ) -> FetchedBatches:
         self.fetched.append(offset)
         if offset > self.end:
             raise OffsetAheadOfLog(f"{offset} is beyond {self.end}")
         begin = max(offset, self.first)
         end = min(begin + 2, self.end)
         found = tuple(map(_batch, range(begin, end)))
-        return Fetched(found, end, begin - offset, Extent(self.first, self.end))
+        return FetchedBatches(found, end, begin - offset, KeptOffsets(self.first, self.end))
 
 
 def _batch(offset: int) -> bytes:
@@ -343,10 +353,10 @@ def _batch(offset: int) -> bytes:
 
 @asynccontextmanager
 async def lane(
-    kept: Kept, policy: OutOfRange, prefetch_max: int = 100
-) -> AsyncIterator[tuple[Lane, ByteBudget]]:
+    kept: Kept, policy: OutOfRangePolicy, prefetch_max: int = 100
+) -> AsyncIterator[tuple[PrefetchedQueue, ByteBudget]]:
     budget = ByteBudget(1_000)
-    made = Lane(QUEUE, TagFilter(None), policy, budget, lambda: None)
+    made = PrefetchedQueue(QUEUE, TagFilter(None), policy, budget, lambda: None)
     limits = FlowLimits(messages_max=prefetch_max, span_max=1)
     directory = Directory("127.0.0.1:1", Random(1))
     async with asyncio.TaskGroup() as tasks:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from batonmq._consumer.results import SUCCESS, RetryLater, Suspend, failure_of
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import SUCCESS, RetryLater, Suspend, failure_of
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import (
     LADDER_MS,

@@ -22,11 +22,12 @@ from baton.common.v1 import queue_pb2
 from batonmq._common.clock import Clock
 from batonmq._connection.directory import Directory, Surroundings
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.forms import Handler
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_adapters import Handler
+from batonmq._consumer.handler_results import MessageFailed, RetryLater, Suspend
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import MessageFailed, RetryLater, Suspend
-from batonmq._consumer.retrying import Return, Returns
-from batonmq._consumer.session import ConsumerSettings, Session
+from batonmq._consumer.retry_sender import RetryRequest, RetrySender
+from batonmq._consumer.session import Session
 from batonmq._core.retries import Failure, dead_letter_topic
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
@@ -275,13 +276,13 @@ class Sender:
             on_ownership=lambda _: None,
         )
         self.loops: list[asyncio.Task[None]] = []
-        self._returns = Returns(
+        self._returns = RetrySender(
             self.session, lambda loop: self.loops.append(tasks.create_task(loop))
         )
 
     async def send(self, message: ReceivedMessage, delay_ms: int | None) -> bool:
         failure = Failure("failed", "on purpose")
-        return await self._returns.send(Return(message, 0, failure, delay_ms, lambda: True))
+        return await self._returns.send(RetryRequest(message, 0, failure, delay_ms, lambda: True))
 
     async def close(self) -> None:
         for loop in self.loops:

@@ -11,14 +11,14 @@ import asyncio
 
 import pytest
 
-from batonmq._consumer.deadlines import Deadlines, Run
+from batonmq._consumer.handler_deadlines import HandlerCall, HandlerDeadlines
 from batonmq_server.testing.virtual_time import run_virtual
 
 
-async def hang(deadlines: Deadlines, *, begin_s: float = 0, extended_ms: int = 0) -> float:
+async def hang(deadlines: HandlerDeadlines, *, begin_s: float = 0, extended_ms: int = 0) -> float:
     """When a run that would go on for ever has ended."""
     await asyncio.sleep(begin_s)
-    run = Run(deadlines)
+    run = HandlerCall(deadlines)
     with pytest.raises(TimeoutError), run:
         if extended_ms:
             run.extend(extended_ms)
@@ -30,7 +30,7 @@ async def hang(deadlines: Deadlines, *, begin_s: float = 0, extended_ms: int = 0
 
 def test_each_run_ends_when_its_own_time_is_over() -> None:
     async def play() -> list[float]:
-        begin_s, deadlines = asyncio.get_running_loop().time(), Deadlines(1_000)
+        begin_s, deadlines = asyncio.get_running_loop().time(), HandlerDeadlines(1_000)
         async with asyncio.TaskGroup() as tasks:
             runs = [
                 tasks.create_task(hang(deadlines)),
@@ -45,7 +45,7 @@ def test_each_run_ends_when_its_own_time_is_over() -> None:
 
 def test_time_of_a_run_is_not_that_of_one_before_which_was_given_more() -> None:
     async def play() -> list[float]:
-        begin_s, deadlines = asyncio.get_running_loop().time(), Deadlines(1_000)
+        begin_s, deadlines = asyncio.get_running_loop().time(), HandlerDeadlines(1_000)
         async with asyncio.TaskGroup() as tasks:
             long = tasks.create_task(hang(deadlines, extended_ms=60_000))
             short = tasks.create_task(hang(deadlines, begin_s=5))
@@ -57,7 +57,7 @@ def test_time_of_a_run_is_not_that_of_one_before_which_was_given_more() -> None:
 @pytest.mark.parametrize(("timeout_ms", "ended_s"), [(700, 0.7), (100, 0.4), (2_000, 2)])
 def test_changed_time_holds_for_what_runs(timeout_ms: int, ended_s: float) -> None:
     async def play() -> float:
-        begin_s, deadlines = asyncio.get_running_loop().time(), Deadlines(1_000)
+        begin_s, deadlines = asyncio.get_running_loop().time(), HandlerDeadlines(1_000)
         async with asyncio.TaskGroup() as tasks:
             run = tasks.create_task(hang(deadlines))
             await asyncio.sleep(0.2)
@@ -71,9 +71,9 @@ def test_changed_time_holds_for_what_runs(timeout_ms: int, ended_s: float) -> No
 
 def test_run_that_ends_in_time_is_left_alone() -> None:
     async def play() -> None:
-        deadlines = Deadlines(1_000)
+        deadlines = HandlerDeadlines(1_000)
         for _ in range(5):
-            with Run(deadlines) as run:
+            with HandlerCall(deadlines) as run:
                 await asyncio.sleep(0.9)
             assert not run.expired
 
@@ -83,7 +83,7 @@ def test_run_that_ends_in_time_is_left_alone() -> None:
 def test_cancellation_from_outside_stays_one() -> None:
     async def play() -> None:
         async def run() -> None:
-            with Run(Deadlines(1_000)):
+            with HandlerCall(HandlerDeadlines(1_000)):
                 await asyncio.Event().wait()
 
         async with asyncio.TaskGroup() as tasks:
@@ -99,7 +99,7 @@ def test_result_that_comes_after_the_time_is_known_to_be_late() -> None:
     async def play() -> None:
         task = asyncio.current_task()
         assert task is not None
-        with Run(Deadlines(1_000)) as run:
+        with HandlerCall(HandlerDeadlines(1_000)) as run:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:

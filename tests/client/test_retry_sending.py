@@ -24,9 +24,10 @@ from baton.storage.v1 import schedule_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._connection.directory import Directory
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.retrying import Return, Returns, restore
-from batonmq._consumer.session import ConsumerSettings, Session
+from batonmq._consumer.retry_sender import RetryRequest, RetrySender, restore_original
+from batonmq._consumer.session import Session
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import (
     BatchBuilder,
@@ -75,7 +76,7 @@ class ScheduleTwin(pb_grpc.ScheduleServiceServicer):
 
 
 @asynccontextmanager
-async def sending() -> AsyncIterator[tuple[ScheduleTwin, Returns]]:
+async def sending() -> AsyncIterator[tuple[ScheduleTwin, RetrySender]]:
     """A storage node, and what sends to it for the group g."""
     storage, nameserver = ScheduleTwin(), NameserverTwin()  # type: ignore[abstract]
     nameserver.set_topic("%RETRY%g", 1)
@@ -99,7 +100,7 @@ async def sending() -> AsyncIterator[tuple[ScheduleTwin, Returns]]:
             random=Random(1),
             on_ownership=lambda _: None,
         )
-        yield storage, Returns(session, lambda loop: loops.append(tasks.create_task(loop)))
+        yield storage, RetrySender(session, lambda loop: loops.append(tasks.create_task(loop)))
         for loop in loops:
             loop.cancel()
         await directory.close()
@@ -118,11 +119,11 @@ def message(
     return received
 
 
-def back(one: ReceivedMessage, delay_ms: int | None = 10_000, lives: int = 100) -> Return:
+def back(one: ReceivedMessage, delay_ms: int | None = 10_000, lives: int = 100) -> RetryRequest:
     """To be sent back, if it is asked for at most `lives` times whether it still counts."""
     left = [True] * lives
     failure = Failure("failed", "ValueError")
-    return Return(one, 0, failure, delay_ms, lambda: bool(left) and left.pop())
+    return RetryRequest(one, 0, failure, delay_ms, lambda: bool(left) and left.pop())
 
 
 def stored(item: pb.ScheduleItem) -> tuple[Header, Record]:
@@ -173,7 +174,7 @@ async def test_message_that_comes_back_looks_as_at_first_and_counts_on() -> None
         header, record = stored(storage.items[0])
     again = message(queue=QueueRef(header.topic, BROKER, header.queue_id), record=record)
     again.attempts = 1
-    restore(again, "g")
+    restore_original(again, "g")
     assert again.topic == "t"
     assert (again.tag, again.keys, again.body) == (first.tag, first.keys, first.body)
     assert (again.properties, again.origin) == ({"a": "1"}, first.origin)
@@ -185,7 +186,7 @@ async def test_retry_of_a_retry_names_the_first_place_under_an_id_of_its_own() -
         await returns.send(back(message(7)))
         header, record = stored(storage.items[0])
         again = message(queue=QueueRef(header.topic, BROKER, header.queue_id), record=record)
-        restore(again, "g")
+        restore_original(again, "g")
         await returns.send(back(again, None))
         last_header, last = stored(storage.items[1])
     assert last_header.topic == "%DLQ%g"
@@ -198,5 +199,5 @@ def test_messages_of_other_topics_and_of_others_are_left_alone() -> None:
     of_other_group = message(queue=QueueRef("%RETRY%h", BROKER, 0))
     by_hand = message(queue=QueueRef("%RETRY%g", BROKER, 0))
     for one in (of_other_group, by_hand):
-        restore(one, "g")
+        restore_original(one, "g")
         assert (one.attempts, one.properties, one.topic) == (1, {"a": "1"}, one.queue.topic)

@@ -21,8 +21,8 @@ from batonmq._blocking import BlockingProducer
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_to_pb
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.delays import AHEAD_MS_MAX
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message

@@ -3,8 +3,8 @@
 Goal: a member gets what its condition is true of and nothing else, though whole batches arrive; a
 message that fails comes back whatever the condition says; who filters otherwise is refused with
 the difference, and nonsense before anybody is asked.
-Method: real services, and once those of `batonmq_server.testing`; messages of one batch differ in their
-properties.
+Method: real services, and once those of `batonmq_server.testing`; messages of one batch differ in
+their properties.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import replace
 import pytest
 
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.puller import Puller, PullerSettings
-from batonmq._consumer.results import RetryLater
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer

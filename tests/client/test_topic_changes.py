@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer

@@ -17,19 +17,19 @@ from pydantic import SecretStr
 
 from batonmq._connection.security import Papers, Security, from_json, to_json
 from batonmq.errors import InvalidArgument
-from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 
 SECRET = "a-token-that-nobody-shows"
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "tls")
+def authority(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path / "tls")
 
 
 @pytest.fixture
-def carol(authority: Authority) -> Security:
-    return authority.issue(Subject(name="carol"))
+def carol(authority: CertificateAuthority) -> Security:
+    return authority.issue(CertificateSubject(name="carol"))
 
 
 def text_of(path: str) -> str:
@@ -37,13 +37,16 @@ def text_of(path: str) -> str:
 
 
 def test_replaced_certificate_is_there_once_its_key_is(
-    authority: Authority, carol: Security, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    authority: CertificateAuthority,
+    carol: Security,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     papers = Papers(carol)
     before = papers.pems
     assert not papers.renew()
-    other = Authority(tmp_path / "other")
-    other.issue(Subject(name="carol"))
+    other = CertificateAuthority(tmp_path / "other")
+    other.issue(CertificateSubject(name="carol"))
     (tmp_path / "other" / "carol.pem").replace(carol.cert_file)
     with caplog.at_level(logging.WARNING):
         assert not papers.renew()
@@ -65,12 +68,12 @@ def test_file_that_is_written_anew_with_the_same_content_changes_nothing(carol: 
 
 
 def test_links_that_are_swapped_are_followed(
-    authority: Authority, carol: Security, tmp_path: Path
+    authority: CertificateAuthority, carol: Security, tmp_path: Path
 ) -> None:
     """As a Secret of Kubernetes is mounted: files behind a link to a folder."""
     for version in ("1", "2"):
         (tmp_path / version).mkdir()
-        authority.issue(Subject(name="carol"))
+        authority.issue(CertificateSubject(name="carol"))
         for name in ("carol.pem", "carol.key"):
             (authority.folder / name).replace(tmp_path / version / name)
     link = tmp_path / "data"
@@ -156,7 +159,7 @@ def test_neither_token_nor_key_is_shown_and_the_token_travels(carol: Security) -
     assert pickle.loads(pickle.dumps(security)) == security
 
 
-def test_keys_are_for_nobody_else(authority: Authority, carol: Security) -> None:
+def test_keys_are_for_nobody_else(authority: CertificateAuthority, carol: Security) -> None:
     for path in (carol.key_file, authority.folder / "ca.key"):
         assert Path(path).stat().st_mode & 0o077 == 0
     assert "PRIVATE KEY" not in text_of(carol.cert_file)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.containers.flow import Flow, Second
-from tests.containers.page import page
-from tests.containers.pods import jobs, pods
-from tests.containers.secrets import Secrets
+from tools.containers.flow import Flow, Second
+from tools.containers.page import page
+from tools.containers.pods import jobs, pods
+from tools.containers.secrets import Secrets
 
 MANIFEST = """
 kind: ConfigMap

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from batonmq_server.local.prometheus import Prometheus
-from tests.deploy.panels import Dashboard
-from tests.deploy.promql import filled_in
-from tests.docs.metric_families import SERVICES
-from tests.docs.pages import ROOT
+from tools.dashboards.panels import Dashboard
+from tools.dashboards.promql import filled_in
+from tools.docs.metric_families import SERVICES
+from tools.docs.pages import ROOT
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 
-from tests.containers.pods import Resource
+from tools.containers.pods import Resource
 
 Port = tuple[int, str]
 Way = tuple[str, str, int]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tools.docs.pages import ROOT
 
 SCRIPT = ROOT / ".ci" / "run"
 PACKAGES = {

@@ -1,6 +1,6 @@
 """Goal: `make kind-up` spoils no cluster; `make kind-test` ends, and passes only if it has looked.
 
-Method: the scripts of deploy/kubernetes with a kubectl that answers as a cluster in trouble does.
+Method: the scripts of deploy/k8s/scripts with a kubectl that answers as a cluster in trouble does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.pods import REPO
+from tools.containers.pods import REPO
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -57,7 +57,7 @@ class Machine:
 
     def run(self, script: str, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [self._folder / "deploy" / "kubernetes" / script, *words],
+            [self._folder / "deploy" / "k8s" / "scripts" / script, *words],
             env={"PATH": f"{self._programs}:/usr/local/bin:/usr/bin:/bin"},
             check=False,
             capture_output=True,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.containers.pods import K8S
-from tests.deploy.custom_resources import DEFINED, custom_problems
+from tools.containers.pods import K8S
+from tools.manifests.custom_resources import DEFINED, custom_problems
 
 
 def committed() -> Iterator[Any]:

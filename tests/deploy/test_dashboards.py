@@ -14,10 +14,10 @@ import re
 import promql_parser as promql
 import pytest
 
-from tests.deploy.dashboards import DASHBOARDS, FOLDER, files
-from tests.deploy.panels import Dashboard, Panel
-from tests.deploy.promql import METRICS, filled_in, matchers, result_labels, selectors
 from tests.docs.test_docs import page_of, wrong_commands
+from tools.dashboards.generate import DASHBOARDS, FOLDER, files
+from tools.dashboards.panels import Dashboard, Panel
+from tools.dashboards.promql import METRICS, filled_in, matchers, result_labels, selectors
 
 _each = pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
 
@@ -48,7 +48,7 @@ def used_variables(board: Dashboard) -> set[str]:
 
 def test_committed_dashboards_are_those_of_the_code() -> None:
     committed = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
-    assert committed == files(), "run: python -m tests.deploy.dashboards"
+    assert committed == files(), "run: python -m tools.dashboards.generate"
 
 
 @_each

@@ -16,9 +16,9 @@ import pytest
 
 from batonmq_server.local.etcd import find_etcd
 from batonmq_server.local.ports import keep_ports
-from tests.containers.pods import K8S
 from tests.deploy.test_manifests import documents
 from tests.support.waiting import until_now
+from tools.containers.pods import K8S
 
 MEMBERS = ("etcd-0", "etcd-1", "etcd-2")
 

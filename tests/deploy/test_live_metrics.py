@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 
+from batonmq_server.demo.demo_run import GROUP, TOPIC, DemoResult
 from batonmq_server.demo.flights import load_flights
-from batonmq_server.demo.play import GROUP, TOPIC, Result
 from batonmq_server.local.prometheus import Prometheus
-from tests.deploy.boards_inside import SPARK
-from tests.deploy.dashboards import DASHBOARDS
 from tests.deploy.live import (
     differing,
     documented,
@@ -31,9 +29,11 @@ from tests.deploy.live import (
     unanswered,
     values,
 )
-from tests.deploy.panels import Dashboard, Panel
-from tests.deploy.scene import Scene, scene
-from tests.docs.metric_families import families
+from tools.dashboards.demo_cluster import Scene, scene
+from tools.dashboards.generate import DASHBOARDS
+from tools.dashboards.internals import SPARK
+from tools.dashboards.panels import Dashboard, Panel
+from tools.docs.metric_families import families
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -65,7 +65,7 @@ class Seen:
         planted: Of `PLANTED` what is unanswered.
     """
 
-    result: Result
+    result: DemoResult
     shown: dict[str, set[str]]
     unanswered: Sequence[tuple[str, str, str]] = ()
     rules: Sequence[dict[str, Any]] = ()

@@ -25,9 +25,9 @@ from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.runtime.health import LIVE, READY, STARTED
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.storage.config import StorageSettings
-from tests.containers.pods import K8S, REPO, Pod, pods
-from tests.deploy import rules
-from tests.deploy.manifests import OVERLAYS, Judge, combinations, render, render_combination
+from tools.containers.pods import K8S, REPO, Pod, pods
+from tools.manifests import prometheus_rules as rules
+from tools.manifests.check import OVERLAYS, Judge, combinations, render, render_combination
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "storage": StorageSettings,
@@ -145,7 +145,7 @@ def test_an_authority_keeps_its_key_and_whom_it_certifies_gets_another() -> None
 
 
 def test_rules_are_those_of_prometheus() -> None:
-    assert rules.RULES.read_text() == rules.rendered(), "python -m tests.deploy.rules"
+    assert rules.RULES.read_text() == rules.rendered(), "python -m tools.manifests.prometheus_rules"
 
 
 def test_images_have_the_version_of_the_project() -> None:

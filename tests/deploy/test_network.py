@@ -10,10 +10,10 @@ import re
 
 import pytest
 
-from tests.containers.pods import K8S, REPO, Resource
-from tests.deploy.manifests import render, render_combination
 from tests.deploy.reach import Place, Way, ways, workloads
 from tests.deploy.test_manifests import SETTINGS, kubectl
+from tools.containers.pods import K8S, REPO, Resource
+from tools.manifests.check import render, render_combination
 
 OURS = "baton"
 CLIENT = Place("a client", "shop", {"batonmq/client": "true"})

@@ -19,12 +19,12 @@ from typer.main import get_command
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq.cli import app
-from tests.containers.pods import K8S, REPO, Pod, Resource, jobs, pods
-from tests.containers.secrets import Secrets
-from tests.deploy.manifests import render
 from tests.deploy.test_manifests import SETTINGS, kubectl
+from tools.containers.pods import K8S, REPO, Pod, Resource, jobs, pods
+from tools.containers.secrets import Secrets
+from tools.manifests.check import render
 
-SCRIPT = REPO / "deploy" / "kubernetes" / "make-ca.sh"
+SCRIPT = REPO / "deploy" / "k8s" / "scripts" / "make-ca.sh"
 openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="NO OPENSSL")
 SECURE = ("kind-secure", "minikube-secure")
 MADE = {f"tls-{name}" for name in (*SETTINGS, "billing")} | {"etcd-server", "etcd-client"}

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.docs.pages import Page
 from tests.support.waiting import until
+from tools.docs.pages import Page
 
 HOST = "vm"
 """The name of the machine on pages."""

@@ -17,9 +17,9 @@ import typer
 
 from batonmq._process.explain import meanings
 from batonmq.cli import app
-from tests.docs import tables
-from tests.docs.metric_families import families
-from tests.docs.pages import ROOT, Page, broken_links, pages
+from tools.docs import tables
+from tools.docs.metric_families import families
+from tools.docs.pages import ROOT, Page, broken_links, pages
 
 PAGES = pages()
 _each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -44,7 +44,7 @@ def page_of(text: str) -> Page:
 def test_lists_of_settings_and_metrics_are_those_of_the_code(path: Path) -> None:
     page, found = path.read_text(), tables.PAGES[path]()
     assert sorted(tables.names_of(page)) == sorted(found), "a list is missing, or belongs to nobody"
-    assert page == tables.rewritten(page, found), "run: python -m tests.docs.tables"
+    assert page == tables.rewritten(page, found), "run: python -m tools.docs.tables"
 
 
 def test_every_setting_says_what_it_means() -> None:

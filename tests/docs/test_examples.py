@@ -14,8 +14,8 @@ import pytest
 
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
-from tests.docs.pages import ROOT, Page
 from tests.support.cluster import local_cluster
+from tools.docs.pages import ROOT, Page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -13,7 +13,7 @@ from batonmq._core.sql_parser import CONDITIONS_MAX
 from batonmq._core.subscription import EXPRESSION_CHARACTERS_MAX, parse_filter
 from batonmq_server.storage.core.properties import BYTES_PER_STEP, STEPS_MAX, STEPS_PER_BATCH
 from batonmq_server.storage.core.store import SCANNED_MAX
-from tests.docs.pages import ROOT
+from tools.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "filters.md").read_text()
 VALUES = {"true": "a = 1", "false": "a = 2", "unknown": "b = 1"}

@@ -15,7 +15,7 @@ import pytest
 
 import batonmq
 from batonmq import Consumer, Durability, Producer, ReceivedMessage, RetryLater, Suspend
-from tests.docs.pages import ROOT, Page
+from tools.docs.pages import ROOT, Page
 
 PAGE = Page(Path("docs/from-rocketmq.md"), (ROOT / "docs" / "from-rocketmq.md").read_text())
 VALUES = {"Durability": Durability}

@@ -13,10 +13,10 @@ import pytest
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.metric_columns import KINDS
 from batonmq._telemetry.events import EVENT_BYTES_MAX, EVENTS_MAX, VOCABULARY
-from batonmq_server.nameserver.telemetry import MOVES_MAX
+from batonmq_server.nameserver.group_events import MOVES_MAX
 from batonmq_server.storage.core.delivered import ISLANDS_MAX
-from tests.docs import vocabulary
-from tests.docs.vocabulary import PAGE, PROTO, ROOT
+from tools.docs import event_kinds as vocabulary
+from tools.docs.event_kinds import PAGE, PROTO, ROOT
 
 _ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \|", re.MULTILINE)
 _WHERE = {
@@ -47,7 +47,7 @@ def tells(service: str, kind: str) -> bool:
 
 def test_list_of_kinds_and_fields_is_that_of_the_contract() -> None:
     page = PAGE.read_text()
-    assert page == vocabulary.rewritten(page), "run: python -m tests.docs.vocabulary"
+    assert page == vocabulary.rewritten(page), "run: python -m tools.docs.event_kinds"
 
 
 @pytest.mark.parametrize("change", [("### appended", "### append"), ("`runs` |", "`run` |")])

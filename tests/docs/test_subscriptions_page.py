@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, Page
 from tests.docs.terminal import commands, terminal
 from tests.support.cluster import local_cluster
+from tools.docs.pages import ROOT, Page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

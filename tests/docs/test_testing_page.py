@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, Page
+from tools.docs.pages import ROOT, Page
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -28,8 +28,8 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import Fenced
 from batonmq_server.local.cluster import LocalCluster
 from tests.e2e.crew import Crew, Worker, crew_of, send, started_again
-from tests.e2e.member import now_us
 from tests.support.cluster import local_cluster
+from tests.support.member import now_us
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from batonmq.admin.admin import Admin
-from tests.docs.pages import ROOT, Page
 from tests.docs.terminal import commands, terminal
 from tests.e2e.crew import crew_of, send, started_again
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
+from tools.docs.pages import ROOT, Page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

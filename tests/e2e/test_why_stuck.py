@@ -24,8 +24,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
 from batonmq.admin.admin import Admin

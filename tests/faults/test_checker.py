@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.faults.checker import check
-from tests.faults.history import (
+from tools.faults.checker import check
+from tools.faults.history import (
     Crash,
     Handling,
     History,

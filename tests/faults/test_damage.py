@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tests.faults.damage import flip, tear
+from tools.faults.damage import flip, tear
 
 SEGMENT_BYTES = 65_536
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import product
 from random import Random
 
-from tests.faults.director import (
+from tools.faults.director import (
     BYTES,
     CLOCK,
     CUTS,
@@ -24,7 +24,7 @@ from tests.faults.director import (
     Fault,
     is_cut,
 )
-from tests.faults.selection import selection
+from tools.faults.selection import selection
 
 SETS = ("storage broker-0", "storage broker-1", "offsets", "lockmgr", "nameserver")
 

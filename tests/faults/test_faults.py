@@ -1,6 +1,6 @@
 """Goal: a whole cluster keeps its promises under every kind of fault there is.
 
-Method: `python -m tests.faults selection`, which is what `make faults` draws at length, with faults
+Method: `python -m tools.faults selection`, which is what `make faults` draws at length, with faults
 that are given: about three minutes. See docs/testing.md.
 """
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.__main__ import play
-from tests.faults.network import found_launcher
-from tests.faults.selection import selection
+from tools.faults.__main__ import play
+from tools.faults.network import found_launcher
+from tools.faults.selection import selection
 
 
 @pytest.mark.e2e

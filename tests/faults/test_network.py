@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from tests.faults.network import both_ways, bridge, found_launcher, halves, ring
 from tests.support.cluster import REPO
+from tools.faults.network import both_ways, bridge, found_launcher, halves, ring
 
 NAMES = ["a", "b", "c", "d", "e"]
 
@@ -42,7 +42,7 @@ def test_in_a_ring_everybody_sees_a_majority_and_nobody_the_same_one(count: int)
 
 SCRIPT = """
 import asyncio, socket, subprocess
-from tests.faults.network import HUB, Network, both_ways
+from tools.faults.network import HUB, Network, both_ways
 
 network = Network()
 launchers = {name: network.place(name).launcher for name in "abc"}
@@ -51,7 +51,7 @@ server = subprocess.Popen(
     [*launchers["b"], "python3", "-c", serve + "while True: s.accept()"], stdout=subprocess.PIPE
 )
 server.stdout.readline()
-ask = f"import socket; socket.create_connection(('{network.place('b').host}', 9000), 1)"
+ask = f"import socket; socket.create_connection(('{network.place('b').address}', 9000), 1)"
 
 
 def reach():

@@ -9,10 +9,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.history import Handling, History, Outcome, Send, Struck
-from tests.faults.page import write_page
-from tests.faults.playing import write_report
-from tests.faults.report import Stall, describe, stall, unseen
+from tools.faults.history import Handling, History, Outcome, Send, Struck
+from tools.faults.page import write_page
+from tools.faults.playing import write_report
+from tools.faults.report import Stall, describe, stall, unseen
 
 MS = 1_000
 A, B = ("broker-0", 0), ("broker-1", 0)

@@ -14,8 +14,8 @@ import pytest
 from batonmq._common.clock import Clock
 from batonmq.errors import DiskFull
 from batonmq_server.storage.disk import RealDisk
-from tests.faults.services import offsets, storage
-from tests.faults.upsets import FINE, Upset, UpsetClock, Upsets
+from tools.faults.services import offsets, storage
+from tools.faults.upsets import FINE, Upset, UpsetClock, Upsets
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
 from tests.support.cluster import local_cluster
+from tools.docs.pages import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from batonmq._consumer.handler_results import RetryLater, Suspend
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater, Suspend
 from batonmq._core.queues import QueueRef
 from batonmq._core.retries import Origin
 from batonmq.errors import InvalidArgument

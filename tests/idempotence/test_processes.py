@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import pytest
 
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
 from batonmq.idempotence import idempotent
-from tests.docs.pages import ROOT
 from tests.idempotence.messages import message
 from tests.idempotence.racer import CLAIM_MS, DONE_MS
 from tests.idempotence.stores import place
+from tools.docs.pages import ROOT
 
 pytestmark = pytest.mark.e2e
 

@@ -1,4 +1,7 @@
-"""Goal: `python -m batonmq_server.lockmgr` leads, leaves its locks to the next process, and ends cleanly.
+"""The lock manager as a process.
+
+Goal: `python -m batonmq_server.lockmgr` leads, leaves its locks to the next process, and ends
+cleanly.
 
 Method: real lock manager processes and a real etcd; offsets runs in the test's process.
 """

@@ -25,17 +25,17 @@ from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError
 from batonmq_server.nameserver.__main__ import build
 from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.nameserver.group_calls import GroupCalls
+from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.nameserver.placing import Placing
-from batonmq_server.nameserver.progress import Progress
-from batonmq_server.nameserver.refusals import Refusals
-from batonmq_server.nameserver.sessions import Sessions
-from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.nameserver.member_sessions import MemberSessions
+from batonmq_server.nameserver.placement_calls import PlacementCalls
+from batonmq_server.nameserver.progress_deleter import ProgressDeleter
+from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.nameserver.turns import Turns
 from batonmq_server.offsets.core.calls import Limits
 from batonmq_server.offsets.disk import Disk
 from batonmq_server.offsets.metrics import OffsetsMetrics
@@ -134,8 +134,8 @@ class Direct:
         settings, etcd = runtime.settings, runtime.etcd
         assert isinstance(settings, NameserverSettings)
         self.catalog = Catalog(etcd, runtime.nodes, watchers_max=1)
-        telemetry = Telemetry(CollectorRegistry(), runtime.hub, self.catalog, 30_000)
-        turns = Turns(runtime.random)
+        telemetry = GroupEvents(CollectorRegistry(), runtime.hub, self.catalog, 30_000)
+        turns = CompareAndSwap(runtime.random)
         topic_store = TopicStore(etcd, turns)
         store = GroupStore(
             etcd, turns, topic_store, member_lease_ms=30_000, on_change=telemetry.group_changed
@@ -144,7 +144,7 @@ class Direct:
             runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub
         )
         places = GroupPlacements(self.catalog.places, runtime.nodes)
-        progress = Progress(self.offsets.stub, places)
+        progress = ProgressDeleter(self.offsets.stub, places)
         self.topics = TopicCalls(settings, self.catalog, topic_store, progress)
         self.groups = GroupCalls(
             settings=settings,
@@ -152,10 +152,10 @@ class Direct:
             catalog=self.catalog,
             store=store,
             topics=self.topics,
-            sessions=Sessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
-            refusals=Refusals(etcd, self.catalog, lease_ms=30_000),
+            sessions=MemberSessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
+            refusals=RefusedClients(etcd, self.catalog, lease_ms=30_000),
             progress=progress,
-            placing=Placing(etcd, turns, self.catalog, places, store),
+            placing=PlacementCalls(etcd, turns, self.catalog, places, store),
             telemetry=telemetry,
         )
         self._tasks = tasks

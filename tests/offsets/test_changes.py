@@ -1,7 +1,7 @@
 """Numbered changes: who wrote which, what follows a position, and where two nodes have parted.
 
-Goal: a follower goes on only from a point of the leader's own history, and gets every change after it
-once and in order; otherwise it is told to begin anew.
+Goal: a follower goes on only from a point of the leader's own history, and gets every change after
+it once and in order; otherwise it is told to begin anew.
 Method: claims on the log of changes alone; hypothesis builds histories of several leaders.
 """
 

@@ -16,7 +16,7 @@ from batonmq_server.offsets import persistence, server
 from batonmq_server.offsets.core.calls import Acks, Instant, Limits
 from batonmq_server.offsets.core.ranges import EMPTY
 from batonmq_server.offsets.persistence import begin_life, recover_meanwhile
-from batonmq_server.testing.disks import OffsetsDisk
+from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
 from tests.offsets.service import TERM, Service, call, deletion, queue, wish
 
 GROUPS = [f"group-{number}" for number in range(7)]
@@ -90,7 +90,7 @@ async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
             turns += 1
             await asyncio.sleep(0)
 
-    disk = OffsetsDisk(Random(1), lambda _: 0.0)
+    disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
     _, table, records = begin_life(disk, Limits(), NOW)
     entries_of = persistence.entries_of(table, records)
     keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(200)]

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from batonmq._common.clock import Clock
 from batonmq._process.config import load
-from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.runtime.certificate_expiry import expiry_unix_s
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import check_files, show_expiry
@@ -44,7 +44,7 @@ def openssl(*words: str) -> str:
 @pytest.mark.parametrize("days", [-1, 1, 365, 20_000, 40_000])  # both ways of writing a year
 def test_the_end_of_a_certificate_is_told_to_the_second(tmp_path: Path, days: int) -> None:
     before_s = Clock().unix_ms() // 1000
-    security = Authority(tmp_path).issue(Subject(name="carol"), days=days)
+    security = CertificateAuthority(tmp_path).issue(CertificateSubject(name="carol"), days=days)
     found = expiry_unix_s(Path(security.cert_file).read_bytes())
     assert found is not None
     assert before_s <= found - days * DAY_S <= Clock().unix_ms() / 1000
@@ -62,9 +62,9 @@ def test_what_openssl_says_is_what_is_told(tmp_path: Path) -> None:
 
 
 def test_of_several_the_first_that_ends_counts(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     pems = [
-        Path(authority.issue(Subject(name=f"s{days}"), days=days).cert_file).read_bytes()
+        Path(authority.issue(CertificateSubject(name=f"s{days}"), days=days).cert_file).read_bytes()
         for days in (30, 3, 300)
     ]
     assert expiry_unix_s(b"".join(pems)) == expiry_unix_s(pems[1])
@@ -86,8 +86,8 @@ def test_of_what_is_no_certificate_nothing_is_told(pem: bytes) -> None:
 
 
 def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    own = authority.issue(Subject(name="node", hosts=("localhost",)), days=10)
+    authority = CertificateAuthority(tmp_path)
+    own = authority.issue(CertificateSubject(name="node", hosts=("localhost",)), days=10)
     told_of = settings(
         tls_cert_file=own.cert_file,
         tls_key_file=own.key_file,
@@ -98,7 +98,7 @@ def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) 
     first = told(registry)
     assert set(first) == {"service", "authority", "etcd_authority"}
     assert first["etcd_authority"] == first["authority"] > first["service"]
-    authority.issue(Subject(name="node", hosts=("localhost",)), days=20)
+    authority.issue(CertificateSubject(name="node", hosts=("localhost",)), days=20)
     later = told(registry)
     assert later["service"] - first["service"] >= 9 * DAY_S
     Path(own.cert_file).write_text("half a certificate")
@@ -106,7 +106,9 @@ def test_metric_follows_the_files_and_keeps_to_what_can_be_used(tmp_path: Path) 
 
 
 def test_a_file_that_can_be_used_and_tells_no_date_is_no_number(tmp_path: Path) -> None:
-    own = Authority(tmp_path).issue(Subject(name="node", hosts=("localhost",)), days=10)
+    own = CertificateAuthority(tmp_path).issue(
+        CertificateSubject(name="node", hosts=("localhost",)), days=10
+    )
     authority = Path(own.ca_file)
     authority.write_text(authority.read_text().replace(" CERTIFICATE", " X509 CERTIFICATE"))
     told_of = settings(

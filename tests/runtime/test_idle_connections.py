@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from batonmq._connection.channels import OPTIONS, connect
-from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.runtime.server_options import HEALTH_OPTIONS, SERVER_OPTIONS
 from batonmq_server.runtime.tls import server_credentials
 
@@ -137,7 +137,9 @@ async def test_who_connects_and_makes_no_call_is_cut_off(
 
 
 async def test_who_does_not_end_his_handshake_is_cut_off(tmp_path: Path) -> None:
-    security = Authority(tmp_path).issue(Subject(name="node", hosts=("127.0.0.1",)))
+    security = CertificateAuthority(tmp_path).issue(
+        CertificateSubject(name="node", hosts=("127.0.0.1",))
+    )
     async with serving(SERVER_OPTIONS, server_credentials(security)) as (port, _):
         await cut_off(port, b"")
         await cut_off(port, b"\x16\x03\x01\x02\x00\x01")

@@ -50,7 +50,7 @@ class Queue:
     Attributes:
         durable: Progress as the disk has it.
         issued: Incarnation by token, of every fence that became durable.
-        fenced: Incarnation by token, None for nobody, of every fence that passed, durable or not yet.
+        fenced: Incarnation by token, None for nobody, of every fence that passed, durable or not.
         persisted: Owner by token, as etcd had it.
         stored: Message id and tag by offset, as the log has them.
         stored_ms: When, by offset.

@@ -11,27 +11,29 @@ import pytest
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S
-from batonmq._consumer import giving_back, retrying, runner
-from batonmq._consumer.retrying import Return, Returns
-from batonmq._consumer.runner import QueueRunner
+from batonmq._consumer import assigned_queue as runner
+from batonmq._consumer import queue_releaser as giving_back
+from batonmq._consumer import retry_sender as retrying
+from batonmq._consumer.assigned_queue import AssignedQueue
+from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import ranges_to_pb
-from batonmq._core.inflight import Acks, Closing, QueueProgress
+from batonmq._core.queue_progress import Acks, CloseContent, QueueProgress
 from batonmq.errors import BatonError
 
 
 def no_deadline(patch: pytest.MonkeyPatch) -> None:
     """[no_deadline] A client starts what it has as long as nobody tells it not to."""
 
-    def may_start(self: QueueRunner) -> bool:
+    def may_start(self: AssignedQueue) -> bool:
         return self.progress is not None and not self.stopping.is_set()
 
-    patch.setattr(QueueRunner, "may_start", may_start)
+    patch.setattr(AssignedQueue, "may_start", may_start)
 
 
 def close_without_draining(patch: pytest.MonkeyPatch) -> None:
     """[release_no_drain] A client that loses a queue says "done" with handlers running."""
 
-    async def give_back(queue: QueueRunner) -> None:
+    async def give_back(queue: AssignedQueue) -> None:
         closing = replace(queue.end(), unfinished=())
         await giving_back.close(queue, closing)
         await giving_back.release(queue, closing.token)
@@ -43,7 +45,7 @@ def close_without_draining(patch: pytest.MonkeyPatch) -> None:
 def close_not_frozen(patch: pytest.MonkeyPatch) -> None:
     """[close_retry_forgets] A repeated Close says what is true by then: nothing is unfinished."""
 
-    async def close(queue: QueueRunner, closing: Closing) -> None:
+    async def close(queue: AssignedQueue, closing: CloseContent) -> None:
         item = offsets_pb.CloseItem(
             queue=queue.key,
             token=closing.token,
@@ -79,10 +81,10 @@ def commit_all_received(patch: pytest.MonkeyPatch) -> None:
 def ack_without_sending_back(patch: pytest.MonkeyPatch) -> None:
     """A client acks what its handler did not take, and keeps no copy."""
 
-    async def send(self: Returns, one: Return) -> bool:
+    async def send(self: RetrySender, one: RetryRequest) -> bool:
         return one.counts()
 
-    patch.setattr(Returns, "send", send)
+    patch.setattr(RetrySender, "send", send)
 
 
 def ids_of_their_own(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batonmq._consumer.runner import QueueRunner
+from batonmq._consumer.assigned_queue import AssignedQueue
 from batonmq_server.offsets.core.calls import Acks as TableAcks
 from batonmq_server.offsets.core.calls import (
     Committed,
@@ -137,7 +137,7 @@ def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
 
     The epoch is not raised, nor does a client drop its work when it hears that it was a reset.
     """
-    real_reset, real_fence = Progress.reset, QueueRunner.fence
+    real_reset, real_fence = Progress.reset, AssignedQueue.fence
 
     def reset(self: Progress, to: Place, source: Source, now: Instant) -> Moved:
         reset_epoch = self.reset_epoch
@@ -145,11 +145,11 @@ def reset_no_resume_check(patch: pytest.MonkeyPatch) -> None:
         self.reset_epoch = reset_epoch
         return moved._replace(reset_epoch=reset_epoch)
 
-    def fence(self: QueueRunner, *, forget: bool = False) -> None:
+    def fence(self: AssignedQueue, *, forget: bool = False) -> None:
         real_fence(self)
 
     patch.setattr(Progress, "reset", reset)
-    patch.setattr(QueueRunner, "fence", fence)
+    patch.setattr(AssignedQueue, "fence", fence)
 
 
 def force_without_flags(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
 
     A client that waits until it knows the subscription its grant is for would hide that.
     """
-    record, granted = Progress.record_delivered, QueueRunner.granted
+    record, granted = Progress.record_delivered, AssignedQueue.granted
 
     def recorded(
         self: Progress, token: int, delivery: TableDelivery, limits: Limits, now: Instant
@@ -190,8 +190,8 @@ def delivery_of_any_generation(patch: pytest.MonkeyPatch) -> None:
         named = delivery._replace(subscription_generation=self.subscription_generation)
         return record(self, token, named, limits, now)
 
-    def unbound(self: QueueRunner, sent_ms: int, lease_ms: int, _: int) -> None:
+    def unbound(self: AssignedQueue, sent_ms: int, lease_ms: int, _: int) -> None:
         granted(self, sent_ms, lease_ms, 0)
 
     patch.setattr(Progress, "record_delivered", recorded)
-    patch.setattr(QueueRunner, "granted", unbound)
+    patch.setattr(AssignedQueue, "granted", unbound)

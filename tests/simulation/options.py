@@ -11,9 +11,9 @@ Fault model. The cluster must keep its promises while
   in its sockets;
 - wall clocks jump by hours;
 - of the nodes of a replica set, of offsets or of storage, the acting leader dies, stands still or
-  is cut off, from its followers, from etcd, or both; followers are, too, in one direction or both; a node
-  loses its disk, or a bit of its log is flipped, though never of the only one that has everything;
-  a disk of storage fails for a while, and forgets what it was just to sync;
+  is cut off, from its followers, from etcd, or both; followers are, too, in one direction or both;
+  a node loses its disk, or a bit of its log is flipped, though never of the only one that has
+  everything; a disk of storage fails for a while, and forgets what it was just to sync;
 - consumers join, leave, are killed and come back under the same or another name, and handlers
   run longer than a queue that is lost may drain, or fail, so that messages are sent back;
 - streams break;
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Literal, get_args
 
-from batonmq_server.testing.network import Faults
+from batonmq_server.testing.memory_network import Faults
 
 Strategy = Literal["STICKY", "AVERAGE", "AVERAGE_BY_CIRCLE", "CONSISTENT_HASH"]
 

@@ -19,8 +19,8 @@ from batonmq_server.offsets.disk import Entry
 from batonmq_server.offsets.serving import Offsets
 from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
-from batonmq_server.testing.disks import OffsetsDisk
-from batonmq_server.testing.network import Call
+from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
+from batonmq_server.testing.memory_network import MemoryCall
 from tests.simulation.books import Books
 
 SET_KEY, LEADER_KEY = "replicas/offsets/offsets", "elections/offsets/offsets"
@@ -71,7 +71,7 @@ class ReplicaChecks:
 
     def __init__(self, books: Books, leader: Callable[[], str]) -> None:
         self._books, self._leader = books, leader
-        self._disks: dict[str, OffsetsDisk] = {}
+        self._disks: dict[str, MemoryOffsetsDisk] = {}
         self._stands: dict[str, Standpoint] = {}
         self._states: dict[ReplicaPosition, int] = {}
         self._standing = replicas_pb2.ReplicaSet()
@@ -80,12 +80,12 @@ class ReplicaChecks:
 
     # ---- copies
 
-    def watch_disk(self, node: str, disk: OffsetsDisk) -> None:
+    def watch_disk(self, node: str, disk: MemoryOffsetsDisk) -> None:
         """See what a node writes from now on; its disk is empty."""
         self._disks[node], self._stands[node] = disk, Standpoint(0, ())
         disk.on_write.append(partial(self._written, node, disk))
 
-    def _written(self, node: str, disk: OffsetsDisk, _: Sequence[Entry]) -> None:
+    def _written(self, node: str, disk: MemoryOffsetsDisk, _: Sequence[Entry]) -> None:
         if self._disks[node] is not disk:
             return  # it is lost
         before, now = self._stands[node], Standpoint.of(disk.entries)
@@ -160,7 +160,7 @@ class ReplicaChecks:
             self._fail(f"{text}, and the leader is not")
         self._check_electable(text)
 
-    def answered(self, call: Call, answer: Any) -> None:
+    def answered(self, call: MemoryCall, answer: Any) -> None:
         """Only a leader answers; and etcd gives no other one its place before that is over."""
         if call.target not in self._disks or not call.path.startswith(_SERVICE):
             return

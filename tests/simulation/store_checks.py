@@ -22,8 +22,8 @@ from batonmq_server.storage.core.epochs import History
 from batonmq_server.storage.core.producers import QueueKey, Receipt
 from batonmq_server.storage.core.store import Checked, QueueRange, TopicQueues
 from batonmq_server.storage.node import Node
-from batonmq_server.testing.disks import MemoryDisk
-from batonmq_server.testing.network import Call
+from batonmq_server.testing.memory_disks import MemoryDisk
+from batonmq_server.testing.memory_network import MemoryCall
 from tests.simulation.books import Books
 from tests.simulation.replica_checks import ReplicaChecks, Standpoint, says_nothing
 
@@ -281,7 +281,7 @@ class StoreChecks(ReplicaChecks):
 
     # ---- answers
 
-    def served(self, call: Call, request: Any, answer: Any) -> None:
+    def served(self, call: MemoryCall, request: Any, answer: Any) -> None:
         """A node answers: as leader only if it is; and what it says of safety is true."""
         if call.target not in self._nodes or not call.path.startswith(_SERVICES):
             return

@@ -20,7 +20,7 @@ from batonmq_server.storage.core.keyindex import KeyIndex
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
 from batonmq_server.storage.core.recovery import Recovery, RecoveryReport
 from batonmq_server.storage.core.store import Store, TopicQueues, Wanted, check
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 
 TOPIC = "orders"
 TOPIC_ID = 7

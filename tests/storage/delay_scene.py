@@ -13,7 +13,7 @@ from baton.storage.v1 import schedule_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb
 from batonmq._telemetry.events import EventHub
-from batonmq.errors import BatonError, TopicNotFound
+from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.storage.appending import Appender
 from batonmq_server.storage.core.retention import Policy, Retention
 from batonmq_server.storage.core.store import Store, TopicQueues
@@ -25,7 +25,7 @@ from batonmq_server.storage.node import Node, recovered
 from batonmq_server.storage.schedule_server import ScheduleServicer
 from batonmq_server.storage.stream import StorageStream
 from batonmq_server.storage.topics import Topics
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, bodies
 
 BROKER = "broker-a"
@@ -72,7 +72,9 @@ class TopicsTwin(Topics):
         if name in self.errors:
             raise self.errors[name]
         if name not in self.topics:
-            raise TopicNotFound(f"topic {name} does not exist", facts={"topic": name})
+            raise TopicNotFound(
+                f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name)
+            )
         return self.topics[name]
 
 

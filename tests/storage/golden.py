@@ -15,7 +15,7 @@ from batonmq_server.storage.core.delay import Delayed
 from batonmq_server.storage.core.floors import Floor
 from batonmq_server.storage.core.recovery import encode_synced
 from batonmq_server.storage.core.schedule import TOPIC as SCHEDULE_TOPIC
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import TOPIC, TOPIC_ID, Opened, append, batch, open_store, sync
 
 FOLDER = Path(__file__).parent / "golden"

@@ -12,7 +12,7 @@ from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import error_to_pb
-from batonmq.errors import BatonError, Fenced, OldEpoch
+from batonmq.errors import BatonError, FenceCause, Fenced, FencedDetail, OldEpoch, OldEpochDetail
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Range = tuple[int, int]
@@ -87,10 +87,10 @@ class OffsetsTwin(pb_grpc.OffsetsServiceServicer):
             return None
         return Fenced(
             f"token {token} is not {current}",
-            facts={"token": token, "current": current, "reset_epoch": 0, "why": "TAKEN"},
+            detail=FencedDetail(token=token, current=current, why=FenceCause.TAKEN),
         )
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch > self.epoch:
-            facts = {"epoch": self.epoch, "current": epoch}
-            raise OldEpoch(f"epoch {self.epoch} is over", facts=facts)
+            detail = OldEpochDetail(epoch=self.epoch, current=epoch)
+            raise OldEpoch(f"epoch {self.epoch} is over", detail=detail)

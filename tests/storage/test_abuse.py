@@ -26,7 +26,7 @@ from batonmq.errors import BatonError, DataLoss, QueueNotFound, TopicNotFound
 from batonmq_server.storage.core import store
 from batonmq_server.storage.core.producers import Receipt
 from batonmq_server.storage.core.query import Queries, Window
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
 from tests.storage.running import BROKER, TIMEOUT_S, Running, pull_request, running
 from tests.support.waiting import until

@@ -16,7 +16,12 @@ from prometheus_client import Counter
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import schedule_service_pb2 as pb
 from batonmq.errors import NotScheduled, PermissionDenied
-from batonmq_server.runtime.access.permissions import AccessRole, Authorizer, Grant, Permission
+from batonmq_server.runtime.access.permissions import (
+    AccessRole,
+    Authorizer,
+    Grant,
+    Permission,
+)
 from batonmq_server.storage.core.store import check
 from batonmq_server.storage.damage import Damage
 from batonmq_server.storage.query_server import QueryServicer

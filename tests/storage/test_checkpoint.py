@@ -24,7 +24,7 @@ from batonmq_server.storage.core.floors import Floor
 from batonmq_server.storage.core.keyindex import OpenRun, Stretch
 from batonmq_server.storage.core.producers import ProducerState, Receipt
 from batonmq_server.storage.core.store import Store
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC,

@@ -22,7 +22,7 @@ from batonmq_server.storage import checkpoints
 from batonmq_server.storage.checkpoints import Checkpointer
 from batonmq_server.storage.flush import Flusher
 from batonmq_server.storage.node import Node, recovered
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import append, batch, bodies, open_store
 from tests.storage.running import running
 from tests.support.waiting import until

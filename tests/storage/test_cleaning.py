@@ -35,7 +35,7 @@ from batonmq_server.storage.flush import Flusher
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import Node, recovered
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS, checked
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, TOPICS, append, batch, bodies, stored
 from tests.support.waiting import until
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batonmq.errors import DataLoss, DiskFull, LimitExceeded
 from batonmq_server.storage.core.commitlog import FILLER_MAGIC, CommitLog, Stamped
 from batonmq_server.storage.core.files import FileCache
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 
 SEGMENT = 100
 

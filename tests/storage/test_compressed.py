@@ -20,7 +20,7 @@ from batonmq._core.records import (
 from batonmq.errors import BadBatch, LimitExceeded
 from batonmq_server.storage.core.checkpointing import Checkpointing
 from batonmq_server.storage.core.fsck import Fsck
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.core.test_compressed_batches import repacked
 from tests.storage.batches import NOW, TOPIC, bodies, open_store, stored
 from tests.storage.delay_scene import scene

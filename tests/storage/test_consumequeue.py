@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, folder_of
 from batonmq_server.storage.core.files import FileCache
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 
 FOLDER = folder_of("orders", 7, 3)
 

@@ -28,7 +28,7 @@ from batonmq_server.storage.core.scrub import Scrub
 from batonmq_server.storage.damage import Damage
 from batonmq_server.storage.node import recovered
 from batonmq_server.storage.scrub import Scrubber
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from batonmq_server.testing.virtual_time import VirtualTimeLoop
 from tests.storage.batches import (
     NOW,

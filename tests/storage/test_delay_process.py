@@ -1,7 +1,7 @@
 """Goal: a node that is killed again and again delivers each scheduled message once, and none early.
 
-Method: `python -m batonmq_server.storage` as a child process, killed while messages are due; the store
-time of a delivered batch is compared with the time its body names.
+Method: `python -m batonmq_server.storage` as a child process, killed while messages are due; the
+store time of a delivered batch is compared with the time its body names.
 """
 
 from __future__ import annotations

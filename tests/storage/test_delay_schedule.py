@@ -36,7 +36,7 @@ from batonmq_server.storage.core.schedule import (
 )
 from batonmq_server.storage.core.store import Checked, Store, check
 from batonmq_server.storage.schedule_server import SYSTEM_TOPICS
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC_ID, TOPICS, batch, bodies, open_store, sync
 
 FIRST_SEGMENT = f"log/{0:020d}"

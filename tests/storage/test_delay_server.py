@@ -18,6 +18,7 @@ from batonmq._core.records import Message, decode_records, read_header
 from batonmq.errors import (
     BatonError,
     DataLoss,
+    DataLossDetail,
     DiskFull,
     DuplicateSequence,
     InvalidArgument,
@@ -32,7 +33,7 @@ from batonmq_server.storage.core.retention import Usage
 from batonmq_server.storage.core.store import TopicQueues
 from batonmq_server.storage.due import UNSETTLED_MAX
 from batonmq_server.storage.schedule_server import decode_id, encode_id
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, batch, wanted
 from tests.storage.delay_scene import SEGMENT_BYTES, scene
 
@@ -497,7 +498,7 @@ async def test_a_batch_that_the_disk_does_not_give_goes_nowhere_and_the_others_a
 
         def unreadable(position: int, bytes_max: int) -> bytes:
             if position == first:
-                raise DataLoss("the log can't be read", facts={"position": position})
+                raise DataLoss("the log can't be read", detail=DataLossDetail(position=position))
             return read(position, bytes_max)
 
         here.store.log.read = unreadable  # type: ignore[method-assign]

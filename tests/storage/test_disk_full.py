@@ -25,7 +25,7 @@ from batonmq_server.storage.core.files import File
 from batonmq_server.storage.core.producers import Receipt
 from batonmq_server.storage.core.retention import DiskState, Usage
 from batonmq_server.storage.core.store import check
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage import delay_scene
 from tests.storage.batches import (
     NOW,

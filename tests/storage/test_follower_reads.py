@@ -1,7 +1,7 @@
 """Reading from followers.
 
-Goal: a follower gives what the whole in-sync set has, under the same checks as the leader; it is asked
-while there is no leader, and by those who are far behind, and otherwise sends readers back.
+Goal: a follower gives what the whole in-sync set has, under the same checks as the leader; it is
+asked while there is no leader, and by those who are far behind, and otherwise sends readers back.
 Method: three real nodes in one process (tests/storage/replicas.py), an offsets service that notes
 what is recorded, and at the end a real consumer that loses its leader.
 """

@@ -20,7 +20,7 @@ from batonmq_server.storage.core.consumequeue import ENTRY, folder_of
 from batonmq_server.storage.core.fsck import Fsck, FsckReport
 from batonmq_server.storage.core.recovery import encode_synced
 from batonmq_server.storage.node import SYNCED, Node, opened
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     TOPIC,
     TOPIC_ID,

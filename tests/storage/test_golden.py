@@ -15,7 +15,7 @@ from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.keyindex import search_hash
 from batonmq_server.storage.core.query import Queries, Window
 from batonmq_server.storage.core.recovery import decode_synced
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage import golden
 from tests.storage.batches import TOPIC_ID, Opened, bodies, open_store
 

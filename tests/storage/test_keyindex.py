@@ -19,7 +19,7 @@ from batonmq_server.storage.core.keyindex import (
     encode_run,
     open_path,
 )
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 
 SEGMENT_BYTES = 1_000
 Entry = tuple[int, int, int, int]

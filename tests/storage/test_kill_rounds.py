@@ -21,7 +21,7 @@ import pytest
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._connection.channels import connect
 from batonmq._consumer.consumer import Consumer
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt

@@ -28,7 +28,7 @@ from batonmq._core.records import (
 from batonmq._core.subscription import SqlFilter, parse_filter
 from batonmq_server.storage.core.filter import batch_starts
 from batonmq_server.storage.core.properties import STEPS_MAX, Found, find_passing
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import TOPIC, TOPIC_ID, batch, open_store, stored, wanted
 
 KEY = (TOPIC_ID, 0)

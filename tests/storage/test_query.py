@@ -16,7 +16,7 @@ from batonmq._core.records import Message, decode_records, key_hash, read_header
 from batonmq.errors import DataLoss, MessageNotFound
 from batonmq_server.storage.core.query import LOOKED_AT_MAX, Match, Queries, Window
 from batonmq_server.storage.core.store import Store
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC_ID,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.producers import Receipt
 from batonmq_server.storage.core.recovery import decode_synced, encode_synced
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import TOPIC_ID, append, batch, bodies, open_store, stored
 
 FIRST = f"log/{0:020d}"

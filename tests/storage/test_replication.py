@@ -25,7 +25,7 @@ from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, StillInSync
-from batonmq_server.nameserver.electing import Electing
+from batonmq_server.nameserver.unclean_election import UncleanElection
 from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.replication.position import NO_POSITION
@@ -668,7 +668,7 @@ async def test_an_operator_may_give_up_what_only_lost_nodes_have(
 
         async def accepted() -> bool:
             try:
-                await Electing(session).elect(request)
+                await UncleanElection(session).elect(request)
             except StillInSync:  # the entries of the lost ones go with their leases
                 return False
             return True

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from batonmq.errors import DataLoss
+from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core import scrub as core
 from batonmq_server.storage.core.scrub import Scrub
 from batonmq_server.storage.damage import Damage
 from batonmq_server.storage.node import opened
 from batonmq_server.storage.scrub import Scrubber
-from batonmq_server.testing.disks import MemoryDisk, MemoryFile
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryFile
 from tests.storage.batches import Opened, append, batch, open_store, stored
 from tests.support.waiting import until
 
@@ -140,8 +140,8 @@ def test_everything_damaged_is_told_once(caplog: pytest.LogCaptureFixture) -> No
     damage = Damage(Counter("found", "Damage.", registry=CollectorRegistry()))
     for _ in range(2):
         damage.note(7, "rotten")
-        damage.met(DataLoss("rotten", facts={"position": 7}))
-        damage.met(DataLoss("rotten too", facts={"position": 8}))
+        damage.met(DataLoss("rotten", detail=DataLossDetail(position=7)))
+        damage.met(DataLoss("rotten too", detail=DataLossDetail(position=8)))
         damage.met(DataLoss("one index ends early", facts={"offset": 1}))
         damage.met(DataLoss("another index ends early", facts={"offset": 1}))
     assert len(damage) == len(caplog.records) == 4

@@ -18,7 +18,7 @@ from batonmq_server.storage.core.epochs import History
 from batonmq_server.storage.core.recovery import Recovery
 from batonmq_server.storage.core.shipping import check_received, read_whole, whole_bytes
 from batonmq_server.storage.core.store import Store
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored, sync
 
 SEGMENT_BYTES = 4_096

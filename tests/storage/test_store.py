@@ -25,7 +25,7 @@ from batonmq.errors import (
 from batonmq_server.storage.core.filter import HashFilter
 from batonmq_server.storage.core.producers import Receipt
 from batonmq_server.storage.core.store import SCANNED_MAX, QueueRange, TopicQueues, check
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import (
     NOW,
     TOPIC,

@@ -37,7 +37,7 @@ from batonmq_server.storage.core.retention import Policy, Retention
 from batonmq_server.storage.core.store import Wanted
 from batonmq_server.storage.metrics import StorageMetrics
 from batonmq_server.storage.node import Node, recovered
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import NOW, TOPIC, TOPIC_ID, append, batch
 
 SEGMENT_BYTES = 800

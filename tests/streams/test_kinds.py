@@ -10,8 +10,8 @@ import asyncio
 import pytest
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.log_buckets import LogBuckets
 from batonmq._core.names import ALERTS_TOPIC, METRICS_TOPIC
 from batonmq._core.queues import QueueRef

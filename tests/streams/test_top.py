@@ -13,10 +13,10 @@ from rich.console import Console
 
 from baton.common.v1 import queue_pb2
 from baton.metrics.v1 import metrics_service_pb2 as pb
-from batonmq._consumer.session import ConsumerSettings
+from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.board import WINDOW_MS, Board, Place, Snapshot, Standing
 from batonmq.admin.event_watch import EventWatch
-from batonmq.cli.top_view import Frame, item_of
+from batonmq.cli.top_screen import Frame, item_of
 from batonmq_server.testing import MemoryBroker, run_virtual
 
 T0 = Place("t", "a", 0)

@@ -20,9 +20,9 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq._consumer.results import RetryLater
-from batonmq._consumer.session import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._core.retries import dead_letter_topic
 from batonmq._producer.producer import Producer
@@ -32,7 +32,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.testing import Faults, MemoryBroker, run_virtual
-from batonmq_server.testing.processes import Service
+from batonmq_server.testing.processes import ServiceSpec
 
 BACK = ConsumerSettings(consume_from="first", send_back=True)
 
@@ -44,7 +44,7 @@ class BadDisk(Exception):
 class FailingBroker(MemoryBroker):
     """One whose storage finds its disk damaged."""
 
-    def _start(self, service: Service) -> None:
+    def _start(self, service: ServiceSpec) -> None:
         def build(_: object, __: object) -> NoReturn:
             raise BadDisk
 

@@ -8,7 +8,9 @@ from enum import Enum
 from batonmq.errors import (
     BatonError,
     Draining,
+    FenceCause,
     Fenced,
+    FencedDetail,
     Held,
     NotAssigned,
     OldRequest,
@@ -127,11 +129,11 @@ def decide_own(entry: Entry, asker: Asker, seen: Observation) -> Decision:
             Fenced(
                 f"token {lock.token} of request {asker.acquire_seq} for {entry.key} is finished",
                 remedy="Acquire the queue again, with a higher acquire_seq.",
-                facts={
-                    "token": lock.token,
-                    "current": seen.token,
-                    "why": "CLOSED" if seen.token == lock.token else "TAKEN",
-                },
+                detail=FencedDetail(
+                    token=lock.token,
+                    current=seen.token,
+                    why=FenceCause.CLOSED if seen.token == lock.token else FenceCause.TAKEN,
+                ),
             ),
             clears=False,
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from batonmq.errors import GroupMoved, InvalidArgument, NotServing, OldMove
+from batonmq.errors import GroupMoved, GroupMovedDetail, InvalidArgument, NotServing, OldMove
 
 ARRIVING_RETRY_MS = 100
 
@@ -136,7 +136,7 @@ def moved(group: str, offsets_set: str, move: int) -> GroupMoved:
     return GroupMoved(
         f"group {group} is kept by {offsets_set}",
         retry_after_ms=ARRIVING_RETRY_MS // 2,
-        facts={"group": group, "offsets_set": offsets_set, "move": move},
+        detail=GroupMovedDetail(group=group, offsets_set=offsets_set, move=move),
     )
 
 

@@ -14,11 +14,14 @@ from batonmq.errors import (
     AckCap,
     BeyondDelivered,
     DeliveryGap,
+    FenceCause,
     Fenced,
+    FencedDetail,
     NotHolder,
     NotIdle,
     Superseded,
     TokenMismatch,
+    TokenMismatchDetail,
     Unacked,
 )
 from batonmq_server.offsets.core.calls import (
@@ -148,11 +151,9 @@ class Progress:
         if wish.expected_token != self.token:
             raise TokenMismatch(
                 f"the token is {self.token}, expected was {wish.expected_token}",
-                facts={
-                    "expected": wish.expected_token,
-                    "token": self.token,
-                    "attempt": self.attempt,
-                },
+                detail=TokenMismatchDetail(
+                    expected=wish.expected_token, token=self.token, attempt=self.attempt
+                ),
             )
         self._check_condition(wish, now)
         ended = Ended(self.token, _ENDS[wish.condition], self.reach)
@@ -239,7 +240,7 @@ class Progress:
         self._check_open(token)
         first_offset, next_offset, generation = delivery
         if self.subscription_generation not in (0, generation):
-            raise self._fenced(token, "SUBSCRIPTION")
+            raise self._fenced(token, FenceCause.SUBSCRIPTION)
         expected = self.acked.first_missing(self.delivered_offset)
         if first_offset > expected:
             raise DeliveryGap(
@@ -296,7 +297,7 @@ class Progress:
             Fenced: R is another.
         """
         if acks.reset_epoch != self.reset_epoch:
-            raise self._fenced(0, "RESET")
+            raise self._fenced(0, FenceCause.RESET)
         new = self._new(acks)
         if new:
             self._ack(new, now, Source.COMMIT)
@@ -357,20 +358,17 @@ class Progress:
         if token == self.token and not self.closed and not other_epoch:
             return
         if other_epoch or self.grant is None:
-            raise self._fenced(token, "RESET")
+            raise self._fenced(token, FenceCause.RESET)
         if token == self.token:
-            raise self._fenced(token, "CLOSED")
-        raise self._fenced(token, "FORCED" if self.forced_by else "TAKEN")
+            raise self._fenced(token, FenceCause.CLOSED)
+        raise self._fenced(token, FenceCause.FORCED if self.forced_by else FenceCause.TAKEN)
 
-    def _fenced(self, token: int, why: str) -> Fenced:
+    def _fenced(self, token: int, why: FenceCause) -> Fenced:
         return Fenced(
-            f"token {token} is not in force, the current one is {self.token} ({why})",
-            facts={
-                "token": token,
-                "current": self.token,
-                "reset_epoch": self.reset_epoch,
-                "why": why,
-            },
+            f"token {token} is not in force, the current one is {self.token} ({why.value})",
+            detail=FencedDetail(
+                token=token, current=self.token, reset_epoch=self.reset_epoch, why=why
+            ),
         )
 
     def _new(self, acks: Acks) -> RangeSet:

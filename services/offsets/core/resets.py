@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 from batonmq._core.queues import GroupQueue
 from batonmq._core.retries import retry_topic
-from batonmq.errors import BatonError, OperationExists, OperationNotFound, UnknownQueue
+from batonmq.errors import (
+    BatonError,
+    OperationExists,
+    OperationNotFound,
+    UnknownQueue,
+    UnknownQueueDetail,
+)
 from batonmq_server.offsets.core.calls import Instant, Moved, Place, Source
 from batonmq_server.offsets.core.table import ProgressTable
 
@@ -204,7 +210,8 @@ class Resets:
             if target.undone.moved.reset_epoch <= progress.first_reset_epoch:
                 return UnknownQueue(
                     f"what the operation moved on queue {target.key} was deleted since",
-                    facts={"queue": str(target.key), "token": progress.token},
+                    facts={"queue": str(target.key)},
+                    detail=UnknownQueueDetail(token=progress.token),
                 )
         moved = self._table.move(target.key, target.to, kind, now, dry_run=dry_run)
         return Step(target.key, target.to.committed_offset, moved)

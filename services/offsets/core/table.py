@@ -10,7 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from batonmq._core.queues import GroupQueue
-from batonmq.errors import Fenced, OldEpoch, OldTopic, UnknownQueue
+from batonmq.errors import (
+    FenceCause,
+    Fenced,
+    FencedDetail,
+    OldEpoch,
+    OldEpochDetail,
+    OldTopic,
+    UnknownQueue,
+    UnknownQueueDetail,
+)
 from batonmq_server.offsets.core.calls import (
     Acks,
     Committed,
@@ -108,7 +117,7 @@ class ProgressTable:
         if seen_epoch > self.epoch:
             raise OldEpoch(
                 f"this replica has epoch {self.epoch}, the caller has seen {seen_epoch}",
-                facts={"epoch": self.epoch, "current": seen_epoch},
+                detail=OldEpochDetail(epoch=self.epoch, current=seen_epoch),
             )
 
     def announce(self, term: int) -> bool:
@@ -120,7 +129,7 @@ class ProgressTable:
         if term < self.term:
             raise OldEpoch(
                 f"term {term} is over, the announced one is {self.term}",
-                facts={"epoch": term, "current": self.term},
+                detail=OldEpochDetail(epoch=term, current=self.term),
             )
         changed = term > self.term
         self.term = term
@@ -138,7 +147,7 @@ class ProgressTable:
         if term != self.term:
             raise OldEpoch(
                 f"term {term} is not the announced one, {self.term}",
-                facts={"epoch": term, "current": self.term},
+                detail=OldEpochDetail(epoch=term, current=self.term),
             )
         progress = self._queues.get(key)
         if progress is None:
@@ -322,19 +331,20 @@ class ProgressTable:
             return self.query(key)
         raise Fenced(
             f"the progress of queue {key} was deleted, token {token} is not in force",
-            facts={
-                "token": token,
-                "current": tombstone.token,
-                "reset_epoch": tombstone.reset_epoch,
-                "why": "RESET",
-            },
+            detail=FencedDetail(
+                token=token,
+                current=tombstone.token,
+                reset_epoch=tombstone.reset_epoch,
+                why=FenceCause.RESET,
+            ),
         )
 
     def _unknown(self, key: GroupQueue) -> UnknownQueue:
         token, reset_epoch, _ = self._tombstones.get(key, _NOTHING)
         return UnknownQueue(
             f"queue {key} has no progress",
-            facts={"queue": str(key), "token": token, "reset_epoch": reset_epoch},
+            facts={"queue": str(key)},
+            detail=UnknownQueueDetail(token=token, reset_epoch=reset_epoch),
         )
 
     def _end(self, keys: Iterable[GroupQueue], now: Instant) -> list[GroupQueue]:

@@ -18,7 +18,11 @@ import grpc.aio
 from batonmq._common.rpc import abort
 from batonmq.errors import BatonError
 from batonmq_server.runtime.access.guard import Caller, Guard, Metadata
-from batonmq_server.runtime.access.permissions import ANY_GRANT, Permission, permission_denied
+from batonmq_server.runtime.access.permissions import (
+    ANY_GRANT,
+    Permission,
+    permission_denied,
+)
 from batonmq_server.runtime.access.rules import PerItemRule
 
 _BY_CHARACTERS_MAX = 200

@@ -15,7 +15,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from batonmq.errors import BatonError, NotServing, PermissionDenied, Unauthenticated
 from batonmq_server.runtime.access import stored_access
-from batonmq_server.runtime.access.permissions import SERVICE_PREFIX, Authorizer, Permission
+from batonmq_server.runtime.access.permissions import (
+    SERVICE_PREFIX,
+    Authorizer,
+    Permission,
+)
 from batonmq_server.runtime.access.rules import COMMON_RULES, AccessRule, AccessRules
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 from batonmq._core.names import METRICS_TOPIC
 from batonmq.errors import BatonError
-from batonmq_server.runtime.access.permissions import ANY_GRANT, Permission, consume, join_group
+from batonmq_server.runtime.access.permissions import (
+    ANY_GRANT,
+    Permission,
+    consume,
+    join_group,
+)
 
 FindPermissions = Callable[[Any], Iterable[Permission]]
 """Returns the permissions that a request requires."""

@@ -10,7 +10,12 @@ from urllib.parse import quote, unquote
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import stored_access_pb2 as pb
-from batonmq_server.runtime.access.permissions import AccessRole, Authorizer, BearerToken, Grant
+from batonmq_server.runtime.access.permissions import (
+    AccessRole,
+    Authorizer,
+    BearerToken,
+    Grant,
+)
 
 log = logging.getLogger(__name__)
 

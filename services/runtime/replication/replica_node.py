@@ -90,8 +90,8 @@ class ReplicaNode:
     def resign(self) -> None:
         """The process ends: be leader no more.
 
-        One that went on while it takes no more calls of its followers would let them out of the set,
-        and be gone as the only one who can be elected.
+        One that went on while it takes no more calls of its followers would let them out of the
+        set, and be gone as the only one who can be elected.
         """
         self._left = True
         self.election.resign()

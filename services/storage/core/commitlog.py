@@ -19,7 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batonmq.errors import DataLoss, DiskFull, LimitExceeded
+from batonmq.errors import DataLoss, DataLossDetail, DiskFull, LimitExceeded
 from batonmq_server.storage.core.files import UNREADABLE, Disk, File, FileCache
 
 FOLDER = "log"
@@ -201,7 +201,7 @@ class CommitLog:
                 raise
             raise DataLoss(
                 f"the log can't be read at {position}: {error.strerror}",
-                facts={"position": position},
+                detail=DataLossDetail(position=position),
             ) from error
 
     def segment_of(self, position: int) -> tuple[str, int, int]:
@@ -288,7 +288,7 @@ class CommitLog:
         if self._segments and self._end() != first_position:
             raise DataLoss(
                 f"the log has no segment at {self._end()}, but one at {first_position}",
-                facts={"position": self._end()},
+                detail=DataLossDetail(position=self._end()),
             )
         self._segments.append(segment)
         self._firsts.append(first_position)
@@ -323,7 +323,7 @@ class CommitLog:
         if not self.next_position == self._end() == first_position:
             raise DataLoss(
                 f"the other log has a segment [{first_position}, {end}); this one has others",
-                facts={"position": self.next_position},
+                detail=DataLossDetail(position=self.next_position),
             )
         segment = _Segment(first_position, end - first_position)
         segment.file = self._disk.create(segment.path, segment.size)

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import google_crc32c
 
-from batonmq.errors import DataLoss
+from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 
 PATH = "epochs"
@@ -129,5 +129,5 @@ def _damaged(why: str) -> DataLoss:
         f"{PATH} can't be read: {why}",
         remedy="Restore the file from a backup; or remove it, and write into a file `epoch` a "
         "number that is larger than any epoch before: recovery.json has the one of the last start.",
-        facts={"position": 0},
+        detail=DataLossDetail(position=0),
     )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from batonmq.errors import DataLoss
+from batonmq.errors import DataLoss, DataLossDetail
 
 PATH = "floors"
 MAGIC, VERSION = 0x42544E4F, 1
@@ -80,5 +80,5 @@ def _damaged(why: str) -> DataLoss:
         f"{PATH} can't be read: {why}",
         remedy="Restore the file from a backup; or set BATON_STORAGE_ACCEPT_LOSS=true: queues "
         "without messages then begin at offset 0, and groups that were further skip messages.",
-        facts={"position": 0},
+        detail=DataLossDetail(position=0),
     )

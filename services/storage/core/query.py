@@ -18,7 +18,7 @@ from batonmq._core.records import (
     key_hash,
     read_header,
 )
-from batonmq.errors import BadBatch, BatonError, DataLoss, MessageNotFound
+from batonmq.errors import BadBatch, BatonError, DataLoss, DataLossDetail, MessageNotFound
 from batonmq_server.storage.core.consumequeue import ConsumeQueue, Int64Array
 from batonmq_server.storage.core.keyindex import Found
 from batonmq_server.storage.core.producers import QueueKey
@@ -86,7 +86,8 @@ class Queries:
             DataLoss: its batch is damaged.
         """
         missing = MessageNotFound(
-            f"no message {index} of a batch at position {position}", facts={"position": position}
+            f"no message {index} of a batch at position {position}",
+            detail=DataLossDetail(position=position),
         )
         if not self._log.first_position <= position < self._store.readable_position:
             raise missing
@@ -162,7 +163,7 @@ class Queries:
             raise DataLoss(
                 f"the key index says that the batch at {position} has a message {indexes[-1]}",
                 remedy="Stop the node and run: baton fsck DIR --repair.",
-                facts={"position": position},
+                detail=DataLossDetail(position=position),
             )
         newest = indexes[-LOOKED_AT_MAX:]
         records = list(decode_records(batch, header, newest))
@@ -178,7 +179,7 @@ class Queries:
         if not header.first_offset <= offset < header.next_offset:
             raise DataLoss(
                 f"the batch at {header.position} does not hold offset {offset}",
-                facts={"position": header.position},
+                detail=DataLossDetail(position=header.position),
             )
         return header
 
@@ -192,7 +193,8 @@ class Queries:
                 raise BadBatch(f"it names position {header.position}")
         except BatonError as error:
             raise DataLoss(
-                f"the batch at {position} is damaged: {error}", facts={"position": position}
+                f"the batch at {position} is damaged: {error}",
+                detail=DataLossDetail(position=position),
             ) from error
         return header
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import google_crc32c
 
 from batonmq._core.records import Header, read_header
-from batonmq.errors import BatonError, DataLoss
+from batonmq.errors import BatonError, DataLoss, DataLossDetail
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.checkpoint import Checkpoint, QueueState
 from batonmq_server.storage.core.consumequeue import FOLDER as CONSUMEQUEUE_FOLDER
@@ -122,7 +122,7 @@ class Recovery:
                 f"{self._synced_position}: acknowledged messages are missing",
                 remedy="Restore the node from a replica or backup; or set "
                 "BATON_STORAGE_ACCEPT_LOSS=true to cut the log there and lose what follows.",
-                facts={"position": position},
+                detail=DataLossDetail(position=position),
             )
         return RecoveryReport(
             epoch=self.store.epoch,

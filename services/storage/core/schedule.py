@@ -26,7 +26,7 @@ from batonmq._core.records import (
     encode_record,
     read_header,
 )
-from batonmq.errors import BatonError, DataLoss, LimitExceeded
+from batonmq.errors import BatonError, DataLoss, DataLossDetail, LimitExceeded
 from batonmq_server.storage.core.commitlog import CommitLog
 from batonmq_server.storage.core.delay import Delayed, DelayLevels, Key
 from batonmq_server.storage.core.producers import ProducerTable, QueueKey, Receipt
@@ -204,7 +204,8 @@ def read_scheduled(log: CommitLog, positions: Sequence[int]) -> Iterator[Schedul
             yield decode_scheduled(header, bytes(view[:length]))
         except BatonError as error:
             yield DataLoss(
-                f"the batch at {position} is damaged: {error}", facts={"position": position}
+                f"the batch at {position} is damaged: {error}",
+                detail=DataLossDetail(position=position),
             )
 
 

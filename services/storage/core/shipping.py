@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batonmq._core.records import MAGIC, Header
-from batonmq.errors import DataLoss
+from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.storage.core.commitlog import FILLER, FILLER_MAGIC, CommitLog, Range
 from batonmq_server.storage.core.epochs import History
 from batonmq_server.storage.core.recovery import Recovery
@@ -32,7 +32,9 @@ def read_whole(log: CommitLog, history: History, position: int, bytes_max: int) 
         raw = log.read(position, min(end - position, wanted))
         whole, wanted = whole_bytes(raw, position, segment_end)
         if not whole and wanted <= len(raw):
-            raise DataLoss(f"the log ends within a batch at {end}", facts={"position": position})
+            raise DataLoss(
+                f"the log ends within a batch at {end}", detail=DataLossDetail(position=position)
+            )
     return raw[:whole]
 
 
@@ -56,7 +58,8 @@ def whole_bytes(raw: bytes, position: int, segment_end: int) -> tuple[int, int]:
             length = int.from_bytes(field, "big") if len(field) == 4 else FILLER.size
         if not 0 < length <= room:
             raise DataLoss(
-                f"nothing good begins at {position + at}", facts={"position": position + at}
+                f"nothing good begins at {position + at}",
+                detail=DataLossDetail(position=position + at),
             )
         if at + length > len(raw):
             return at, length
@@ -76,7 +79,7 @@ def check_received(
     if not first_position <= position <= position + len(data) <= end:
         raise DataLoss(
             f"{len(data)} bytes at {position} are not in the segment [{first_position}, {end})",
-            facts={"position": position},
+            detail=DataLossDetail(position=position),
         )
     scan = Scan(_Received(position, data, end), position, len(data))
     batches = list(scan)
@@ -85,7 +88,7 @@ def check_received(
     if scan.position not in ends or scan.reason != END_OF_LOG:
         raise DataLoss(
             f"what the leader sent is wrong at {scan.position}: {scan.reason}",
-            facts={"position": scan.position},
+            detail=DataLossDetail(position=scan.position),
         )
     next_offsets: dict[tuple[int, int], int] = {}
     for header, _ in batches:
@@ -97,7 +100,7 @@ def check_received(
             raise DataLoss(
                 f"the batch at {header.position} starts at offset {header.first_offset}; queue "
                 f"{header.queue_id} of {header.topic} goes on at {expected}",
-                facts={"position": header.position},
+                detail=DataLossDetail(position=header.position),
             )
         next_offsets[key] = header.next_offset
     return batches

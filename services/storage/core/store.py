@@ -29,11 +29,13 @@ from batonmq.errors import (
     BadBatch,
     BatonError,
     DataLoss,
+    DataLossDetail,
     DiskFull,
     NotReadable,
     NotWritable,
     OffsetAheadOfLog,
     OffsetOutOfRange,
+    OffsetOutOfRangeDetail,
     QueueNotFound,
 )
 from batonmq_server.storage.core.commitlog import CommitLog, Stamped
@@ -359,7 +361,7 @@ class Store:
             raise DataLoss(
                 f"the batch at {header.position} starts at offset {header.first_offset}; queue "
                 f"{header.queue_id} of {header.topic} goes on at {queue.next_offset}",
-                facts={"position": header.position},
+                detail=DataLossDetail(position=header.position),
             )
         self.store_unix_ms = max(self.store_unix_ms, header.store_unix_ms)
         receipt = Receipt(
@@ -516,7 +518,8 @@ def _check_offset(queue: ConsumeQueue | None, offset: int) -> None:
     if offset < first_offset:
         raise OffsetOutOfRange(
             f"offset {offset} is no longer kept; the queue holds [{first_offset}, {next_offset})",
-            facts={"offset": offset, "first_offset": first_offset, "next_offset": next_offset},
+            facts={"next_offset": next_offset},
+            detail=OffsetOutOfRangeDetail(offset=offset, first_offset=first_offset),
         )
 
 
@@ -536,7 +539,7 @@ def verified(batch: bytes, position: int, key: QueueKey) -> bytes:
         check_body(batch)
     except BatonError as error:
         raise DataLoss(
-            f"the batch at {position} is damaged: {error}", facts={"position": position}
+            f"the batch at {position} is damaged: {error}", detail=DataLossDetail(position=position)
         ) from error
     return batch
 

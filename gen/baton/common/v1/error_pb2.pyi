@@ -19,6 +19,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _FenceCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FenceCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FenceCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FENCE_CAUSE_UNSPECIFIED: _FenceCause.ValueType  # 0
+    """Not set, or not known."""
+    FENCE_CAUSE_TAKEN: _FenceCause.ValueType  # 1
+    """The queue was granted to another owner."""
+    FENCE_CAUSE_CLOSED: _FenceCause.ValueType  # 2
+    """The owner had released the queue."""
+    FENCE_CAUSE_FORCED: _FenceCause.ValueType  # 3
+    """An operator took the queue from its owner."""
+    FENCE_CAUSE_RESET: _FenceCause.ValueType  # 4
+    """The group's offset on the queue was reset, or its progress was deleted."""
+    FENCE_CAUSE_SUBSCRIPTION: _FenceCause.ValueType  # 5
+    """The group's subscription changed."""
+
+class FenceCause(_FenceCause, metaclass=_FenceCauseEnumTypeWrapper):
+    """What made a token invalid."""
+
+FENCE_CAUSE_UNSPECIFIED: FenceCause.ValueType  # 0
+"""Not set, or not known."""
+FENCE_CAUSE_TAKEN: FenceCause.ValueType  # 1
+"""The queue was granted to another owner."""
+FENCE_CAUSE_CLOSED: FenceCause.ValueType  # 2
+"""The owner had released the queue."""
+FENCE_CAUSE_FORCED: FenceCause.ValueType  # 3
+"""An operator took the queue from its owner."""
+FENCE_CAUSE_RESET: FenceCause.ValueType  # 4
+"""The group's offset on the queue was reset, or its progress was deleted."""
+FENCE_CAUSE_SUBSCRIPTION: FenceCause.ValueType  # 5
+"""The group's subscription changed."""
+Global___FenceCause: _TypeAlias = FenceCause  # noqa: Y015
+
 class _Retry:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -415,6 +451,14 @@ class Error(_message.Message):
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     DIFFERENCES_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
+    TOKEN_MISMATCH_FIELD_NUMBER: _builtins.int
+    GROUP_MOVED_FIELD_NUMBER: _builtins.int
+    OLD_EPOCH_FIELD_NUMBER: _builtins.int
+    UNKNOWN_QUEUE_FIELD_NUMBER: _builtins.int
+    TOPIC_NOT_FOUND_FIELD_NUMBER: _builtins.int
+    OFFSET_OUT_OF_RANGE_FIELD_NUMBER: _builtins.int
+    DATA_LOSS_FIELD_NUMBER: _builtins.int
     reason: Global___Reason.ValueType
     """Stable reason for machines. Required."""
     message: _builtins.str
@@ -433,6 +477,38 @@ class Error(_message.Message):
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionDifference]:
         """For REASON_SUBSCRIPTION_CONFLICT: every topic on which the two clients disagree."""
 
+    @_builtins.property
+    def fenced(self) -> Global___FencedDetail:
+        """For REASON_FENCED."""
+
+    @_builtins.property
+    def token_mismatch(self) -> Global___TokenMismatchDetail:
+        """For REASON_TOKEN_MISMATCH."""
+
+    @_builtins.property
+    def group_moved(self) -> Global___GroupMovedDetail:
+        """For REASON_GROUP_MOVED."""
+
+    @_builtins.property
+    def old_epoch(self) -> Global___OldEpochDetail:
+        """For REASON_OLD_EPOCH."""
+
+    @_builtins.property
+    def unknown_queue(self) -> Global___UnknownQueueDetail:
+        """For REASON_UNKNOWN_QUEUE."""
+
+    @_builtins.property
+    def topic_not_found(self) -> Global___TopicNotFoundDetail:
+        """For REASON_TOPIC_NOT_FOUND."""
+
+    @_builtins.property
+    def offset_out_of_range(self) -> Global___OffsetOutOfRangeDetail:
+        """For REASON_OFFSET_OUT_OF_RANGE."""
+
+    @_builtins.property
+    def data_loss(self) -> Global___DataLossDetail:
+        """For REASON_DATA_LOSS."""
+
     def __init__(
         self,
         *,
@@ -443,14 +519,246 @@ class Error(_message.Message):
         retry_after_ms: _builtins.int = ...,
         facts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         differences: _abc.Iterable[Global___SubscriptionDifference] | None = ...,
+        fenced: Global___FencedDetail | None = ...,
+        token_mismatch: Global___TokenMismatchDetail | None = ...,
+        group_moved: Global___GroupMovedDetail | None = ...,
+        old_epoch: Global___OldEpochDetail | None = ...,
+        unknown_queue: Global___UnknownQueueDetail | None = ...,
+        topic_not_found: Global___TopicNotFoundDetail | None = ...,
+        offset_out_of_range: Global___OffsetOutOfRangeDetail | None = ...,
+        data_loss: Global___DataLossDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_loss", b"data_loss", "detail", b"detail", "fenced", b"fenced", "group_moved", b"group_moved", "offset_out_of_range", b"offset_out_of_range", "old_epoch", b"old_epoch", "token_mismatch", b"token_mismatch", "topic_not_found", b"topic_not_found", "unknown_queue", b"unknown_queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_loss", b"data_loss", "detail", b"detail", "differences", b"differences", "facts", b"facts", "fenced", b"fenced", "group_moved", b"group_moved", "message", b"message", "offset_out_of_range", b"offset_out_of_range", "old_epoch", b"old_epoch", "reason", b"reason", "remedy", b"remedy", "retry", b"retry", "retry_after_ms", b"retry_after_ms", "token_mismatch", b"token_mismatch", "topic_not_found", b"topic_not_found", "unknown_queue", b"unknown_queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_detail: _TypeAlias = _typing.Literal["fenced", "token_mismatch", "group_moved", "old_epoch", "unknown_queue", "topic_not_found", "offset_out_of_range", "data_loss"]  # noqa: Y015
+    _WhichOneofArgType_detail: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_detail) -> _WhichOneofReturnType_detail | None: ...
+
+Global___Error: _TypeAlias = Error  # noqa: Y015
+
+@_typing.final
+class FencedDetail(_message.Message):
+    """The tokens of a fenced call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    CURRENT_FIELD_NUMBER: _builtins.int
+    RESET_EPOCH_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token of the call."""
+    current: _builtins.int
+    """The queue's current token."""
+    reset_epoch: _builtins.int
+    """The queue's current reset epoch; not set if not known."""
+    why: Global___FenceCause.ValueType
+    """What fenced the call."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        current: _builtins.int = ...,
+        reset_epoch: _builtins.int | None = ...,
+        why: Global___FenceCause.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch", "reset_epoch", b"reset_epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch", "current", b"current", "reset_epoch", b"reset_epoch", "token", b"token", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reset_epoch: _TypeAlias = _typing.Literal["reset_epoch"]  # noqa: Y015
+    _WhichOneofArgType__reset_epoch: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reset_epoch) -> _WhichOneofReturnType__reset_epoch | None: ...
+
+Global___FencedDetail: _TypeAlias = FencedDetail  # noqa: Y015
+
+@_typing.final
+class TokenMismatchDetail(_message.Message):
+    """The token that a fence found in place of the expected one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    expected: _builtins.int
+    """The token that the caller expected."""
+    token: _builtins.int
+    """The queue's current token."""
+    attempt: _builtins.str
+    """Id of the fence attempt that issued the current token."""
+    def __init__(
+        self,
+        *,
+        expected: _builtins.int = ...,
+        token: _builtins.int = ...,
+        attempt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["differences", b"differences", "facts", b"facts", "message", b"message", "reason", b"reason", "remedy", b"remedy", "retry", b"retry", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "expected", b"expected", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Error: _TypeAlias = Error  # noqa: Y015
+Global___TokenMismatchDetail: _TypeAlias = TokenMismatchDetail  # noqa: Y015
+
+@_typing.final
+class GroupMovedDetail(_message.Message):
+    """Where a group is kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    OFFSETS_SET_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """The group."""
+    offsets_set: _builtins.str
+    """The offsets replica set that keeps it."""
+    move: _builtins.int
+    """Number of the move that placed it there; the highest number is the newest."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        offsets_set: _builtins.str = ...,
+        move: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "move", b"move", "offsets_set", b"offsets_set"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupMovedDetail: _TypeAlias = GroupMovedDetail  # noqa: Y015
+
+@_typing.final
+class OldEpochDetail(_message.Message):
+    """Two epochs, or two terms, of which the second is newer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CURRENT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The older one."""
+    current: _builtins.int
+    """The newest known."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        current: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OldEpochDetail: _TypeAlias = OldEpochDetail  # noqa: Y015
+
+@_typing.final
+class UnknownQueueDetail(_message.Message):
+    """What is left of a queue's progress that was deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_EPOCH_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """The last token that was issued; 0 if there was none."""
+    reset_epoch: _builtins.int
+    """The reset epoch of the next progress; not set if not known."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        reset_epoch: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch", "reset_epoch", b"reset_epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch", "reset_epoch", b"reset_epoch", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reset_epoch: _TypeAlias = _typing.Literal["reset_epoch"]  # noqa: Y015
+    _WhichOneofArgType__reset_epoch: _TypeAlias = _typing.Literal["_reset_epoch", b"_reset_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reset_epoch) -> _WhichOneofReturnType__reset_epoch | None: ...
+
+Global___UnknownQueueDetail: _TypeAlias = UnknownQueueDetail  # noqa: Y015
+
+@_typing.final
+class TopicNotFoundDetail(_message.Message):
+    """The topic that does not exist."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicNotFoundDetail: _TypeAlias = TopicNotFoundDetail  # noqa: Y015
+
+@_typing.final
+class OffsetOutOfRangeDetail(_message.Message):
+    """The offset of the call and the first offset that is kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    FIRST_OFFSET_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """The offset of the call."""
+    first_offset: _builtins.int
+    """The first offset that is kept."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        first_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_offset", b"first_offset", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetOutOfRangeDetail: _TypeAlias = OffsetOutOfRangeDetail  # noqa: Y015
+
+@_typing.final
+class DataLossDetail(_message.Message):
+    """Where stored bytes are damaged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Position of the damaged batch in the log; not set if the damage is elsewhere."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
+
+Global___DataLossDetail: _TypeAlias = DataLossDetail  # noqa: Y015
 
 @_typing.final
 class SubscriptionDifference(_message.Message):

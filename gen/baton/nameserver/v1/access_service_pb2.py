@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.nameserver.v1 import stored_access_pb2 as baton_dot_nameserver_dot_v1_dot_stored__access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(baton/nameserver/v1/access_service.proto\x12\x13\x62\x61ton.nameserver.v1\x1a\'baton/nameserver/v1/stored_access.proto\"Q\n\x0cGrantRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\" \n\rGrantResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\"R\n\rRevokeRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"\'\n\x0eRevokeResponse\x12\x15\n\rrevoked_count\x18\x01 \x01(\r\"%\n\x11ListAccessRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\"M\n\x12ListAccessResponse\x12\x37\n\nidentities\x18\x01 \x03(\x0b\x32#.baton.nameserver.v1.IdentityAccess\"\x86\x01\n\x0eIdentityAccess\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06grants\x18\x02 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x30\n\x06tokens\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.StoredToken\"R\n\x0c\x43heckRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06wanted\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"s\n\rCheckResponse\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x02 \x01(\x08\x12,\n\x02\x62y\x18\x03 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x11\n\taccess_on\x18\x04 \x01(\x08\"&\n\x12\x43reateTokenRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\"6\n\x13\x43reateTokenResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\t\"&\n\x12RevokeTokenRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\"&\n\x13RevokeTokenResponse\x12\x0f\n\x07revoked\x18\x01 \x01(\x08\x32\xa5\x04\n\rAccessService\x12N\n\x05Grant\x12!.baton.nameserver.v1.GrantRequest\x1a\".baton.nameserver.v1.GrantResponse\x12Q\n\x06Revoke\x12\".baton.nameserver.v1.RevokeRequest\x1a#.baton.nameserver.v1.RevokeResponse\x12]\n\nListAccess\x12&.baton.nameserver.v1.ListAccessRequest\x1a\'.baton.nameserver.v1.ListAccessResponse\x12N\n\x05\x43heck\x12!.baton.nameserver.v1.CheckRequest\x1a\".baton.nameserver.v1.CheckResponse\x12`\n\x0b\x43reateToken\x12\'.baton.nameserver.v1.CreateTokenRequest\x1a(.baton.nameserver.v1.CreateTokenResponse\x12`\n\x0bRevokeToken\x12\'.baton.nameserver.v1.RevokeTokenRequest\x1a(.baton.nameserver.v1.RevokeTokenResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(baton/nameserver/v1/access_service.proto\x12\x13\x62\x61ton.nameserver.v1\x1a\'baton/nameserver/v1/stored_access.proto\"Q\n\x0cGrantRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\" \n\rGrantResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\"R\n\rRevokeRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12/\n\x05grant\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"\'\n\x0eRevokeResponse\x12\x15\n\rrevoked_count\x18\x01 \x01(\r\"L\n\x11ListAccessRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"f\n\x12ListAccessResponse\x12\x37\n\nidentities\x18\x01 \x03(\x0b\x32#.baton.nameserver.v1.IdentityAccess\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x86\x01\n\x0eIdentityAccess\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06grants\x18\x02 \x03(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x30\n\x06tokens\x18\x03 \x03(\x0b\x32 .baton.nameserver.v1.StoredToken\"R\n\x0c\x43heckRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x30\n\x06wanted\x18\x02 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\"s\n\rCheckResponse\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x02 \x01(\x08\x12,\n\x02\x62y\x18\x03 \x01(\x0b\x32 .baton.nameserver.v1.AccessGrant\x12\x11\n\taccess_on\x18\x04 \x01(\x08\"&\n\x12\x43reateTokenRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\"6\n\x13\x43reateTokenResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\t\"&\n\x12RevokeTokenRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\"&\n\x13RevokeTokenResponse\x12\x0f\n\x07revoked\x18\x01 \x01(\x08\x32\xa5\x04\n\rAccessService\x12N\n\x05Grant\x12!.baton.nameserver.v1.GrantRequest\x1a\".baton.nameserver.v1.GrantResponse\x12Q\n\x06Revoke\x12\".baton.nameserver.v1.RevokeRequest\x1a#.baton.nameserver.v1.RevokeResponse\x12]\n\nListAccess\x12&.baton.nameserver.v1.ListAccessRequest\x1a\'.baton.nameserver.v1.ListAccessResponse\x12N\n\x05\x43heck\x12!.baton.nameserver.v1.CheckRequest\x1a\".baton.nameserver.v1.CheckResponse\x12`\n\x0b\x43reateToken\x12\'.baton.nameserver.v1.CreateTokenRequest\x1a(.baton.nameserver.v1.CreateTokenResponse\x12`\n\x0bRevokeToken\x12\'.baton.nameserver.v1.RevokeTokenRequest\x1a(.baton.nameserver.v1.RevokeTokenResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,23 +41,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REVOKERESPONSE']._serialized_start=307
   _globals['_REVOKERESPONSE']._serialized_end=346
   _globals['_LISTACCESSREQUEST']._serialized_start=348
-  _globals['_LISTACCESSREQUEST']._serialized_end=385
-  _globals['_LISTACCESSRESPONSE']._serialized_start=387
-  _globals['_LISTACCESSRESPONSE']._serialized_end=464
-  _globals['_IDENTITYACCESS']._serialized_start=467
-  _globals['_IDENTITYACCESS']._serialized_end=601
-  _globals['_CHECKREQUEST']._serialized_start=603
-  _globals['_CHECKREQUEST']._serialized_end=685
-  _globals['_CHECKRESPONSE']._serialized_start=687
-  _globals['_CHECKRESPONSE']._serialized_end=802
-  _globals['_CREATETOKENREQUEST']._serialized_start=804
-  _globals['_CREATETOKENREQUEST']._serialized_end=842
-  _globals['_CREATETOKENRESPONSE']._serialized_start=844
-  _globals['_CREATETOKENRESPONSE']._serialized_end=898
-  _globals['_REVOKETOKENREQUEST']._serialized_start=900
-  _globals['_REVOKETOKENREQUEST']._serialized_end=938
-  _globals['_REVOKETOKENRESPONSE']._serialized_start=940
-  _globals['_REVOKETOKENRESPONSE']._serialized_end=978
-  _globals['_ACCESSSERVICE']._serialized_start=981
-  _globals['_ACCESSSERVICE']._serialized_end=1530
+  _globals['_LISTACCESSREQUEST']._serialized_end=424
+  _globals['_LISTACCESSRESPONSE']._serialized_start=426
+  _globals['_LISTACCESSRESPONSE']._serialized_end=528
+  _globals['_IDENTITYACCESS']._serialized_start=531
+  _globals['_IDENTITYACCESS']._serialized_end=665
+  _globals['_CHECKREQUEST']._serialized_start=667
+  _globals['_CHECKREQUEST']._serialized_end=749
+  _globals['_CHECKRESPONSE']._serialized_start=751
+  _globals['_CHECKRESPONSE']._serialized_end=866
+  _globals['_CREATETOKENREQUEST']._serialized_start=868
+  _globals['_CREATETOKENREQUEST']._serialized_end=906
+  _globals['_CREATETOKENRESPONSE']._serialized_start=908
+  _globals['_CREATETOKENRESPONSE']._serialized_end=962
+  _globals['_REVOKETOKENREQUEST']._serialized_start=964
+  _globals['_REVOKETOKENREQUEST']._serialized_end=1002
+  _globals['_REVOKETOKENRESPONSE']._serialized_start=1004
+  _globals['_REVOKETOKENRESPONSE']._serialized_end=1042
+  _globals['_ACCESSSERVICE']._serialized_start=1045
+  _globals['_ACCESSSERVICE']._serialized_end=1594
 # @@protoc_insertion_point(module_scope)

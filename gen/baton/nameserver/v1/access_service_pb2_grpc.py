@@ -96,9 +96,9 @@ class AccessServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAccess(self, request, context):
-        """Lists grants and tokens by identity.
+        """Lists grants and tokens by identity, in pages.
 
-        Statuses: UNAVAILABLE (NO_QUORUM).
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

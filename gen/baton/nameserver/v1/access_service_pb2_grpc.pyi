@@ -49,9 +49,9 @@ class AccessServiceStub:
     Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
     """
     ListAccess: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.ListAccessRequest, _access_service_pb2.ListAccessResponse]
-    """Lists grants and tokens by identity.
+    """Lists grants and tokens by identity, in pages.
 
-    Statuses: UNAVAILABLE (NO_QUORUM).
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
     """
     Check: _grpc.UnaryUnaryMultiCallable[_access_service_pb2.CheckRequest, _access_service_pb2.CheckResponse]
     """Tells whether an identity has a role on a resource. Everybody who is known may ask about itself.
@@ -91,9 +91,9 @@ class AccessServiceAsyncStub(AccessServiceStub):
     Statuses: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (NO_QUORUM).
     """
     ListAccess: _aio.UnaryUnaryMultiCallable[_access_service_pb2.ListAccessRequest, _access_service_pb2.ListAccessResponse]  # type: ignore[assignment]
-    """Lists grants and tokens by identity.
+    """Lists grants and tokens by identity, in pages.
 
-    Statuses: UNAVAILABLE (NO_QUORUM).
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
     """
     Check: _aio.UnaryUnaryMultiCallable[_access_service_pb2.CheckRequest, _access_service_pb2.CheckResponse]  # type: ignore[assignment]
     """Tells whether an identity has a role on a resource. Everybody who is known may ask about itself.
@@ -148,9 +148,9 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _access_service_pb2.ListAccessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_access_service_pb2.ListAccessResponse, _abc.Awaitable[_access_service_pb2.ListAccessResponse]]:
-        """Lists grants and tokens by identity.
+        """Lists grants and tokens by identity, in pages.
 
-        Statuses: UNAVAILABLE (NO_QUORUM).
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NO_QUORUM).
         """
 
     @_abc_1.abstractmethod

@@ -162,9 +162,11 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListTopics(self, request, context):
-        """Lists topics by name; while access is on, those that the caller may write or read.
+        """Lists topics by name, in pages; while authorization is on, only those that the caller may write
+        or read. A topic that exists during the whole listing is listed exactly once, whatever is created
+        or deleted meanwhile.
 
-        Statuses: UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,9 +270,11 @@ class NameserverServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Lists groups by name; while access is on, those that the caller may be a member of.
+        """Lists groups by name, in pages; while authorization is on, only those that the caller may be a
+        member of. A group that exists during the whole listing is listed exactly once, whatever is
+        created or deleted meanwhile. A page also ends when its groups have more than 1 MB.
 
-        Statuses: UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,9 +51,11 @@ class NameserverServiceStub:
     NOT_SERVING).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]
-    """Lists topics by name; while access is on, those that the caller may write or read.
+    """Lists topics by name, in pages; while authorization is on, only those that the caller may write
+    or read. A topic that exists during the whole listing is listed exactly once, whatever is created
+    or deleted meanwhile.
 
-    Statuses: UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
     """
     DescribeTopic: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeTopicRequest, _nameserver_service_pb2.DescribeTopicResponse]
     """Describes one topic.
@@ -117,9 +119,11 @@ class NameserverServiceStub:
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
     """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListGroupsRequest, _nameserver_service_pb2.ListGroupsResponse]
-    """Lists groups by name; while access is on, those that the caller may be a member of.
+    """Lists groups by name, in pages; while authorization is on, only those that the caller may be a
+    member of. A group that exists during the whole listing is listed exactly once, whatever is
+    created or deleted meanwhile. A page also ends when its groups have more than 1 MB.
 
-    Statuses: UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
     """
     DescribeGroup: _grpc.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeGroupRequest, _nameserver_service_pb2.DescribeGroupResponse]
     """Describes one group.
@@ -187,9 +191,11 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     NOT_SERVING).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListTopicsRequest, _nameserver_service_pb2.ListTopicsResponse]  # type: ignore[assignment]
-    """Lists topics by name; while access is on, those that the caller may write or read.
+    """Lists topics by name, in pages; while authorization is on, only those that the caller may write
+    or read. A topic that exists during the whole listing is listed exactly once, whatever is created
+    or deleted meanwhile.
 
-    Statuses: UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
     """
     DescribeTopic: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeTopicRequest, _nameserver_service_pb2.DescribeTopicResponse]  # type: ignore[assignment]
     """Describes one topic.
@@ -253,9 +259,11 @@ class NameserverServiceAsyncStub(NameserverServiceStub):
     (OVERLOADED) beyond the limit of watchers; UNAVAILABLE (NOT_SERVING).
     """
     ListGroups: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.ListGroupsRequest, _nameserver_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
-    """Lists groups by name; while access is on, those that the caller may be a member of.
+    """Lists groups by name, in pages; while authorization is on, only those that the caller may be a
+    member of. A group that exists during the whole listing is listed exactly once, whatever is
+    created or deleted meanwhile. A page also ends when its groups have more than 1 MB.
 
-    Statuses: UNAVAILABLE (NOT_SERVING).
+    Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
     """
     DescribeGroup: _aio.UnaryUnaryMultiCallable[_nameserver_service_pb2.DescribeGroupRequest, _nameserver_service_pb2.DescribeGroupResponse]  # type: ignore[assignment]
     """Describes one group.
@@ -338,9 +346,11 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.ListTopicsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.ListTopicsResponse, _abc.Awaitable[_nameserver_service_pb2.ListTopicsResponse]]:
-        """Lists topics by name; while access is on, those that the caller may write or read.
+        """Lists topics by name, in pages; while authorization is on, only those that the caller may write
+        or read. A topic that exists during the whole listing is listed exactly once, whatever is created
+        or deleted meanwhile.
 
-        Statuses: UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod
@@ -464,9 +474,11 @@ class NameserverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _nameserver_service_pb2.ListGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_nameserver_service_pb2.ListGroupsResponse, _abc.Awaitable[_nameserver_service_pb2.ListGroupsResponse]]:
-        """Lists groups by name; while access is on, those that the caller may be a member of.
+        """Lists groups by name, in pages; while authorization is on, only those that the caller may be a
+        member of. A group that exists during the whole listing is listed exactly once, whatever is
+        created or deleted meanwhile. A page also ends when its groups have more than 1 MB.
 
-        Statuses: UNAVAILABLE (NOT_SERVING).
+        Statuses: INVALID_ARGUMENT (malformed page_token), UNAVAILABLE (NOT_SERVING).
         """
 
     @_abc_1.abstractmethod

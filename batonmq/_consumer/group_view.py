@@ -1,0 +1,77 @@
+"""What the record of a group tells one of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.common.v1 import queue_pb2
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.queues import QueueRef
+from batonmq._core.subscription import Filter, parse_filter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """A group as one incarnation sees it. Without arguments: before anything is known.
+
+    Attributes:
+        generation: Of the record.
+        member: Whether the incarnation is a live member.
+        assigned: The queues that are dealt to it; none in a broadcasting group, whose members read
+            all queues.
+        filters: What the group subscribes to, by topic: what is pulled and handled, whatever the
+            member itself has asked for. Members of a broadcasting group go each by their own.
+        subscription_generation: Of `filters`.
+        owned: Whether queues are owned; else members read what is assigned to them.
+        paused: Who has paused the group and why; empty if nobody has.
+        began: By topic and broker how many queues there were when the group began with the topic.
+    """
+
+    generation: int = 0
+    member: bool = False
+    assigned: frozenset[QueueRef] = frozenset()
+    filters: Mapping[str, Filter] = field(default_factory=dict)
+    subscription_generation: int = 0
+    owned: bool = True
+    paused: tuple[str, str] | tuple[()] = ()
+    began: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, group: pb.Group, me: queue_pb2.Incarnation, own: Sequence[pb.Subscription] = ()
+    ) -> GroupView:
+        """The view of `me`; `own` is what it subscribes to, if the group is broadcasting."""
+        broadcasting = group.model == pb.MESSAGE_MODEL_BROADCASTING
+        subscriptions = own if broadcasting else group.subscriptions
+        filters = {each.topic: parse_filter(each.expression) for each in subscriptions}
+        return cls(
+            generation=group.generation,
+            member=any(member.incarnation == me for member in group.members),
+            assigned=frozenset(
+                queue for queue in assigned_queues(group, me) if queue.topic in filters
+            ),
+            filters=filters,
+            subscription_generation=group.subscription_generation,
+            owned=group.ownership != pb.OWNERSHIP_OFF and not broadcasting,
+            paused=(group.pause.by, group.pause.reason) if group.HasField("pause") else (),
+            began={
+                one.topic: {part.broker: part.queue_count for part in one.spread}
+                for one in group.beginnings
+            },
+        )
+
+    def added(self, queue: QueueRef) -> bool:
+        """Whether the queue came to its topic after the group had begun with the topic."""
+        began = self.began.get(queue.topic)
+        return began is not None and queue.queue_id >= began.get(queue.broker, 0)
+
+
+def assigned_queues(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[QueueRef]:
+    """The queues that the group deals to `me`; none to another incarnation of its client id."""
+    places = {place for place, member in enumerate(group.members, 1) if member.incarnation == me}
+    for topic in group.assignments:
+        for broker in topic.brokers:
+            for queue_id, owner in enumerate(broker.owners):
+                if owner in places:
+                    yield QueueRef(topic.topic, broker.broker, queue_id)

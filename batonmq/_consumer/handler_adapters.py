@@ -1,0 +1,95 @@
+"""The two forms of a handler: one that takes a message, and one that takes many."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from batonmq._consumer.handler_results import failure_of
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.retries import Failure
+from batonmq.errors import InvalidArgument
+
+Handler = Callable[[ReceivedMessage], Awaitable[object] | object]
+BatchHandler = Callable[
+    [list[ReceivedMessage]], Awaitable[Sequence[object] | None] | Sequence[object] | None
+]
+
+
+class HandlerAdapter(Protocol):
+    """How messages are handed to the user's function.
+
+    Attributes:
+        handler: That function.
+        messages_max: So many messages it takes at once.
+    """
+
+    handler: Any
+    messages_max: int
+
+    def call(self, messages: Any) -> Any:
+        """Call it with messages of one queue, at least one."""
+
+    def failures(
+        self, result: object, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[Failure | None] | None:
+        """What a result says against each message being handled; None if nothing does."""
+
+
+class SingleMessageAdapter:
+    """A function that takes one message."""
+
+    messages_max = 1
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler: Any = handler
+
+    def call(self, messages: list[ReceivedMessage]) -> Any:
+        """See `HandlerAdapter`."""
+        return self.handler(messages[0])
+
+    def failures(
+        self, result: object, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[Failure | None] | None:
+        """See `HandlerAdapter`."""
+        if result is None or (failure := failure_of(result)) is None:
+            return None
+        return [failure]
+
+
+class BatchAdapter:
+    """A function that takes a list of messages.
+
+    Raises:
+        InvalidArgument: `messages_max` is not positive.
+    """
+
+    def __init__(self, handler: BatchHandler, messages_max: int) -> None:
+        if messages_max < 1:
+            raise InvalidArgument(
+                f"batches of {messages_max} messages", facts={"field": "messages_max"}
+            )
+        self.handler: Any = handler
+        self.messages_max = messages_max
+
+    def call(self, messages: list[ReceivedMessage]) -> Any:
+        """See `HandlerAdapter`."""
+        return self.handler(messages)
+
+    def failures(
+        self, result: object, messages: Sequence[ReceivedMessage]
+    ) -> Sequence[Failure | None] | None:
+        """See `HandlerAdapter`.
+
+        Raises:
+            InvalidArgument: the result is neither None nor one result for each message.
+        """
+        if result is None:
+            return None
+        if not isinstance(result, Sequence) or len(result) != len(messages):
+            raise InvalidArgument(
+                f"a handler of {len(messages)} messages has returned {result!r:.100}",
+                remedy="Return None, or a list with one result for each message, in order.",
+            )
+        failures = [failure_of(one) for one in result]
+        return failures if any(failures) else None

@@ -1,0 +1,237 @@
+"""Sends messages back: to the retry topic of the group, or to its dead letters.
+
+A message goes to the queue of that topic on its own broker, by way of the schedule, in a batch
+whose producer id names the message. Whoever sends it back sends under the same id, so one copy is
+kept: by storage's memory of producers, which a restart does not touch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.storage.v1 import schedule_service_pb2 as pb
+from batonmq._common.batcher import Batcher
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq._connection.directory import CALL_TIMEOUT_S
+from batonmq._connection.routes import query_route, writable_queues_of
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.session import Session
+from batonmq._core.queues import QueueRef
+from batonmq._core.records import (
+    STORED_PROPERTIES_BYTES_MAX,
+    BatchBuilder,
+    Message,
+    encode_record,
+)
+from batonmq._core.retries import (
+    PROPERTIES,
+    Failure,
+    dead_letter_topic,
+    indexed,
+    once_id,
+    origin_of,
+    properties_of,
+    retry_topic,
+    target,
+    unindexed,
+)
+from batonmq._core.sending import ONCE_EPOCH
+from batonmq._producer.scheduling import REQUEST_ITEMS_MAX, parts
+from batonmq.errors import BatonError, QueueNotFound, Retry, TopicExists, TopicNotFound
+
+log = logging.getLogger(__name__)
+
+_Outcome = pb.ScheduleReceipt | BatonError
+
+
+def restore_original(message: ReceivedMessage, group: str) -> None:
+    """Make a message of the retry topic look as it did the first time; leave any other alone."""
+    if message.queue.topic != retry_topic(group):
+        return
+    found = origin_of(message.properties)
+    if found is None:
+        log.warning("message in the retry topic without origin %r", message)
+        return
+    message.origin, attempts = found
+    message.keys = unindexed(message.keys, message.origin)
+    message.attempts += attempts
+    message.properties = {
+        name: value for name, value in message.properties.items() if name not in PROPERTIES
+    }
+
+
+async def create_topic(session: Session, topic: str) -> None:
+    """Create a topic with one queue on each broker, unless it exists.
+
+    Raises:
+        InvalidName: the group's name is too long for it.
+        BatonError: as the nameserver said.
+    """
+    nodes = await session.directory.refresh()
+    storages = [node for node in nodes if node.service == nameserver_pb.SERVICE_KIND_STORAGE]
+    brokers = {node.replica_set or node.node_id for node in storages}
+    request = nameserver_pb.CreateTopicRequest(topic=topic, queue_count=max(len(brokers), 1))
+    try:
+        await session.directory.nameserver().CreateTopic(request, timeout=CALL_TIMEOUT_S)
+    except grpc.aio.AioRpcError as failure:
+        session.directory.next_nameserver()
+        error = from_rpc_error(failure)
+        if not isinstance(error, TopicExists):  # then others saw more brokers, or fewer
+            raise error from failure
+
+
+async def create_retry_topic(session: Session) -> None:
+    """Create the group's retry topic, unless it exists; within the start timeout.
+
+    Raises:
+        InvalidName: the group's name is too long for it.
+        Unreachable: nobody answered in time.
+    """
+    clock, failures = session.clock, 0
+    deadline_ms = clock.monotonic_ms() + session.settings.start_timeout_ms
+    while True:
+        try:
+            return await create_topic(session, retry_topic(session.group))
+        except BatonError as error:
+            if error.retry is Retry.NEVER or clock.monotonic_ms() > deadline_ms:
+                raise
+            await session.directory.pause(error, failures)
+            failures += 1
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRequest:
+    """A message to be sent back.
+
+    Attributes:
+        reset_epoch: Of the progress it was delivered by.
+        delay_ms: Until it comes again; None for the dead letters.
+        counts: Whether it is still ours to send back.
+    """
+
+    message: ReceivedMessage
+    reset_epoch: int
+    failure: Failure
+    delay_ms: int | None
+    counts: Callable[[], bool]
+
+
+class RetrySender:
+    """Sends back what the members of one consumer could not handle.
+
+    Args:
+        spawn: Runs a loop until the consumer ends.
+    """
+
+    def __init__(
+        self, session: Session, spawn: Callable[[Coroutine[object, object, None]], object]
+    ) -> None:
+        self._session, self._spawn = session, spawn
+        self._queues: dict[str, tuple[QueueRef, ...]] = {}
+        self._finding = asyncio.Lock()
+        self._batchers: dict[str, Batcher[pb.ScheduleItem, _Outcome]] = {}
+
+    async def send(self, one: RetryRequest) -> bool:
+        """Send until it is stored; False if it is not ours any more before that."""
+        session, message, failures = self._session, one.message, 0
+        name = retry_topic if one.delay_ms is not None else dead_letter_topic
+        topic = name(session.group)
+        while one.counts():
+            try:
+                receipt = await self._send(one, topic)
+            except BatonError as error:
+                self._queues.pop(topic, None)
+                level = logging.ERROR if error.retry is Retry.NEVER else logging.WARNING
+                log.log(level, "message %r stays in hand, not sent back: %s", message, error)
+                await session.directory.pause(error, failures)
+                failures += 1
+            else:
+                log.info("sent back %r topic=%s duplicate=%s", message, topic, receipt.duplicate)
+                return True
+        return False
+
+    async def _send(self, one: RetryRequest, topic: str) -> pb.ScheduleReceipt:
+        message = one.message
+        once = once_id(message.queue, message.topic_id, message.offset, one.reset_epoch)
+        queues = await self._queues_of(topic)
+        queue = target(queues, message.queue.broker, once)
+        item = pb.ScheduleItem(
+            batch=_encode(one, queue, once, self._session.incarnation.client_id),
+            deliver_unix_ms=self._session.clock.unix_ms() + (one.delay_ms or 0),
+        )
+        outcome = await self._batcher(queue.broker).call(item)
+        if isinstance(outcome, BatonError):
+            raise outcome
+        return outcome
+
+    async def _queues_of(self, topic: str) -> tuple[QueueRef, ...]:
+        async with self._finding:
+            queues = self._queues.get(topic)
+            if queues is None:
+                queues = self._queues[topic] = await self._find_queues(topic)
+            return queues
+
+    async def _find_queues(self, topic: str) -> tuple[QueueRef, ...]:
+        directory = self._session.directory
+        try:
+            route = await query_route(directory, topic)
+        except TopicNotFound:
+            await create_topic(self._session, topic)
+            route = await query_route(directory, topic)
+        queues = writable_queues_of(route)
+        if not queues:
+            raise QueueNotFound(f"topic {topic} takes no messages", facts={"topic": topic})
+        return queues
+
+    def _batcher(self, broker: str) -> Batcher[pb.ScheduleItem, _Outcome]:
+        batcher = self._batchers.get(broker)
+        if batcher is None:
+
+            async def request(items: Sequence[pb.ScheduleItem]) -> Sequence[_Outcome]:
+                return await self._request(broker, items)
+
+            batcher = self._batchers[broker] = Batcher(request, items_max=REQUEST_ITEMS_MAX)
+            self._spawn(batcher.run())
+        return batcher
+
+    async def _request(self, broker: str, items: Sequence[pb.ScheduleItem]) -> list[_Outcome]:
+        """One outcome per item; if the call failed, its error for each."""
+        return [
+            outcome for part in parts(items) for outcome in await self._request_part(broker, part)
+        ]
+
+    async def _request_part(self, broker: str, items: Sequence[pb.ScheduleItem]) -> list[_Outcome]:
+        try:
+            stub = await self._session.directory.schedule(broker)
+            answer = await stub.Schedule(pb.ScheduleRequest(items=items), timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return [from_rpc_error(error)] * len(items)
+        except BatonError as error:
+            return [error] * len(items)
+        return [
+            error_from_pb(one.error) if one.HasField("error") else one.receipt
+            for one in answer.outcomes
+        ]
+
+
+def _encode(one: RetryRequest, queue: QueueRef, once: int, client_id: str) -> bytes:
+    received = one.message
+    added = properties_of(received.origin, received.attempts, one.failure, client_id)
+    keys = indexed(received.keys, received.origin)
+    message = Message(received.body, received.tag, keys, {**received.properties, **added})
+    builder = BatchBuilder()
+    record = encode_record(message, properties_bytes_max=STORED_PROPERTIES_BYTES_MAX)
+    builder.add(message, record)
+    return builder.encode(
+        topic=queue.topic,
+        queue_id=queue.queue_id,
+        producer=(once, ONCE_EPOCH),
+        sequence=0,
+        born_unix_ms=received.born_unix_ms,
+    )

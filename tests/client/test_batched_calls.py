@@ -1,0 +1,380 @@
+"""What the queues of one consumer ask of the services together.
+
+Goal: what is asked in one moment is one call; each queue gets its own outcome; whoever stops
+waiting gets no queue, and no grant is left behind (protocol section 5).
+Method: real gRPC; behind it services that note what comes and answer when the test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.common.v1 import queue_pb2
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
+from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
+from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
+from baton.storage.v1 import storage_service_pb2 as storage_pb
+from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_to_pb
+from batonmq._connection.directory import Directory
+from batonmq._consumer.batched_calls import BatchedCalls
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.group_view import GroupView
+from batonmq._consumer.session import Session
+from batonmq._core.queues import QueueRef
+from batonmq.errors import BatonError, Held, NotAssigned, Unreachable
+from tests.support.serving import serving_at
+from tests.support.waiting import until
+
+TOPIC, BROKER, GROUP = "orders", "broker-a", "billing"
+ASSIGNED = 3
+"""So many queues are the consumer's by the record it knows."""
+
+
+class Lockmgr(pb_grpc.LockmgrServiceServicer):
+    """Answers an item once `answers` has something for its queue; notes every request.
+
+    Attributes:
+        answers: Token of the grant, or the refusal, by queue id.
+        ended: Number of Acquire streams that are over.
+        failing: Acquire ends without outcomes.
+        mute: Release is not answered until it is set; None answers at once.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[int, int | BatonError] = {}
+        self.answered = asyncio.Event()
+        self.acquires: list[pb.AcquireRequest] = []
+        self.releases: list[list[int]] = []
+        self.released_all: list[str] = []
+        self.ended = 0
+        self.failing = False
+        self.mute: asyncio.Event | None = None
+
+    def answer(self, answers: dict[int, int | BatonError]) -> None:
+        self.answers |= answers
+        self.answered.set()
+
+    async def Acquire(
+        self, request: pb.AcquireRequest, context: Any
+    ) -> AsyncIterator[pb.AcquireResponse]:
+        self.acquires.append(request)
+        left = {item.queue.queue.queue_id: item.queue for item in request.items}
+        try:
+            while left and not self.failing:
+                self.answered.clear()
+                for queue_id in left.keys() & self.answers.keys():
+                    yield _response(left.pop(queue_id), self.answers[queue_id])
+                if left:
+                    await self.answered.wait()
+        finally:
+            self.ended += 1
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        self.releases.append([hold.token for hold in request.holds])
+        if self.mute is not None:
+            await self.mute.wait()
+        return pb.ReleaseResponse()
+
+    async def ReleaseAll(
+        self, request: pb.ReleaseAllRequest, context: Any
+    ) -> pb.ReleaseAllResponse:
+        self.released_all.append(request.group)
+        return pb.ReleaseAllResponse()
+
+
+class Nameserver(nameserver_grpc.NameserverServiceServicer):
+    """Knows one node of each service, all at one address."""
+
+    def __init__(self) -> None:
+        self.address = ""
+
+    async def DescribeCluster(
+        self, request: nameserver_pb.DescribeClusterRequest, context: Any
+    ) -> nameserver_pb.DescribeClusterResponse:
+        kinds = (
+            (nameserver_pb.SERVICE_KIND_STORAGE, BROKER),
+            (nameserver_pb.SERVICE_KIND_OFFSETS, "offsets-0"),
+            (nameserver_pb.SERVICE_KIND_LOCKMGR, "lockmgr-0"),
+        )
+        return nameserver_pb.DescribeClusterResponse(
+            nodes=[
+                nameserver_pb.Node(service=kind, node_id=name, address=self.address, leader=True)
+                for kind, name in kinds
+            ],
+            generation=1,
+        )
+
+
+class Offsets(offsets_grpc.OffsetsServiceServicer):
+    """Closes everything; notes how many items came in each call."""
+
+    def __init__(self) -> None:
+        self.closes: list[int] = []
+        self.items: list[offsets_pb.CloseItem] = []
+
+    async def Close(
+        self, request: offsets_pb.CloseRequest, context: Any
+    ) -> offsets_pb.CloseResponse:
+        self.closes.append(len(request.items))
+        self.items += request.items
+        closed = offsets_pb.Committed(committed_offset=1)
+        return offsets_pb.CloseResponse(
+            offsets_epoch=1,
+            outcomes=[offsets_pb.CloseOutcome(closed=closed) for _ in request.items],
+        )
+
+
+class Storage(storage_grpc.StorageServiceServicer):
+    """Knows every queue; notes how many queues were asked for in each call."""
+
+    def __init__(self) -> None:
+        self.extents: list[int] = []
+
+    async def QueryOffsets(
+        self, request: storage_pb.QueryOffsetsRequest, context: Any
+    ) -> storage_pb.QueryOffsetsResponse:
+        self.extents.append(len(request.queues))
+        return storage_pb.QueryOffsetsResponse(
+            outcomes=[
+                storage_pb.QueryOffsetsOutcome(
+                    offsets=storage_pb.QueueOffsets(next_offset=10 + queue.queue_id, topic_id=7)
+                )
+                for queue in request.queues
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Who is called besides lockmgr."""
+
+    offsets: Offsets
+    storage: Storage
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[tuple[BatchedCalls, Lockmgr, Others]]:
+    """Joint calls that run, and whom they call."""
+    nameserver, lockmgr = Nameserver(), Lockmgr()  # type: ignore[abstract]
+    others = Others(Offsets(), Storage())  # type: ignore[abstract]
+    adders: list[Any] = [
+        lambda server: pb_grpc.add_LockmgrServiceServicer_to_server(lockmgr, server),
+        lambda server: offsets_grpc.add_OffsetsServiceServicer_to_server(others.offsets, server),
+        lambda server: storage_grpc.add_StorageServiceServicer_to_server(others.storage, server),
+        lambda server: nameserver_grpc.add_NameserverServiceServicer_to_server(nameserver, server),
+    ]
+    async with serving_at(*adders) as address:
+        nameserver.address = address
+        directory = Directory(address, Random(1))
+        session = Session(
+            group=GROUP,
+            incarnation=queue_pb2.Incarnation(client_id="a", incarnation_id=1),
+            settings=ConsumerSettings(),
+            directory=directory,
+            clock=Clock(),
+            random=Random(1),
+            on_ownership=lambda _: None,
+            view=GroupView(
+                generation=5, member=True, assigned=frozenset(queue(n) for n in range(ASSIGNED))
+            ),
+        )
+        calls = BatchedCalls(session)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(calls.run())
+            yield calls, lockmgr, others
+            running.cancel()
+        await directory.close()
+
+
+def queue(queue_id: int, broker: str = BROKER) -> QueueRef:
+    return QueueRef(TOPIC, broker, queue_id)
+
+
+async def acquired(calls: BatchedCalls, queue_id: int) -> int | BatonError:
+    """Token of the grant, or the refusal."""
+    try:
+        item = pb.AcquireItem(queue=_key(queue_id))
+        return (await calls.acquire(queue(queue_id), item)).grant.token
+    except BatonError as error:
+        return error
+
+
+async def test_wishes_of_one_moment_are_one_acquire_and_each_gets_its_own_outcome() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        lockmgr.answer({0: 70, 1: Held("somebody has it"), 2: 72})
+        asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(3)]
+        outcomes = [await task for task in asked]
+        assert [outcomes[0], type(outcomes[1]), outcomes[2]] == [70, Held, 72]
+        (request,) = lockmgr.acquires
+        assert [item.queue.queue.queue_id for item in request.items] == [0, 1, 2]
+        assert request.acquire_seq == 1
+
+
+async def test_an_outcome_does_not_wait_for_the_others() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        lockmgr.answer({0: 70})
+        late = tasks.create_task(acquired(calls, 1))
+        assert await acquired(calls, 0) == 70
+        assert not late.done()
+        assert calls.asks_for(queue(1))
+        lockmgr.answer({1: 71})
+        assert await late == 71
+        await until(lambda: not calls.asks_for(queue(1)))
+
+
+async def test_every_acquire_has_a_higher_number_and_only_those_that_ended_count_as_seen() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(acquired(calls, 0))
+        await until(lambda: len(lockmgr.acquires) == 1)
+        assert calls.seen_seq == 0
+        lockmgr.answer({1: 71})
+        assert await acquired(calls, 1) == 71
+        await until(lambda: lockmgr.ended == 1)
+        assert calls.seen_seq == 0, "the outcome of the first is not seen yet"
+        lockmgr.answer({0: 70})
+        assert await first == 70
+        await until(lambda: calls.seen_seq == 2)
+        assert [request.acquire_seq for request in lockmgr.acquires] == [1, 2]
+
+
+async def test_an_acquire_ends_when_nobody_waits_for_it_any_more() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in range(2)]
+        await until(lambda: len(lockmgr.acquires) == 1)
+        for task in asked:
+            task.cancel()
+        await until(lambda: lockmgr.ended == 1)
+        await until(lambda: not calls.asks_for(queue(0)))
+
+
+async def test_a_grant_that_nobody_waits_for_any_more_is_released() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        gone = tasks.create_task(acquired(calls, 0))
+        waits = tasks.create_task(acquired(calls, 1))
+        await until(lambda: len(lockmgr.acquires) == 1)
+        gone.cancel()
+        lockmgr.answer({0: 70})
+        await until(lambda: lockmgr.releases == [[70]])
+        lockmgr.answer({1: 71})
+        assert await waits == 71
+
+
+async def test_a_grant_does_not_wait_for_the_release_of_another_that_nobody_wants() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        lockmgr.mute = asyncio.Event()
+        gone = tasks.create_task(acquired(calls, 0))
+        waits = tasks.create_task(acquired(calls, 1))
+        await until(lambda: len(lockmgr.acquires) == 1)
+        gone.cancel()
+        lockmgr.answer({0: 70})
+        await until(lambda: lockmgr.releases == [[70]])
+        lockmgr.answer({1: 71})
+        assert await waits == 71
+        lockmgr.mute.set()
+
+
+async def test_what_is_not_ours_by_the_record_is_not_asked_for_by_its_generation() -> None:
+    """A wish outlives a newer record by a moment; both together would claim what is another's."""
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        lockmgr.answer({0: 70})
+        asked = [tasks.create_task(acquired(calls, queue_id)) for queue_id in (0, ASSIGNED)]
+        assert await asked[0] == 70
+        assert isinstance(await asked[1], NotAssigned)
+        (request,) = lockmgr.acquires
+        assert [item.queue.queue.queue_id for item in request.items] == [0]
+        assert request.generation == 5
+
+
+async def test_a_grant_given_back_is_closed_first_if_it_brought_work_along() -> None:
+    """Section 11: what is dropped comes again flagged, and at once, not after the lease."""
+    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
+        resume = queue_pb2.OffsetRange(first_offset=3, next_offset=5)
+        item = pb.AcquireItem(queue=_key(0), resume=[resume])
+        gone = tasks.create_task(calls.acquire(queue(0), item))
+        waits = tasks.create_task(acquired(calls, 1))
+        await until(lambda: len(lockmgr.acquires) == 1)
+        gone.cancel()
+        lockmgr.answer({0: 70})
+        await until(lambda: lockmgr.releases == [[70]])
+        (closed,) = others.offsets.items
+        assert (closed.token, list(closed.unfinished), list(closed.acked)) == (70, [resume], [])
+        lockmgr.answer({1: 71})
+        assert await waits == 71
+
+
+async def test_a_call_that_ends_without_outcomes_refuses_all_that_still_wait() -> None:
+    async with scene() as (calls, lockmgr, _):
+        lockmgr.failing = True
+        outcome = await acquired(calls, 0)
+        assert isinstance(outcome, Unreachable)
+
+
+async def test_at_the_end_what_may_be_left_is_released_if_somebody_gave_up() -> None:
+    async with scene() as (calls, lockmgr, _), asyncio.TaskGroup() as tasks:
+        lockmgr.answer({0: 70})
+        assert await acquired(calls, 0) == 70
+        await calls.release_rest()
+        assert lockmgr.released_all == [], "every outcome was seen"
+        gone = tasks.create_task(acquired(calls, 1))
+        await until(lambda: len(lockmgr.acquires) == 2)
+        gone.cancel()
+        await until(lambda: lockmgr.ended == 2)
+        await calls.release_rest()
+        assert lockmgr.released_all == [GROUP]
+
+
+async def test_closes_and_releases_of_one_moment_share_calls() -> None:
+    async with scene() as (calls, lockmgr, others), asyncio.TaskGroup() as tasks:
+        closes = [
+            tasks.create_task(calls.close(offsets_pb.CloseItem(queue=_key(queue_id), token=1)))
+            for queue_id in range(50)
+        ]
+        releases = [
+            tasks.create_task(calls.release(pb.Hold(queue=_key(token), token=token)))
+            for token in range(50)
+        ]
+        assert [(await close).closed.committed_offset for close in closes] == [1] * 50
+        await asyncio.wait(releases)
+        assert (sum(others.offsets.closes), len(others.offsets.closes) <= 2) == (50, True)
+        assert sorted(token for call in lockmgr.releases for token in call) == list(range(50))
+        assert len(lockmgr.releases) <= 2
+
+
+async def test_extents_of_one_moment_are_one_call_per_broker() -> None:
+    async with scene() as (calls, _, others), asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(calls.extent(queue(queue_id))) for queue_id in range(20)]
+        found = [await task for task in asked]
+        assert [extent.next_offset for extent in found] == list(range(10, 30))
+        assert len(others.storage.extents) <= 2
+
+
+async def test_a_broker_that_is_away_concerns_only_its_own_queues() -> None:
+    async with scene() as (calls, _, _others), asyncio.TaskGroup() as tasks:
+        here = tasks.create_task(calls.extent(queue(3)))
+        with pytest.raises(BatonError):
+            await calls.extent(queue(0, "broker-b"))
+        assert (await here).next_offset == 13
+
+
+def _key(queue_id: int) -> queue_pb2.GroupQueue:
+    return queue_pb2.GroupQueue(
+        group=GROUP, queue=queue_pb2.QueueRef(topic=TOPIC, broker=BROKER, queue_id=queue_id)
+    )
+
+
+def _response(key: queue_pb2.GroupQueue, answer: int | BatonError) -> pb.AcquireResponse:
+    if isinstance(answer, BatonError):
+        return pb.AcquireResponse(queue=key, error=error_to_pb(answer))
+    return pb.AcquireResponse(queue=key, grant=pb.Grant(token=answer, offsets_epoch=1))

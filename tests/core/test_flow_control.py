@@ -1,0 +1,73 @@
+"""What holds a queue back.
+
+Goal: the first bound that is reached is named; the bytes of all queues share one bound, and a
+queue of which nothing waits may fetch all the same.
+Method: the pure core with plain values.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq._core.flow_control import (
+    ByteBudget,
+    FlowLimits,
+    FlowReason,
+    QueueBytes,
+    blocking_limit,
+)
+
+LIMITS = FlowLimits(messages_max=5, span_max=9)
+
+
+class Queues:
+    """Two queues of a client; the bytes of `a` fill its budget."""
+
+    def __init__(self) -> None:
+        self.budget = ByteBudget(100)
+        self.a, self.b = QueueBytes(self.budget), QueueBytes(self.budget)
+        for each in (self.a, self.b):
+            each.join()
+        self.a.add(100)
+
+
+@pytest.fixture
+def full() -> Queues:
+    return Queues()
+
+
+def reason(part: QueueBytes, *, waiting_count: int = 0, span: int = 0) -> FlowReason | None:
+    return blocking_limit(LIMITS, part, waiting_count=waiting_count, span=span)
+
+
+def test_each_bound_is_named(full: Queues) -> None:
+    free = QueueBytes(ByteBudget(100))
+    assert reason(free, waiting_count=4, span=8) is None
+    assert reason(free, waiting_count=5, span=8) == "count"
+    assert reason(free, waiting_count=5, span=9) == "span"
+    assert reason(full.a) == "bytes"
+
+
+def test_queue_of_which_nothing_waits_is_not_starved_by_others(full: Queues) -> None:
+    assert reason(full.b) is None
+    full.b.add(1)
+    assert reason(full.b) == "bytes"
+
+
+def test_queues_fetch_equal_shares_of_the_bound(full: Queues) -> None:
+    assert full.budget.share() == 50
+    full.b.leave()
+    assert full.budget.share() == 100
+    assert ByteBudget(0).share() == 1
+
+
+def test_queues_look_again_once_half_is_free_and_only_then(full: Queues) -> None:
+    assert [full.a.remove(10) for _ in range(10)] == [False] * 4 + [True] + [False] * 5
+    assert full.budget.total == 0
+
+
+def test_queue_that_leaves_takes_its_bytes_along(full: Queues) -> None:
+    full.b.add(7)
+    for _ in range(2):
+        full.a.leave()
+        assert (full.budget.total, full.budget.queue_count) == (7, 1)

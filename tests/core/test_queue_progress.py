@@ -1,0 +1,386 @@
+"""What the owner of a queue knows of its messages.
+
+Goal: nothing is acked that was not finished, filtered or acked before; nothing that was finished
+is forgotten or started again when the queue is granted anew; a Close names exactly what was
+started and not finished.
+Method: stories by hand for what once went wrong, then a Hypothesis state machine on one queue
+against plain sets, together with an offsets service that is a set, too. Commits may be lost on
+the way there or back and be answered late and out of order; between two grants another owner may
+have handled something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from batonmq._core.queue_progress import Acks, GrantedProgress, QueueProgress
+from batonmq._core.ranges import Range, normalize, of_sorted
+
+OFFSETS = st.integers(0, 9)
+SETS = st.sets(OFFSETS, max_size=4)
+PICKS = st.integers(0, 9)
+
+
+def members(ranges: Iterable[Range]) -> set[int]:
+    return {offset for first, end in ranges for offset in range(first, end)}
+
+
+def runs(offsets: Iterable[int]) -> tuple[Range, ...]:
+    return tuple(of_sorted(sorted(offsets)))
+
+
+def told(acks: Acks) -> set[int]:
+    """Every offset that `acks` calls handled."""
+    return set(range(acks.committed)) | members(acks.ranges)
+
+
+def handle(progress: QueueProgress, *offsets: int) -> None:
+    for offset in offsets:
+        assert progress.start(offset)
+        assert progress.finish(offset)
+
+
+# ---- stories
+
+
+def test_first_offset_of_a_later_acked_run_is_done() -> None:
+    progress = QueueProgress(GrantedProgress(1, 0, 2, acked=((4, 6), (8, 10))))
+    assert [offset for offset in range(2, 12) if progress.is_done(offset)] == [4, 5, 8, 9]
+
+
+def test_work_finished_before_a_new_grant_and_committed_after_it_is_not_started_again() -> None:
+    before = QueueProgress(GrantedProgress(1, 0, 5))
+    before.receive(8, [5, 6, 7])
+    handle(before, 5, 6, 7)
+    progress = before.renewed(GrantedProgress(2, 0, 5))
+    progress.confirm(progress.acks())
+    assert progress.committed == 8
+    assert progress.next_offset == 5, "storage is asked again, and answers with 5, 6, 7"
+    assert all(progress.is_done(offset) for offset in (5, 6, 7))
+
+
+def test_message_whose_handler_runs_through_a_new_grant_is_not_started_again() -> None:
+    before = QueueProgress(GrantedProgress(1, 0, 0))
+    before.receive(2, [0, 1])
+    assert before.start(0)
+    progress = before.renewed(GrantedProgress(2, 0, 0))
+    assert progress.is_done(0)
+    assert not progress.is_done(1), "it was never started"
+    assert progress.finish(0)
+    assert told(progress.acks()) == {0}
+
+
+def test_story_09_message_given_up_after_it_was_claimed_is_told_as_started() -> None:
+    """offsets was told that it is in hand, so offsets does not flag it: we have to."""
+    before = QueueProgress(GrantedProgress(1, 0, 0))
+    before.receive(2, [0, 1])
+    assert before.start(0)
+    assert before.claim(10) == [(0, 1)]
+    before.give_up(0)
+    progress = before.renewed(GrantedProgress(2, 0, 0))
+    assert not progress.is_done(0), "it comes again"
+    assert progress.is_redelivered(0)
+    assert not progress.is_redelivered(1)
+    assert progress.closing().unfinished == ((0, 1),), "whoever owns the queue next flags it too"
+    progress.receive(1, [0])
+    handle(progress, 0)
+    assert progress.closing().unfinished == ()
+
+
+def test_message_given_up_before_the_claim_is_left_to_offsets() -> None:
+    """It is not claimed, so the fence flags it, and nothing says that it is below D."""
+    before = QueueProgress(GrantedProgress(1, 0, 0))
+    before.receive(1, [0])
+    assert before.start(0)
+    before.give_up(0)
+    assert before.claim(10) == []
+    progress = before.renewed(GrantedProgress(2, 0, 0, maybe_seen=((0, 1),)))
+    assert progress.is_redelivered(0)
+    assert progress.closing().unfinished == ()
+
+
+def test_result_of_a_message_that_another_owner_has_acked_meanwhile_does_not_count() -> None:
+    before = QueueProgress(GrantedProgress(1, 0, 0))
+    before.receive(2, [0, 1])
+    assert before.start(0)
+    progress = before.renewed(GrantedProgress(3, 0, 2))
+    assert not progress.running
+    assert not progress.finish(0)
+    assert progress.acks().committed == 2
+
+
+def test_nothing_survives_a_reset() -> None:
+    before = QueueProgress(GrantedProgress(1, 0, 0))
+    before.receive(3, [0, 1, 2])
+    handle(before, 0)
+    assert before.start(1)
+    progress = before.renewed(GrantedProgress(2, 1, 0))
+    assert not any(progress.is_done(offset) for offset in range(3))
+    assert not progress.finish(1)
+    assert told(progress.acks()) == set()
+
+
+def test_gap_below_a_finished_message_holds_the_committed_offset() -> None:
+    progress = QueueProgress(GrantedProgress(1, 0, 0))
+    progress.receive(4, [0, 1, 2, 3])
+    handle(progress, 1, 3)
+    acks = progress.acks()
+    assert (acks.committed, acks.ranges) == (0, ((1, 2), (3, 4)))
+    handle(progress, 0)
+    acks = progress.acks()
+    assert (acks.committed, acks.ranges) == (2, ((3, 4),))
+
+
+def test_what_the_filter_dropped_is_acked_without_a_handler() -> None:
+    progress = QueueProgress(GrantedProgress(1, 0, 0))
+    progress.receive(5, [])
+    assert progress.dirty
+    assert progress.acks().committed == 5
+
+
+def test_closing_names_cut_off_and_given_up_messages_and_not_those_never_started() -> None:
+    progress = QueueProgress(GrantedProgress(7, 3, 0))
+    progress.receive(5, [0, 1, 2, 3, 4])
+    handle(progress, 0)
+    assert progress.start(1)
+    assert progress.start(2)
+    progress.give_up(2)
+    closing = progress.closing()
+    assert (closing.token, closing.reset_epoch) == (7, 3)
+    assert closing.acks.committed == 1
+    assert closing.unfinished == ((1, 3),)
+
+
+def test_late_answer_to_an_older_commit_does_not_take_the_newer_back() -> None:
+    progress = QueueProgress(GrantedProgress(1, 0, 0))
+    progress.receive(2, [0, 1])
+    handle(progress, 0)
+    older = progress.acks()
+    handle(progress, 1)
+    progress.confirm(progress.acks())
+    progress.confirm(older)
+    assert progress.committed == 2
+    assert not progress.dirty
+    assert progress.span == 0
+
+
+# ---- model
+
+
+class Naive:
+    """The same on sets, for one grant."""
+
+    def __init__(self, acked: set[int], running: set[int], finished: set[int]) -> None:
+        self.next_offset = first_missing(acked)
+        self.handled = acked | finished
+        self.running = running - acked
+        self.given_up: set[int] = set()
+        self.dropped: set[int] = set()
+        self.claimed: set[int] = set()
+        self.waiting: set[int] = set()
+        self.known_acked = set(acked)
+
+    @property
+    def in_hand(self) -> set[int]:
+        return (self.handled - self.known_acked) | self.running
+
+    @property
+    def started(self) -> set[int]:
+        return self.running | self.given_up
+
+    @property
+    def startable(self) -> set[int]:
+        return self.waiting - self.started
+
+    def is_done(self, offset: int) -> bool:
+        return offset in self.handled or offset in self.running
+
+
+def picked(offsets: set[int], pick: int) -> int:
+    return sorted(offsets)[pick % len(offsets)]
+
+
+def first_missing(offsets: set[int]) -> int:
+    offset = 0
+    while offset in offsets:
+        offset += 1
+    return offset
+
+
+class OneQueue(RuleBasedStateMachine):
+    """Grants, pulls, handlers and commits in any order."""
+
+    commits = Bundle("commits")
+
+    @initialize(acked=SETS, maybe_seen=SETS)
+    def grant(self, acked: set[int], maybe_seen: set[int]) -> None:
+        self.server = acked
+        """What offsets has durably."""
+        self.token = self.epoch = 1
+        self.maybe_seen = maybe_seen
+        self.naive = Naive(set(acked), set(), set())
+        self.real = QueueProgress(self._start())
+        self.committed = self.real.committed
+
+    def _start(self) -> GrantedProgress:
+        self.token += 1
+        committed = first_missing(self.server)
+        above = {offset for offset in self.server if offset > committed}
+        return GrantedProgress(
+            self.token, self.epoch, committed, runs(above), runs(self.maybe_seen)
+        )
+
+    @rule(count=st.integers(1, 5), filtered=SETS, redelivered=SETS)
+    def pull(self, count: int, filtered: set[int], redelivered: set[int]) -> None:
+        first = self.naive.next_offset
+        end = first + count
+        arrived = range(first, end)
+        wanted = [o for o in arrived if not self.naive.is_done(o) and o not in filtered]
+        self.real.note_maybe_seen(runs(redelivered))
+        self.maybe_seen |= redelivered
+        self.real.receive(end, wanted)
+        self.naive.next_offset = end
+        self.naive.waiting |= set(wanted)
+        unwanted = set(arrived) - set(wanted) - self.naive.running - self.naive.given_up
+        self.naive.handled |= unwanted
+        for offset in arrived:
+            flagged = offset in self.maybe_seen or offset in self.naive.dropped
+            assert self.real.is_redelivered(offset) == flagged
+
+    @precondition(lambda self: self.naive.startable)
+    @rule(pick=PICKS)
+    def start(self, pick: int) -> None:
+        offset = picked(self.naive.startable, pick)
+        assert self.real.start(offset)
+        self.naive.running.add(offset)
+
+    @rule(offset=OFFSETS)
+    def start_only_what_waits(self, offset: int) -> None:
+        if offset not in self.naive.startable:
+            assert not self.real.start(offset)
+
+    @precondition(lambda self: self.naive.running)
+    @rule(pick=PICKS)
+    def finish(self, pick: int) -> None:
+        offset = picked(self.naive.running, pick)
+        assert self.real.finish(offset)
+        self.naive.running.discard(offset)
+        self.naive.waiting.discard(offset)
+        self.naive.dropped.discard(offset)
+        self.naive.handled.add(offset)
+
+    @precondition(lambda self: self.naive.running)
+    @rule(pick=PICKS)
+    def give_up(self, pick: int) -> None:
+        offset = picked(self.naive.running, pick)
+        self.real.give_up(offset)
+        self.naive.running.discard(offset)
+        self.naive.given_up.add(offset)
+
+    @rule(offset=OFFSETS)
+    def late_result_does_not_count(self, offset: int) -> None:
+        if offset not in self.naive.running:
+            assert not self.real.finish(offset)
+            self.real.give_up(offset)
+
+    @rule(target=commits, arrives=st.booleans())
+    def send_commit(self, arrives: bool) -> object:
+        acks = self.real.acks()
+        if not arrives:
+            return multiple()
+        self.server |= told(acks)
+        return (self.token, acks)
+
+    @rule(commit=consumes(commits))
+    def hear_of_commit(self, commit: tuple[int, Acks]) -> None:
+        token, acks = commit
+        if token != self.token:
+            return  # as the shell does
+        self.real.confirm(acks)
+        self.naive.known_acked |= told(acks)
+
+    @rule()
+    def claim(self) -> None:
+        self.naive.claimed = members(self.real.claim(100))
+        assert self.naive.claimed == self.naive.in_hand
+
+    @rule(handled_elsewhere=st.just(set()) | SETS, flagged=SETS)
+    def granted_again(self, handled_elsewhere: set[int], flagged: set[int]) -> None:
+        self.server |= handled_elsewhere
+        before = self.naive
+        finished = before.in_hand - before.running
+        self.maybe_seen = flagged
+        self.real = self.real.renewed(self._start())
+        self.naive = Naive(set(self.server), set(before.running), finished)
+        self.naive.dropped = (before.given_up & before.claimed) - self.server
+        self.committed = self.real.committed
+
+    @rule(to=OFFSETS)
+    def reset(self, to: int) -> None:
+        self.epoch += 1
+        self.server = set(range(to))
+        self.maybe_seen = set()
+        self.real = self.real.renewed(self._start())
+        self.naive = Naive(set(self.server), set(), set())
+        self.committed = self.real.committed
+
+    @invariant()
+    def acks_are_what_was_handled(self) -> None:
+        acks = self.real.acks()
+        assert told(acks) == set(range(acks.committed)) | self.naive.handled
+        assert self.naive.handled >= told(acks), "acked, and nobody handled it"
+        assert_ascending([(0, acks.committed), *acks.ranges])
+        assert acks.committed >= self.committed, "never back"
+        self.committed = acks.committed
+        if not self.real.dirty:
+            assert told(acks) <= self.naive.known_acked, "finished work waits for no commit"
+
+    @invariant()
+    def in_hand_is_what_runs_and_what_is_finished_and_not_known_to_be_acked(self) -> None:
+        claimed = self.real.in_hand()
+        assert members(claimed) == self.naive.in_hand
+        assert claimed == normalize(claimed)
+
+    @invariant()
+    def nothing_done_would_be_started_again(self) -> None:
+        for offset in range(self.naive.next_offset, self.naive.next_offset + 5):
+            assert self.real.is_done(offset) == self.naive.is_done(offset)
+
+    @invariant()
+    def closing_says_all_of_it(self) -> None:
+        closing = self.real.closing()
+        assert closing.acks == self.real.acks()
+        started = self.naive.started | self.naive.dropped
+        assert members(closing.unfinished) == started - told(closing.acks)
+        assert not members(closing.unfinished) & told(closing.acks)
+        assert self.real.running == self.naive.running
+
+    @invariant()
+    def span_counts_from_the_committed_offset(self) -> None:
+        committed = first_missing(self.naive.known_acked)
+        assert self.real.committed == committed
+        assert self.real.span == self.naive.next_offset - committed
+        assert self.real.unconfirmed_count >= 0
+
+
+def assert_ascending(ranges: Sequence[Range]) -> None:
+    assert all(first < end for first, end in ranges[1:])
+    assert all(a[1] < b[0] for a, b in pairwise(ranges)), ranges
+
+
+OneQueue.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestOneQueue = OneQueue.TestCase

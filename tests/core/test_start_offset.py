@@ -1,0 +1,36 @@
+"""Where a group without progress begins.
+
+Goal: the rule is what the settings say, whatever the size of the topic; messages that were sent to
+a group that was there are never skipped.
+Method: the pure functions with plain values.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batonmq._core.start_offset import ConsumeFrom, effective_start, start_offset
+
+ALL: tuple[ConsumeFrom, ...] = ("first", "last", "timestamp")
+
+
+@pytest.mark.parametrize("wish", ALL)
+def test_queue_that_was_there_begins_as_wished(wish: ConsumeFrom) -> None:
+    assert effective_start(wish, retry=False, added=False) == wish
+
+
+@pytest.mark.parametrize("wish", ALL)
+def test_retry_topic_and_added_queues_are_read_from_their_first_message(wish: ConsumeFrom) -> None:
+    assert effective_start(wish, retry=True, added=False) == "first"
+    assert effective_start(wish, retry=False, added=True) == "first"
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 3), (500, 100_000)])
+def test_small_and_large_queues_obey_alike(first: int, end: int) -> None:
+    assert start_offset("first", first, end, found=0) == first
+    assert start_offset("last", first, end, found=0) == end
+
+
+@pytest.mark.parametrize(("found", "begins"), [(7, 10), (10, 10), (15, 15), (20, 20), (25, 20)])
+def test_time_means_an_offset_that_the_queue_has(found: int, begins: int) -> None:
+    assert start_offset("timestamp", 10, 20, found) == begins

@@ -1,0 +1,206 @@
+"""`python -m tools.containers`: the pods of overlays/kind-secure as containers, under fire.
+
+Needs a Docker daemon, kubectl for the manifests, openssl, and the images (`make images
+WITH_ETCD=1`); says so and ends with status 0 where one is missing. On a private network, with TLS
+everywhere and access on, the demo plays first. Then, while messages flow, every service is killed,
+paused for 40 s and cut off for 40 s, in turn; in the midst of it all certificates are replaced, and
+strangers try. Everything confirmed has to be handled, in order, and nothing twice that does not say
+so. At last the demo plays in overlays/kind, without TLS. The result goes to build/containers.json,
+and with `--page` to docs/containers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import shutil
+import ssl
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.waiting import until
+from tools.containers.docker import DockerFailed, Network, docker, missing, network
+from tools.containers.flow import Flow
+from tools.containers.page import page
+from tools.containers.pods import K8S, REPO, Pod, jobs, pods, render
+from tools.containers.scene import START_S, Scene
+from tools.containers.secrets import STRANGER, Secrets
+from tools.containers.strangers import PAPERS, refuse
+
+SERVICES = ("storage", "offsets", "lockmgr", "nameserver", "etcd")
+RECOVER_S, END_S = 180.0, 300.0
+RATE = 200
+
+
+async def _lacking(tag: str) -> str:
+    """What is missing for a run; empty if nothing is."""
+    for program, purpose in (("kubectl", "render the manifests"), ("openssl", "make certificates")):
+        if shutil.which(program) is None:
+            return f"there is no {program} to {purpose}"
+    if why := await missing():
+        return why
+    for name in ("services", "demo", "etcd"):
+        try:
+            await docker("image", "inspect", f"batonmq/{name}:{tag}")
+        except DockerFailed:
+            return f"there is no image batonmq/{name}:{tag}; make images WITH_ETCD=1"
+    return ""
+
+
+async def _strike(
+    scene: Scene, flow: Flow, pod: Pod, name: str, strike: Callable[[Pod], Awaitable[None]]
+) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await strike(pod)
+    over_s = loop.time()
+    await scene.answers(pod, "readiness", RECOVER_S)
+    ready_s = loop.time()
+    await flow.flows(RATE * 3, RECOVER_S)
+    result = {
+        "service": pod.service,
+        "pod": pod.name,
+        "strike": name,
+        "lasted_s": round(over_s - began_s, 1),
+        "ready_after_s": round(ready_s - over_s, 1),
+        "flows_after_s": round(loop.time() - over_s, 1),
+        "sent_stood_s": flow.stood_s("sent", began_s),
+        "handled_stood_s": flow.stood_s("handled", began_s),
+    }
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def _scene(net: Network, overlay: str, jobs_folder: str) -> Scene:
+    members, clients = pods(render(K8S / "overlays" / overlay)), jobs(render(K8S / jobs_folder))
+    asks = clients.get("grants", clients["demo"])
+    papers = ("tls-demo", "tls-nobody", STRANGER, "etcd-client") if asks.secrets else ()
+    shown = {f"{PAPERS}/{name}": name for name in papers}
+    return Scene(net, members, clients, replace(asks, secrets={**asks.secrets, **shown}))
+
+
+async def _play(options: argparse.Namespace, secrets: Secrets) -> dict[str, Any]:
+    async with network(options.network, options.tag, secrets.mounted) as net:
+        scene = _scene(net, "kind-secure", "jobs-secure")
+        report: dict[str, Any] = {
+            "containers": len(scene.members),
+            "start_s": await scene.start(),
+        }
+        print(json.dumps(report), flush=True)
+        report["status"] = await scene.baton("cluster", "status")
+        await scene.finish("grants")
+        report["grants"] = await scene.baton("access", "list")
+        report["demo"] = await scene.play("demo")
+        print(json.dumps(report["demo"]), flush=True)
+        report |= await _under_fire(scene, options.services, secrets)
+    async with network(options.network, options.tag, secrets.mounted) as net:
+        scene = _scene(net, "kind", "jobs")
+        report["insecure"] = {"start_s": await scene.start(), "demo": await scene.play("demo")}
+        print(json.dumps(report["insecure"]), flush=True)
+    return report
+
+
+async def _under_fire(scene: Scene, services: list[str], secrets: Secrets) -> dict[str, Any]:
+    """Let messages flow, and strike; what came of it."""
+    report: dict[str, Any] = {"strikes": []}
+    pod = scene.jobs["traffic"]
+    words = ("--rate", str(RATE), "--repeats")
+    process = await scene.net.attached(replace(pod, command=(*pod.command, *words)))
+    flow = Flow(process)
+    strikes = {"kill": scene.kill, "pause": scene.pause, "disconnect": scene.cut}
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(flow.follow())
+        await flow.flows(RATE * 3, START_S)
+        for number, service in enumerate(services):
+            if number == len(services) // 2:
+                report["strangers"] = await refuse(scene)
+                report["renewal"] = await _renew(scene, flow, secrets)
+                print(json.dumps([report["strangers"], report["renewal"]]), flush=True)
+            pod = next(pod for pod in scene.members if pod.service == service)
+            for name, strike in strikes.items():
+                report["strikes"].append(await _strike(scene, flow, pod, name, strike))
+        await docker("kill", "--signal", "TERM", scene.net.container("traffic"))
+        async with asyncio.timeout(END_S):
+            await process.wait()
+    report["traffic"] = flow.verdict
+    return report
+
+
+async def _renew(scene: Scene, flow: Flow, secrets: Secrets) -> dict[str, Any]:
+    """Replace every certificate and key; how long until all pods show theirs.
+
+    Raises:
+        TimeoutError: one does not.
+    """
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(secrets.make)
+    began_s = loop.time()
+    for pod in scene.members:
+        (secret,) = (name for name in pod.secrets.values() if name != "etcd-client")
+        address, papers = _address(pod)
+        wanted = _digest(secrets.file(secret, "tls.crt"))
+
+        async def shown(address: str = address, papers: str = papers, wanted: str = wanted) -> bool:
+            return (await scene.shake_hands(address, papers)).out == wanted
+
+        await until(shown, RECOVER_S)
+    shown_s = loop.time()
+    await flow.flows(RATE * 3, RECOVER_S)
+    return {
+        "pods": len(scene.members),
+        "shown_after_s": round(shown_s - began_s, 1),
+        "sent_stood_s": flow.stood_s("sent", began_s),
+        "handled_stood_s": flow.stood_s("handled", began_s),
+    }
+
+
+def _address(pod: Pod) -> tuple[str, str]:
+    """Where others call a pod, and as whom one may."""
+    if pod.service == "etcd":
+        return f"{pod.names[0]}:2379", f"{PAPERS}/etcd-client"
+    return pod.env[f"BATON_{pod.service.upper()}_ADVERTISE_ADDRESS"], f"{PAPERS}/tls"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(path.read_text())).hexdigest()
+
+
+def main() -> int:
+    """Read the command line, run, report; the exit status."""
+    parser = argparse.ArgumentParser(prog="tools.containers", description=__doc__)
+    parser.add_argument("--tag", default="0.1.0", help="of the images")
+    parser.add_argument("--network", default="baton-e2e", help="name of the network that is made")
+    parser.add_argument("--services", nargs="+", default=SERVICES, choices=SERVICES)
+    parser.add_argument("--page", action="store_true", help="write docs/containers.md")
+    options = parser.parse_args()
+    if why := asyncio.run(_lacking(options.tag)):
+        print(f"e2e-containers skipped: {why}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="baton-secrets-") as folder:
+        secrets = Secrets(Path(folder))
+        secrets.make()
+        report = asyncio.run(_play(options, secrets))
+    path = REPO / "build" / "containers.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    if options.page:
+        (REPO / "docs" / "containers.md").write_text(page(report))
+    good = bool(
+        report["demo"]["ok"]
+        and report["traffic"].get("ok")
+        and report["insecure"]["demo"]["ok"]
+        and all(one["refused"] for one in report["strangers"])
+    )
+    print(json.dumps(report["traffic"]))
+    print("OK: nothing lost, nothing twice unannounced." if good else "FAILED: see above.")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

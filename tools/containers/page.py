@@ -1,0 +1,117 @@
+"""The report of a run as a page for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_HEAD = """# Containers under fire
+
+Written by `make e2e-containers PAGE=1`. The pods of `deploy/k8s/overlays/kind-secure` and the Jobs
+of `deploy/k8s/jobs-secure` run as containers on a private Docker network: the commands, settings,
+names, users, read-only root file systems, memory limits, volumes and Secrets are those of the
+manifests, and so are the probes that say when a pod is ready. Everybody shows a certificate to
+everybody, etcd included, as `deploy/k8s/scripts/make-ca.sh` makes them, and access is on. What
+Kubernetes itself does (scheduling, network policies, rolling updates) is not part of this.
+
+"""
+_STRIKES = """
+## Under fire
+
+Messages are sent, 200 a second, and handled by three members, while one pod after the other is
+killed and started again a second later, stands still for 40 s, and runs cut off from the network
+for 40 s. When it comes back it may have another address. *Ready* and *flows* count from the end of
+the strike: until the readiness probe succeeds, and until all that waited is handled. *Stood* is the
+longest time without a confirmed, or without a handled, message, from the beginning of the strike;
+told once a second.
+
+"""
+
+
+_RENEWAL = """
+## New certificates
+
+In the midst of it every certificate and every key is replaced, of the services, of etcd, of the
+demo and of the operator, as Kubernetes replaces the files of a Secret. Nothing is restarted.
+
+"""
+_STRANGERS = """
+## Who is not let in
+
+While messages flow:
+
+"""
+_INSECURE = """
+## Without TLS
+
+The demo in the pods of `deploy/k8s/overlays/kind`, where whoever reaches them may do everything.
+
+"""
+_DEMO = ("published", "consumed", "lost", "duplicated", "misordered", "handovers")
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The page."""
+    demo, traffic, insecure = report["demo"], report["traffic"], report["insecure"]
+    text = _HEAD
+    text += f"{report['containers']} containers; all ready after {report['start_s']} s.\n"
+    text += f"\n```\n$ baton cluster status\n{_shown(report['status'])}\n"
+    text += f"$ baton access list\n{_shown(report['grants'])}\n```\n\n## The demo\n\n"
+    text += _demo(demo) + _STRIKES
+    head = ("pod", "strike", "ready, s", "flows, s", "sending stood, s", "handling stood, s")
+    keys = ("pod", "strike", "ready_after_s", "flows_after_s", "sent_stood_s", "handled_stood_s")
+    text += _table(head, [[str(one[key]) for key in keys] for one in report["strikes"]])
+    text += _RENEWAL + _renewal(report["renewal"]) + _STRANGERS
+    told = [
+        [one["who"], f"`{one['command']}`", one["told"] if one["refused"] else "**LET IN**"]
+        for one in report["strangers"]
+    ]
+    text += _table(("who", "tries", "is told"), [[_cell(text) for text in row] for row in told])
+    text += "\n## What became of the messages\n\n"
+    counts = (
+        "sent",
+        "unsure",
+        "consumed",
+        "lost",
+        "duplicated",
+        "unflagged",
+        "misordered",
+        "foreign",
+    )
+    text += _table(counts, [[f"{traffic[key]:,}" for key in counts]])
+    text += (
+        "\n`sent` were confirmed, `unsure` were not and may be stored. `duplicated` counts\n"
+        "handlings beyond the first, `unflagged` those of them not marked as redelivered.\n"
+        f"Verdict: **{_verdict(traffic['ok'])}**.\n"
+    )
+    return text + _INSECURE + _demo(insecure["demo"])
+
+
+def _demo(demo: Mapping[str, Any]) -> str:
+    table = _table(_DEMO, [[f"{demo[key]:,}" for key in _DEMO]])
+    return f"{table}\nVerdict: **{_verdict(demo['ok'])}**.\n"
+
+
+def _renewal(found: Mapping[str, Any]) -> str:
+    return (
+        f"After {found['shown_after_s']} s all {found['pods']} pods showed their new one to those\n"
+        f"who connected. Sending stood for at most {found['sent_stood_s']} s, handling for "
+        f"{found['handled_stood_s']} s.\n"
+    )
+
+
+def _shown(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _verdict(good: bool) -> str:
+    return "nothing lost, nothing twice unannounced" if good else "failed"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,136 @@
+"""A cluster while the demo runs on it, for what is looked at from outside.
+
+The demo is that of `batonmq_server.demo`, with fewer flights: its groups, its processes that join
+and leave. It shows no metrics of clients, nothing it sends fails, and nothing is for later. So a
+program beside it has a topic and a group of its own, shows what its clients count, and one message
+in a hundred becomes a dead letter, one in fifty comes later. Without it these panels were empty:
+
+    Topic    How long sends take, told by producers
+    Group    Messages handled, How long handlers take, Messages in the client, Queues that came and
+             went, all told by consumers
+    Storage  Messages for later: how late they come
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from batonmq._connection.security import Security
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.handler_results import RetryLater
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._core.records import Message
+from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq.admin.admin import Admin
+from batonmq_server.demo.demo_run import DemoResult, run_demo
+from batonmq_server.demo.flights import Flight
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.layout import ClusterOptions
+from batonmq_server.local.prometheus import scrape_targets
+from tests.support.cluster import SEGMENT_BYTES, fork_server
+
+TOPIC, GROUP, CLUSTER = "orders", "billing", "baton"
+_OPTIONS = ClusterOptions(
+    cluster=CLUSTER,
+    storage_replicas=2,
+    offsets=2,
+    secure=True,
+    settings={
+        "storage": {"segment_bytes": SEGMENT_BYTES},
+        "nameserver": {"inspect_interval_ms": 1_000},
+    },
+)
+"""There are copies, and certificates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The cluster, and everything that shows metrics, as Prometheus is told of it."""
+
+    cluster: LocalCluster
+    targets: list[Mapping[str, Any]]
+    addresses: dict[str, list[str]]
+    """host:port of the pages of metrics, by who has them: services and `clients`."""
+
+    async def demo(self, flights: list[Flight], folder: Path, pace: int) -> DemoResult:
+        """Play it once; see `batonmq_server.demo.demo_run.run_demo`."""
+        return await run_demo(
+            self.cluster.nameserver,
+            flights,
+            folder,
+            lambda what, done, total: None,
+            pace=pace,
+            security=self.cluster.security,
+        )
+
+
+@asynccontextmanager
+async def scene(folder: Path) -> AsyncIterator[Scene]:
+    """The cluster serves, and the program beside the demo works, until the block ends.
+
+    Use it in the body of a test: it belongs to the task that enters it.
+    """
+    registry = CollectorRegistry()
+    page, _ = start_http_server(0, "127.0.0.1", registry)
+    try:
+        async with (
+            LocalCluster(folder, _OPTIONS, start=fork_server().start) as cluster,
+            asyncio.TaskGroup() as tasks,
+        ):
+            shown = f"127.0.0.1:{page.server_port}"
+            told = [
+                *scrape_targets(cluster),
+                {"targets": [shown], "labels": {"cluster": CLUSTER, "node_type": "clients"}},
+            ]
+            addresses: dict[str, list[str]] = {}
+            for target in told:
+                addresses.setdefault(target["labels"]["node_type"], []).extend(target["targets"])
+            beside = tasks.create_task(
+                _beside(cluster.nameserver, cluster.security, ClientMetrics(registry))
+            )
+            yield Scene(cluster, told, addresses)
+            beside.cancel()
+    finally:
+        page.shutdown()
+        page.server_close()
+
+
+async def _beside(nameserver: str, security: Security | None, metrics: ClientMetrics) -> None:
+    """The program beside the demo."""
+    async with Admin(nameserver, security=security) as admin:
+        await admin.create_topic(TOPIC, 4)
+    settings = ConsumerSettings(consume_from="first", retries_max=0, security=security)
+    async with (
+        Producer(nameserver, ProducerSettings(security=security), metrics=metrics) as producer,
+        Consumer(nameserver, GROUP, {TOPIC: "*"}, settings, metrics=metrics) as consumer,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(_send(producer))
+        tasks.create_task(consumer.run(_handle))
+
+
+async def _send(producer: Producer) -> None:
+    number = 0
+    while True:
+        for _ in range(20):
+            number += 1
+            if number % 50 == 0:
+                await producer.send(TOPIC, b"order %d" % number, delay_ms=500)
+            else:
+                body = b"fails" if number % 100 == 1 else b"order %d" % number
+                await producer.submit(TOPIC, Message(body))
+        await asyncio.sleep(0.2)
+
+
+async def _handle(message: ReceivedMessage) -> RetryLater | None:
+    return RetryLater() if message.body == b"fails" else None

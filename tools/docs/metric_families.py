@@ -1,0 +1,109 @@
+"""The metrics that each process registers, as the code has them.
+
+They are made as the processes make them: a metric with labels shows nothing before its first use,
+so what is registered is asked, not what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
+
+from batonmq._common.clock import Clock
+from batonmq._process.config import load
+from batonmq._telemetry.client_metrics import ClientMetrics
+from batonmq._telemetry.events import EventHub
+from batonmq_server.lockmgr.metrics import Recorder
+from batonmq_server.nameserver.catalog import Catalog
+from batonmq_server.nameserver.group_events import GroupEvents
+from batonmq_server.nameserver.group_metrics import GroupMetrics
+from batonmq_server.nameserver.set_metrics import SetMetrics
+from batonmq_server.offsets.metrics import OffsetsMetrics
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.runtime.tls import show_expiry
+from batonmq_server.storage.metrics import StorageMetrics
+from batonspark.alert_writer import AlertGauges
+from batonspark.progress import ProgressListener
+
+SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Family:
+    """One metric.
+
+    Attributes:
+        name: As queries name it: that of a counter ends in `_total`.
+    """
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+class _Recording(CollectorRegistry):
+    """Remembers what was registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[Any] = []
+
+    def register(self, collector: Collector) -> None:
+        self.registered.append(collector)
+        super().register(collector)
+
+
+def families() -> dict[str, list[Family]]:
+    """Metrics by who has them, by name: `common` is every service's, `clients` are programs."""
+    return {who: _families(make) for who, make in _REGISTER.items()}
+
+
+def _families(make: Callable[[CollectorRegistry], object]) -> list[Family]:
+    registry = _Recording()
+    kept = make(registry)
+    found = []
+    for collector in registry.registered:
+        for metric in collector.describe():
+            labels = getattr(metric, "_labelnames", ()) or getattr(collector, "_labelnames", ())
+            name = metric.name + ("_total" if metric.type == "counter" else "")
+            found.append(Family(name, metric.type, tuple(labels), metric.documentation))
+    del kept
+    return sorted(found)
+
+
+def _nameserver(registry: CollectorRegistry) -> object:
+    etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
+    catalog = Catalog(etcd, EtcdMirror(etcd, "nodes/"), watchers_max=1)
+    registry.register(SetMetrics(catalog))
+    return GroupEvents(registry, _hub(), catalog, 30_000), GroupMetrics(registry)
+
+
+def _hub() -> EventHub:
+    return EventHub("docs", 1, Clock())
+
+
+def _common(registry: CollectorRegistry) -> object:
+    etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
+    settings = load(ServiceSettings, "BATON_DOCS", {"BATON_DOCS_NODE_ID": "docs"})
+    show_expiry(settings, registry)
+    return EdgeInterceptor(Clock(), registry), Guard(etcd, registry)
+
+
+_REGISTER: Mapping[str, Callable[[CollectorRegistry], object]] = {
+    "common": _common,
+    "storage": StorageMetrics,
+    "offsets": OffsetsMetrics,
+    "lockmgr": lambda registry: Recorder(registry, _hub()),
+    "nameserver": _nameserver,
+    "clients": ClientMetrics,
+    "spark": lambda registry: (ProgressListener(registry), AlertGauges(registry)),
+}

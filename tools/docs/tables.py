@@ -1,0 +1,110 @@
+"""The lists that the code decides: settings in docs/operations.md, metrics in docs/metrics.md.
+
+    python -m tools.docs.tables     writes them anew
+
+A list stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of the page is
+nobody's business here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from batonmq._process.config import Settings
+from batonmq._process.explain import allowed_of, default_of, meanings, unit_of
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.runtime.settings import ServiceSettings
+from batonmq_server.storage.config import StorageSettings
+from batonspark.settings import JobSettings
+from tools.docs.metric_families import families
+
+DOCS = Path(__file__).parents[2] / "docs"
+SETTINGS: Mapping[str, type[ServiceSettings]] = {
+    "storage": StorageSettings,
+    "offsets": OffsetsSettings,
+    "lockmgr": LockmgrSettings,
+    "nameserver": NameserverSettings,
+}
+_BLOCK = re.compile(r"(<!-- begin ([a-z -]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+
+
+def settings() -> dict[str, str]:
+    """Every list of settings by its name, as Markdown."""
+    found = {"settings common": _settings(ServiceSettings, "<SERVICE>", _common_fields())}
+    for service, kind in SETTINGS.items():
+        own = [name for name in kind.model_fields if name in kind.__annotations__]
+        found[f"settings {service}"] = _settings(kind, service.upper(), own)
+    found["settings spark"] = _settings(JobSettings, "SPARK", JobSettings.model_fields)
+    return found
+
+
+def metrics() -> dict[str, str]:
+    """Every list of metrics by its name, as Markdown."""
+    heads = ("Name", "Type", "Labels", "Meaning")
+    return {
+        f"metrics {who}": _table(
+            heads,
+            (
+                (f"`{f.name}`", f.kind, ", ".join(f"`{label}`" for label in f.labels), f.meaning)
+                for f in found
+            ),
+        )
+        for who, found in families().items()
+    }
+
+
+PAGES: Mapping[Path, Callable[[], dict[str, str]]] = {
+    DOCS / "operations.md": settings,
+    DOCS / "metrics.md": metrics,
+}
+
+
+def rewritten(page: str, found: Mapping[str, str]) -> str:
+    """`page` with the lists of `found` in place of its own."""
+    return _BLOCK.sub(lambda block: block[1] + found.get(block[2], "") + block[3], page)
+
+
+def names_of(page: str) -> list[str]:
+    """Names of the lists on the page, in order."""
+    return [block[2] for block in _BLOCK.finditer(page)]
+
+
+def _common_fields() -> list[str]:
+    return [name for name in ServiceSettings.model_fields if name != "node_id"]
+
+
+def _settings(kind: type[Settings], service: str, names: Iterable[str]) -> str:
+    told = meanings(kind)
+    rows = []
+    for name in names:
+        field = kind.model_fields[name]
+        variable = f"`BATON_{service}_{name.upper()}`"
+        rows.append(
+            (variable, unit_of(name, field), _default(field), allowed_of(field), told[name])
+        )
+    return _table(("Variable", "Unit", "Default", "Allowed", "Meaning"), rows)
+
+
+def _default(field: FieldInfo) -> str:
+    text = default_of(field)
+    if text is None:
+        return "**required**"
+    return f"`{text}`" if text else "empty"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+if __name__ == "__main__":
+    for path, lists in PAGES.items():
+        path.write_text(rewritten(path.read_text(), lists()))

@@ -1,0 +1,95 @@
+"""`python -m tools.faults`: one run against a real cluster, and its report in build/faults/.
+
+    BATON_FAULT_SEED=17 BATON_FAULT_MINUTES=3 python -m tools.faults
+    python -m tools.faults selection        every kind of fault once, in about three minutes
+    python -m tools.faults page 17          the report of seed 17 as a page, in docs/faults/
+
+Without a seed one is drawn, and told. The run gets a network of its own, for which it needs Linux,
+`ip` and the right to make namespaces (root has it, others often have); where that can't be, it says
+so and leaves the network alone. The exit status is 1 if the history is not valid; then logs and
+journals stay in build/faults/<seed>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import Field
+
+from batonmq._process.config import Settings, load
+from batonmq_server.local import parent_death
+from batonmq_server.local.cluster import to_stderr
+from tools.faults.network import found_launcher
+from tools.faults.page import write_page
+from tools.faults.run import UPSETS
+from tools.faults.upsets import FOLDER as UPSETS_FOLDER
+
+REPO = Path(__file__).parents[2]
+FOLDER = REPO / "build" / "faults"
+PAGES = REPO / "docs" / "faults"
+NO_NETWORK = "!!! the network is not cut: no network of its own can be made here !!!"
+
+
+class FaultSettings(Settings):
+    """Read from the environment."""
+
+    seed: int = Field(default_factory=lambda: int.from_bytes(os.urandom(2)), ge=0)
+    """What is drawn."""
+    minutes: float = Field(3, gt=0)
+    """How long faults are made."""
+
+
+def play(name: str, folder: Path, *arguments: str) -> int:
+    """Play a run in a network of its own, if there can be one; the exit status.
+
+    Args:
+        name: Of the report.
+        folder: Of the reports; the run's own, `<name>` in it, is made anew.
+        arguments: Of `tools.faults.playing`.
+    """
+    shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / name).mkdir(parents=True)
+    launcher = found_launcher()
+    if not launcher:
+        to_stderr(NO_NETWORK)
+    surroundings = [
+        # The services with upset disks are modules of the tests.
+        f"PYTHONPATH={REPO}:{REPO / 'gen'}",
+        f"TMPDIR={folder / name}",  # ports are free in this network only
+        f"{UPSETS_FOLDER}={folder / name / UPSETS}",
+    ]
+    options = ["--network"] if launcher else []
+    tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
+    run = [sys.executable, "-m", "tools.faults.playing", name, str(folder), *options, *arguments]
+    command = [*tied, *launcher, "/usr/bin/env", *surroundings, *run]
+    return subprocess.run(command, cwd=REPO, check=False).returncode
+
+
+def main() -> None:
+    """Read the command line and the environment, and do it."""
+    parser = argparse.ArgumentParser(prog="tools.faults", description=__doc__)
+    parser.add_argument("verb", nargs="?", default="play", choices=["play", "selection", "page"])
+    parser.add_argument("names", nargs="*", help="of the reports a page is made of")
+    options = parser.parse_args()
+    if options.verb == "page":
+        print(write_page([FOLDER / f"{name}.json" for name in options.names], PAGES))
+        return
+    settings = load(FaultSettings, "BATON_FAULT")
+    if options.verb == "selection":
+        sys.exit(play("selection", FOLDER))
+    to_stderr(f"seed {settings.seed}, {settings.minutes:g} minutes")
+    sys.exit(
+        play(
+            str(settings.seed), FOLDER,
+            "--seed", str(settings.seed), "--minutes", str(settings.minutes),
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Plays a run: a real cluster under load, the director's faults, and then the history of it all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+from batonmq.admin.admin import Admin
+from batonmq.errors import BatonError
+from batonmq_server.local.child_process import NotReady
+from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.cluster_state import first_problem, leader_process
+from batonmq_server.local.layout import ClusterOptions, highly_available
+from batonmq_server.local.process_host import LOOPBACK, ProcessHost
+from tests.support.member import now_us
+from tools.faults.crowd import Crowd, crowd_at
+from tools.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike
+from tools.faults.history import History, Stored, Struck
+from tools.faults.load import HASTY, PATIENT, Load
+from tools.faults.member import GROUP, TOPIC
+from tools.faults.network import Network
+from tools.faults.strikes import Striker
+from tools.faults.watching import Watching, difference, read_all
+
+QUEUES = 8
+SEGMENT_BYTES = 1024 * 1024
+"""Small, so that logs roll again and again."""
+UPSETS = "upsets"
+_HEAL_S = 90.0
+_DONE_S = 120.0
+_LOOK_S = 0.1
+_WARM_UP = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be played.
+
+    Attributes:
+        duration_s: No fault begins later than this after the first.
+        faults: These, in place of what the seed gives.
+        churns: Whether members come and go.
+    """
+
+    seed: int
+    duration_s: float
+    faults: tuple[Fault, ...] = ()
+    churns: bool = True
+
+
+@dataclass(slots=True)
+class Stage:
+    """The cluster and its members, while faults are made."""
+
+    cluster: LocalCluster
+    admin: Admin
+    crowd: Crowd
+    striker: Striker
+    say: Callable[[str], None]
+    sets: dict[str, list[str]]
+    struck: list[Struck] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    async def make(self, fault: Fault) -> bool:
+        """Make a fault and wait until the cluster has healed; whether it has."""
+        victims = [(one, await self._victim(one)) for one in fault.strikes]
+        what = ", ".join(f"{one.kind} {name}".strip() for one, name in victims)
+        self.say(f"{what} for {max(one.hold_ms for one in fault.strikes)} ms")
+        kinds = [(one.kind, one.part.split()[0]) for one in fault.strikes]
+        struck = Struck(what=what, kinds=kinds, begin_us=now_us())
+        self.struck.append(struck)
+        async with asyncio.TaskGroup() as tasks:
+            for strike, name in victims:
+                tasks.create_task(self.striker.strike(strike, name))
+        struck.end_us = now_us()
+        healed = await _within(_HEAL_S, self._is_whole)
+        if not healed:
+            still = await first_problem(self.admin, self.cluster)
+            self.problems.append(f"not healed {_HEAL_S:g} s after: {what}; {still}")
+            return False
+        struck.healed_us = now_us()
+        await asyncio.sleep(fault.rest_ms / 1000)
+        return True
+
+    async def _victim(self, strike: Strike) -> str:
+        """Who plays the part now."""
+        if strike.part == NETWORK:
+            return ""
+        if strike.part == MEMBER:
+            await _within(_HEAL_S, lambda: self.crowd.pick(0) is not None)
+            member = self.crowd.pick(strike.rank)
+            return member.client_id if member else ""
+        names = self.sets[strike.part]
+        if strike.part != ETCD:
+            leaders = await self.leader(strike.part)
+            names = [*leaders, *(name for name in names if name not in leaders)]
+        return names[strike.rank % len(names)]
+
+    async def leader(self, part: str) -> list[str]:
+        """Who leads a part, if somebody does."""
+        service, _, broker = part.partition(" ")
+        with suppress(BatonError):
+            name = await leader_process(self.admin, self.cluster, service, broker)
+            return [name] if name is not None else []
+        return []
+
+    async def _is_whole(self) -> bool:
+        """Whether everybody serves, somebody leads each set, and all could be elected."""
+        await self._raise_the_dead()
+        return not await first_problem(self.admin, self.cluster)
+
+    async def _raise_the_dead(self) -> None:
+        """Nobody should be dead by now; who is gets started again, and is told of."""
+        for endpoint in self.cluster.endpoints():
+            if endpoint.pid is None:
+                self.problems.append(f"{endpoint.name} ended by itself")
+                with suppress(NotReady):
+                    await self.cluster.start(endpoint.name)
+
+
+async def play(
+    plan: Plan, folder: Path, say: Callable[[str], None], network: Network | None = None
+) -> History:
+    """Play a run, in a folder of its own.
+
+    Args:
+        folder: `UPSETS` in it is where the processes look for what is wrong with them.
+        network: Where everybody gets an address; None: all on loopback, and nothing can be cut.
+    """
+    (folder / UPSETS).mkdir(parents=True)
+    place = network.place if network is not None else lambda _: LOOPBACK
+    options = _options(place)
+    async with LocalCluster(folder / "cluster", options, report=say) as cluster:
+        say("the cluster serves")
+        load, watching = Load(cluster.nameserver), Watching(cluster.nameserver)
+        async with (
+            Admin(cluster.nameserver) as admin,
+            crowd_at(cluster.nameserver, folder, place) as crowd,
+        ):
+            await admin.create_topic(TOPIC, QUEUES)
+            striker = Striker(cluster, crowd, network, folder / UPSETS)
+            sets = replica_sets(cluster)
+            stage = Stage(cluster, admin, crowd, striker, say, sets)
+            history = History(begin_us=now_us())
+            async with asyncio.TaskGroup() as tasks:
+                looking = [tasks.create_task(one()) for one in (watching.sample, watching.watch)]
+                await _work(plan, stage, load)
+                say("no more faults; the rest is handled")
+                if not await _within(_DONE_S, lambda: _is_done(admin)):
+                    stage.problems.append(f"not everything was handled after {_DONE_S:g} s")
+                history.end_us = now_us()
+                for task in looking:
+                    task.cancel()
+            await crowd.disperse()
+            history.stored = await _read_copies(stage)
+            history.sends, history.samples = load.sends, watching.samples
+            history.watches = watching.watches
+            history.handlings, history.crashes = crowd.handlings(), crowd.crashes
+            history.ownings, history.faults = crowd.ownings(), stage.struck
+            history.notes = striker.told
+            history.problems = [*stage.problems, *striker.problems, *crowd.problems]
+    history.problems += _differences(folder / "cluster", sets)
+    return history
+
+
+def _options(place: Callable[[str], ProcessHost]) -> ClusterOptions:
+    options = highly_available(
+        ClusterOptions(
+            settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
+            auto_restart=False,
+            programs="tools.faults.services",
+        )
+    )
+    etcds = [f"etcd-{number}" if number else ETCD for number in range(options.etcds)]
+    return replace(options, hosts={name: place(name) for name in (*etcds, *options.names)})
+
+
+async def _read_copies(stage: Stage) -> list[Stored] | None:
+    """The topic as the leaders have it; what becomes leader after them must have the same."""
+    stored = await _read_all(stage)
+    leaders = {part: await stage.leader(part) for part in stage.sets if part.startswith("storage")}
+    for names in leaders.values():
+        for name in names:
+            await stage.cluster.stop(name)
+
+    async def others_lead() -> bool:
+        now = [await stage.leader(part) for part in leaders]
+        return all(now) and not any(one in leaders.values() for one in now)
+
+    if not await _within(_HEAL_S, others_lead):
+        stage.problems.append(f"nobody leads {_HEAL_S:g} s after the leaders of storage ended")
+    elif sorted(await _read_all(stage) or ()) != sorted(stored or ()):
+        stage.problems.append("the followers of storage show another log than their leaders")
+    return stored
+
+
+async def _read_all(stage: Stage) -> list[Stored] | None:
+    try:
+        async with asyncio.timeout(_DONE_S):
+            return await read_all(stage.cluster.nameserver)
+    except (TimeoutError, BatonError) as error:
+        stage.problems.append(f"the log could not be read to its end: {error!r}")
+        return None
+
+
+def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]:
+    """What the nodes of a broker do not have in common, now that they have ended."""
+    copies = [[data_dir / name for name in names] for part, names in sets.items() if " " in part]
+    return [found for found in map(difference, copies) if found]
+
+
+def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
+    """Names of processes by part."""
+    sets = defaultdict(list)
+    for member in cluster.options.instances:
+        sets[f"{member.service} {member.settings.get('broker', '')}".strip()].append(member.name)
+    etcds = [one.name for one in cluster.endpoints() if one.name.startswith(ETCD)]
+    return {**sets, ETCD: etcds}
+
+
+async def _work(plan: Plan, stage: Stage, load: Load) -> None:
+    """Send and handle while faults are made; return when every send has its outcome."""
+    sets = [name for name in stage.sets if name != ETCD]
+    director = Director(Random(plan.seed), sets, cuts=stage.striker.network is not None)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(load.produce("keyed", PATIENT, keyed=True))
+        tasks.create_task(load.produce("free", PATIENT, keyed=False))
+        tasks.create_task(load.produce("hasty", HASTY, keyed=True))
+        churning = []
+        if plan.churns:
+            churning = [tasks.create_task(stage.crowd.churn(Random(f"{plan.seed}/members")))]
+        if await _within(_HEAL_S, lambda: _has_begun(stage.crowd, load)):
+            end_us = now_us() + int(plan.duration_s * 1_000_000)
+            faults = iter(plan.faults)
+            while now_us() < end_us:
+                fault = next(faults, None) if plan.faults else director.draw()
+                if fault is None or not await stage.make(fault):
+                    break
+        else:
+            stage.problems.append(f"nothing was handled {_HEAL_S:g} s after the start")
+        load.stop.set()
+        for task in churning:
+            task.cancel()
+
+
+def _has_begun(crowd: Crowd, load: Load) -> bool:
+    return len(load.sends) >= _WARM_UP and len(crowd.handlings()) >= _WARM_UP
+
+
+async def _is_done(admin: Admin) -> bool:
+    try:
+        queues = (await admin.group_progress(GROUP)).queues
+    except BatonError:
+        return False
+    return len(queues) == QUEUES and all(queue.lag == 0 for queue in queues)
+
+
+async def _within(timeout_s: float, condition: Callable[[], bool | Awaitable[bool]]) -> bool:
+    """Whether `condition` came true in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                answer = condition()
+                if answer if isinstance(answer, bool) else await answer:
+                    return True
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        return False

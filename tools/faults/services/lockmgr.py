@@ -1,0 +1,16 @@
+"""`python -m tools.faults.services.lockmgr`: a lock manager whose clock may be upset."""
+
+from __future__ import annotations
+
+from batonmq_server.lockmgr.app import build
+from batonmq_server.lockmgr.config import LockmgrSettings
+from batonmq_server.runtime.process import run
+from tools.faults.upsets import UpsetClock, Upsets
+
+if __name__ == "__main__":
+    run(
+        "lockmgr",
+        LockmgrSettings,
+        build,
+        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+    )

@@ -1,0 +1,18 @@
+"""`python -m tools.faults.services.nameserver`: a nameserver whose clock may be upset."""
+
+from __future__ import annotations
+
+from batonmq._core import sql_parser
+from batonmq_server.nameserver.__main__ import build
+from batonmq_server.nameserver.config import NameserverSettings
+from batonmq_server.runtime.process import run
+from tools.faults.upsets import UpsetClock, Upsets
+
+if __name__ == "__main__":
+    sql_parser.prepare()
+    run(
+        "nameserver",
+        NameserverSettings,
+        build,
+        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+    )

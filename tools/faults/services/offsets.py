@@ -1,0 +1,51 @@
+"""`python -m tools.faults.services.offsets`: a node of offsets with a disk that may be upset."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from shutil import disk_usage
+
+from batonmq_server.offsets.app import served
+from batonmq_server.offsets.config import OffsetsSettings
+from batonmq_server.offsets.disk import Disk, Entry, set_aside_damage
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.process import run
+from batonmq_server.runtime.service_runtime import Runtime
+from tools.faults.upsets import UpsetClock, Upsets
+
+
+class UpsetDisk(Disk):
+    """A disk with what is wrong with it."""
+
+    def __init__(self, folder: Path, upsets: Upsets, free_bytes_min: int) -> None:
+        self._upsets = upsets
+        super().__init__(folder, free_bytes_min=free_bytes_min, free_bytes=self._free)
+
+    def write_now(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+        self._upsets.sync()
+        super().write_now(entries, anew=anew)
+
+    def _free(self, folder: Path) -> int:
+        return 0 if self._upsets.now().full else disk_usage(folder).free
+
+
+@asynccontextmanager
+async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
+    """The app of a node, as in production but for its disk."""
+    upsets = Upsets.of(settings.node_id)
+    await asyncio.to_thread(set_aside_damage, settings.data_dir)
+    with UpsetDisk(settings.data_dir, upsets, settings.disk_free_bytes_min) as disk:
+        async with served(settings, runtime, disk) as app:
+            yield app
+
+
+if __name__ == "__main__":
+    run(
+        "offsets",
+        OffsetsSettings,
+        build,
+        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+    )

@@ -1,0 +1,129 @@
+"""`python -m tools.faults.services.storage`: a node of a broker with a disk that may be upset."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from batonmq._core import sql_parser
+from batonmq.errors import DiskFull
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.process import run
+from batonmq_server.runtime.service_runtime import Runtime
+from batonmq_server.storage.app import replicated
+from batonmq_server.storage.config import StorageSettings
+from batonmq_server.storage.core.files import Disk, File
+from batonmq_server.storage.disk import RealDisk, locked
+from tools.faults.upsets import UpsetClock, Upsets
+
+
+class UpsetFile(File):
+    """A file on such a disk. What a failed sync was to make durable is gone for good."""
+
+    def __init__(self, file: File, upsets: Upsets) -> None:
+        self._file, self._upsets = file, upsets
+        self._unsynced: list[tuple[int, int]] = []
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def write(self, at: int, parts: Sequence[bytes | memoryview]) -> None:
+        size = sum(map(len, parts))
+        if at + size > self._file.size:
+            self._upsets.grow()
+        self._unsynced.append((at, size))
+        self._file.write(at, parts)
+
+    def read(self, at: int, bytes_max: int) -> bytes:
+        return self._file.read(at, bytes_max)
+
+    def cut(self, at: int) -> int:
+        self._upsets.sync()
+        return self._file.cut(at)
+
+    def resize(self, size: int) -> None:
+        self._upsets.sync()
+        self._file.resize(size)
+
+    def used(self, at: int) -> int:
+        return self._file.used(at)
+
+    def sync(self) -> None:
+        unsynced, self._unsynced = self._unsynced, []
+        try:
+            self._upsets.sync()
+        except OSError:
+            for at, size in unsynced:
+                self._file.write(at, [bytes(size)])
+            raise
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class UpsetDisk(Disk):
+    """A disk with what is wrong with it."""
+
+    def __init__(self, disk: Disk, upsets: Upsets) -> None:
+        self._disk, self._upsets = disk, upsets
+
+    def names(self, folder: str) -> list[str]:
+        return self._disk.names(folder)
+
+    def create(self, path: str, size: int) -> File:
+        try:
+            self._upsets.grow()
+        except OSError as error:
+            raise DiskFull(f"no space on disk for a segment of {size} bytes") from error
+        self._upsets.sync()
+        return UpsetFile(self._disk.create(path, size), self._upsets)
+
+    def open(self, path: str, *, create: bool = False) -> File:
+        try:
+            file = self._disk.open(path)
+        except FileNotFoundError:
+            if not create:
+                raise
+            self._upsets.grow()
+            file = self._disk.open(path, create=True)
+        return UpsetFile(file, self._upsets)
+
+    def remove(self, path: str) -> None:
+        self._disk.remove(path)
+
+    def space(self) -> tuple[int, int]:
+        used, free = self._disk.space()
+        return (used + free, 0) if self._upsets.now().full else (used, free)
+
+    def load(self, path: str) -> bytes:
+        return self._disk.load(path)
+
+    def replace(self, path: str, content: bytes) -> None:
+        self._upsets.grow()
+        self._upsets.sync()
+        self._disk.replace(path, content)
+
+    def sync(self, paths: Sequence[str]) -> None:
+        self._upsets.sync()
+        self._disk.sync(paths)
+
+
+@asynccontextmanager
+async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
+    """The app of a replica, as in production but for its disk."""
+    disk = UpsetDisk(RealDisk(settings.data_dir), Upsets.of(settings.node_id))
+    with locked(settings.data_dir):
+        async with replicated(settings, runtime, disk) as app:
+            yield app
+
+
+if __name__ == "__main__":
+    sql_parser.prepare()
+    run(
+        "storage",
+        StorageSettings,
+        build,
+        lambda settings: UpsetClock(Upsets.of(settings.node_id)),
+    )
