@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from batonmq_server.runtime.malloc_settings import keep_freed
+from batonmq_server.runtime.malloc_settings import keep_freed_memory
 
 def faults(rounds):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -23,7 +23,7 @@ def faults(rounds):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 if sys.argv[1] == "kept":
-    keep_freed()
+    keep_freed_memory()
 faults(2)
 print(faults(50))
 """
