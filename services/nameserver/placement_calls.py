@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._core.keyed_queues import highest
 from batonmq._core.names import check_group, check_offsets_set
-from batonmq._core.route import highest
 from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged

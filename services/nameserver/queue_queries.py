@@ -134,10 +134,15 @@ class QueueQueries:
     async def locks(self, group: str) -> QueryResult[dict[Key, LockEvidence]]:
         """The lock entries of a group; of all groups if it is empty."""
         request = lockmgr_pb.ListRequest(group=group)
-        answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
-        if answer.value is None:
-            return QueryResult(failure=answer.failure)
-        return QueryResult({_key(entry.queue): _lock(entry) for entry in answer.value.entries})
+        locks: dict[Key, LockEvidence] = {}
+        while True:
+            answer = await self._ask(lambda: self._lockmgr().List(request, timeout=self._timeout_s))
+            if answer.value is None:
+                return QueryResult(failure=answer.failure)
+            locks.update((_key(entry.queue), _lock(entry)) for entry in answer.value.entries)
+            request.page_token = answer.value.next_page_token
+            if not request.page_token:
+                return QueryResult(locks)
 
     async def lock(self, group: str, queue: QueueRef) -> QueryResult[LockEvidence]:
         """One lock entry with everything known about it."""

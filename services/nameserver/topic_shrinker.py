@@ -18,7 +18,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as storage_pb
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._common.rpc import answered, error_from_pb, from_rpc_error
-from batonmq._core.route import TOPICS_REVISION
+from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq.errors import BatonError, NotServing, Unreachable
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.topic_resize import (

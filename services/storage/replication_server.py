@@ -19,10 +19,10 @@ from batonmq.errors import (
 )
 from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
 from batonmq_server.runtime.replication.leader_servicer import LeaderServicer
-from batonmq_server.storage.core.epochs import History, read_history
+from batonmq_server.storage.components import StorageComponents
+from batonmq_server.storage.core.epochs import EpochHistory, read_history
 from batonmq_server.storage.leadership import FetchLimits
 from batonmq_server.storage.replica import StorageReplica
-from batonmq_server.storage.serving import Serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
@@ -49,7 +49,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, request.position, history, wish)
         self._role.check_still(leadership)
-        store = leadership.serving.node.store
+        store = leadership.components.node.store
         return pb.FetchResponse(
             epoch=leadership.epoch,
             history=[pb.EpochStart(epoch=e, position=at) for e, at in leadership.history.starts],
@@ -76,12 +76,12 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         return pb.DescribeReplicasResponse(
             broker=self._role.broker,
             epoch=leadership.epoch,
-            confirmed_position=leadership.serving.node.store.readable_position,
+            confirmed_position=leadership.components.node.store.readable_position,
             min_in_sync=keeper.policy.min_in_sync,
             replicas=replicas,
         )
 
-    def _checked(self, request: pb.FetchRequest, wish: FetchLimits) -> History:
+    def _checked(self, request: pb.FetchRequest, wish: FetchLimits) -> EpochHistory:
         """The follower's history, after a look at everything else.
 
         Raises:
@@ -112,7 +112,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
             raise InvalidArgument(error.message, facts={"field": "history"}) from error
 
 
-class Front:
+class CurrentServicer:
     """Stands where a servicer is expected: each call goes to the one on the copy that is open now.
 
     Args:
@@ -122,7 +122,7 @@ class Front:
     def __init__(
         self,
         role: StorageReplica,
-        pick: Callable[[Serving], Any],
+        pick: Callable[[StorageComponents], Any],
         anywhere: frozenset[str] = frozenset(),
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
@@ -134,6 +134,6 @@ class Front:
             return at_leader
 
         async def call(request: Any, context: Context) -> Any:
-            return await getattr(self._pick(self._role.copy.serving), method)(request, context)
+            return await getattr(self._pick(self._role.copy.components), method)(request, context)
 
         return call

@@ -12,16 +12,16 @@ from typing import Any
 
 from batonmq._common.aio import only_error
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import Surroundings
+from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import NoQuorum
-from batonmq_server.offsets.serving import Offsets
+from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.event_publisher import event_publisher
 from batonmq_server.runtime.event_stream_server import add_event_stream
 from batonmq_server.runtime.interceptor import EdgeInterceptor
 from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_etcd import MemoryEtcd, MemoryEtcdSession
 from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
@@ -104,10 +104,10 @@ class MemoryEnvironment(NetworkObserver):
 
     # ---- what happens to processes
 
-    def offsets_opened(self, offsets: Offsets) -> None:
+    def offsets_opened(self, offsets: OffsetsEpoch) -> None:
         """A life of offsets, or a leadership, begins to serve what is on its disk."""
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         """A life of storage has; or a replica has opened its copy, again if it was cut."""
 
     def thawed(self) -> None:
@@ -197,9 +197,9 @@ class SimulatedProcess:
             self.world.thawed()
             self.host.thaw()
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> ClientEnvironment:
         """What its clients take from outside."""
-        return Surroundings(
+        return ClientEnvironment(
             clock=self.clock,
             random=self.random,
             connect=memory_connector(self.world.network, self.host),

@@ -36,18 +36,18 @@ from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.offsets.core.calls import Limits
+from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import Disk
+from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, standalone_epoch
+from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.offsets.serving import Offsets, Surroundings, alone
-from batonmq_server.offsets.stream import OffsetsStream
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.group_gates import GATES_PREFIX
 from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
 from batonmq_server.runtime.leader_channels import LeaderChannels
 from batonmq_server.runtime.service_runtime import Runtime
-from tests.offsets.service import only_set
+from tests.offsets.service_calls import only_set
 from tests.support.serving import serving_at
 
 CALL_TIMEOUT_S = 20
@@ -207,24 +207,24 @@ async def _serves(stub: pb_grpc.NameserverServiceAsyncStub) -> None:
 
 
 @asynccontextmanager
-async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offsets]:
+async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[OffsetsEpoch]:
     """The real offsets service, registered; it keeps in `folder` what outlives the block."""
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     with Disk(folder) as disk:
         gates = EtcdMirror(etcd, GATES_PREFIX)
-        offsets = alone(
+        offsets = standalone_epoch(
             disk,
-            Surroundings(
-                limits=Limits(),
+            EpochContext(
+                limits=QueueLimits(),
                 clock=clock,
                 metrics=OffsetsMetrics(registry),
-                stream=OffsetsStream(hub),
+                events=EventPublisher(hub),
                 gates=gates,
-                origin=only_set(etcd),
+                directory=only_set(etcd),
             ),
         )
-        async with asyncio.TaskGroup() as tasks, serving_at(offsets.add) as address:
+        async with asyncio.TaskGroup() as tasks, serving_at(offsets.add_to) as address:
             running = [tasks.create_task(run()) for run in (offsets.commits.run, gates.run)]
             await register_offsets(etcd, address, offsets.table.epoch)
             yield offsets

@@ -30,12 +30,12 @@ from batonmq_server.runtime.election import Candidacy
 from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.replication.position import NO_POSITION
 from batonmq_server.runtime.replication.replica_set import ReplicaSetStore
-from batonmq_server.storage import scrub
-from batonmq_server.storage.copies import Copy
-from batonmq_server.storage.core.epochs import History, decode
-from batonmq_server.storage.following import Following
+from batonmq_server.storage import scrubber as scrub
+from batonmq_server.storage.core.epochs import EpochHistory, decode
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
 from batonmq_server.storage.replica import StorageReplica
-from tests.offsets.replicas import LEASE_MS
+from tests.offsets.replica_cluster import LEASE_MS
 from tests.storage.batches import batch
 from tests.storage.replicas import BROKER, Replica, Scene, queue, replica_set
 from tests.support.waiting import until
@@ -372,7 +372,7 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
     armed = asyncio.Event()
     hit: list[ReplicaSetStore] = []
 
-    def noted(self: StorageReplica, copy: Copy, following: Following) -> None:
+    def noted(self: StorageReplica, copy: LogCopy, following: LogFollower) -> None:
         begin(self, copy, following)
         roles.append(self)
 
@@ -440,7 +440,7 @@ async def test_a_member_that_has_lost_its_disk_stands_nowhere_until_it_has_every
     shutil.rmtree(scene.folder / name)
     (empty,) = await scene.start(name)
 
-    def history() -> History:
+    def history() -> EpochHistory:
         return decode((empty.folder / "epochs").read_bytes())
 
     on_its_way = 0
