@@ -2,7 +2,7 @@
 
 A batch belongs to one queue. It is encoded once, by the producer; storage stamps the head of
 the header and touches nothing else. Two checksums make that possible: the producer's covers
-everything it wrote, storage's covers the stamp. docs/format.md has the same table in prose.
+everything it wrote, storage's covers the stamp. docs/reference/format.md has the same table in prose.
 
 All numbers are big-endian.
 

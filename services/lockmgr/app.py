@@ -9,11 +9,11 @@ from functools import partial
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as lockmgr_grpc
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq_server.lockmgr.access import RULES
+from batonmq_server.lockmgr.candidate import Candidate
 from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.lockmgr.leader import Leader
 from batonmq_server.lockmgr.membership import PREFIX as GROUPS
 from batonmq_server.lockmgr.membership import Membership
-from batonmq_server.lockmgr.offsets import OffsetsPeers
+from batonmq_server.lockmgr.offsets_client import OffsetsPeers
 from batonmq_server.lockmgr.server import LockmgrServicer
 from batonmq_server.runtime.app import App
 from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
@@ -34,7 +34,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
     peers: OffsetsPeers = LeaderChannels(
         runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
     )
-    leader = Leader(
+    leader = Candidate(
         settings, runtime, Membership(groups, gates), peers, GroupPlacements(places, runtime.nodes)
     )
     servicer = LockmgrServicer(leader, runtime.clock, settings.hold_ms_max)

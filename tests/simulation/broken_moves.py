@@ -1,4 +1,4 @@
-"""Moves between sets of offsets that leave out a rule (docs/replication.md)."""
+"""Moves between sets of offsets that leave out a rule (docs/explanation/replication.md)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from batonmq._common.clock import Clock
 from batonmq._process.config import load
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.events import EventHub
-from batonmq_server.lockmgr.metrics import Recorder
+from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_metrics import GroupMetrics
@@ -102,7 +102,7 @@ _REGISTER: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "common": _common,
     "storage": StorageMetrics,
     "offsets": OffsetsMetrics,
-    "lockmgr": lambda registry: Recorder(registry, _hub()),
+    "lockmgr": lambda registry: LockmgrMetrics(registry, _hub()),
     "nameserver": _nameserver,
     "clients": ClientMetrics,
     "spark": lambda registry: (ProgressListener(registry), AlertGauges(registry)),
