@@ -1,4 +1,5 @@
-"""Goal: what docs/reference/filters.md says of filters is so: forms, limits, and the logic of unknown.
+"""Goal: what docs/reference/filters.md says of filters is so: forms, limits, and the logic of
+unknown.
 
 Method: read its tables, and ask the code.
 """

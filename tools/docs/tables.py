@@ -1,4 +1,6 @@
-"""The lists that the code decides: settings in docs/reference/operations.md, metrics in docs/reference/metrics.md.
+"""The lists that the code decides: settings and metrics.
+
+They are in docs/reference/operations.md and docs/reference/metrics.md.
 
     python -m tools.docs.tables     writes them anew
 

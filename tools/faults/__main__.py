@@ -2,7 +2,7 @@
 
     BATON_FAULT_SEED=17 BATON_FAULT_MINUTES=3 python -m tools.faults
     python -m tools.faults selection        every kind of fault once, in about three minutes
-    python -m tools.faults page 17          the report of seed 17 as a page, in docs/explanation/faults/
+    python -m tools.faults page 17          the report of seed 17, in docs/explanation/faults/
 
 Without a seed one is drawn, and told. The run gets a network of its own, for which it needs Linux,
 `ip` and the right to make namespaces (root has it, others often have); where that can't be, it says
