@@ -127,12 +127,12 @@ class OffsetsMetrics:
             registry=registry,
         )
 
-    def lead(self, keeper: InSyncSet) -> None:
+    def lead(self, in_sync_set: InSyncSet) -> None:
         """Show a leadership until `follow`."""
-        books = keeper.books
-        self._in_sync.set_function(lambda: len(books.in_sync))
-        for name in keeper.members - {books.me}:
-            self._lag.labels(name).set_function(partial(books.lag, name))
+        tracker = in_sync_set.tracker
+        self._in_sync.set_function(lambda: len(tracker.in_sync))
+        for name in in_sync_set.node_ids - {tracker.leader}:
+            self._lag.labels(name).set_function(partial(tracker.lag, name))
 
     def follow(self) -> None:
         """This node is no leader."""
