@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_placement_pb2 import StoredPlacement
 from batonmq_server.runtime.etcd import Stored
 from batonmq_server.runtime.mirror import Mirror
 
@@ -33,14 +34,14 @@ class Place:
 
     def encode(self) -> bytes:
         """As it stands in etcd."""
-        return pb.Place(
+        return StoredPlacement(
             offsets_set=self.offsets_set, move=self.move, from_set=self.from_set
         ).SerializeToString()
 
 
 def place_of(stored: Stored) -> Place:
     """Inverse of `Place.encode`."""
-    read = pb.Place.FromString(stored.value)
+    read = StoredPlacement.FromString(stored.value)
     return Place(read.offsets_set, read.move, read.from_set, stored.mod_revision)
 
 
