@@ -40,10 +40,11 @@ from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_shrinker import TopicShrinker
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.nameserver.unclean_election import UncleanElection
-from batonmq_server.runtime.mirror import all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import all_ready
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.nameserver.v1.NameserverService"
 ACCESS_SERVICE = "baton.nameserver.v1.AccessService"
@@ -77,8 +78,10 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     sessions = MemberSessions(
         etcd, catalog, group_store, events, grace_ms=settings.session_grace_ms
     )
-    offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
-    places = Places(catalog.places, runtime.nodes)
+    offsets = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
+    )
+    places = GroupPlacements(catalog.places, runtime.nodes)
 
     def offsets_of_group(group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
         return offsets.stub(places.set_of(group))
@@ -86,7 +89,6 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     progress_deleter = ProgressDeleter(offsets.stub, places)
     topics = TopicCalls(settings, catalog, topic_store, progress_deleter)
     refused = RefusedClients(etcd, catalog, lease_ms=settings.member_lease_ms)
-    placement = PlacementCalls(etcd, swap, catalog, places, group_store)
     groups = GroupCalls(
         settings=settings,
         clock=runtime.clock,
@@ -96,10 +98,12 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         sessions=sessions,
         refused=refused,
         progress_deleter=progress_deleter,
-        placement=placement,
+        placement=PlacementCalls(etcd, swap, catalog, places, group_store),
         events=events,
     )
-    lockmgr = Peer(runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect)
+    lockmgr = LeaderChannel(
+        runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect
+    )
     brokers = BrokerChannels(lambda: catalog.addresses, runtime.connect)
     queries = QueueQueries(lockmgr.stub, offsets_of_group, brokers)
     inspector = QueueInspector(catalog, refused.of_group, queries, runtime.clock)
@@ -115,10 +119,9 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         catalog,
         topics,
         groups,
-        placement,
         DiagnosisCalls(groups, topics, inspector),
         UncleanElection(etcd),
-        runtime.guard.may,
+        runtime.guard.allows,
     )
     access = AccessServicer(AccessStore(etcd, swap), runtime.guard)
     shrinker = TopicShrinker(

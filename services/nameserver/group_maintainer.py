@@ -26,7 +26,7 @@ class GroupMaintainer:
     """Watches live keys vanish, queues lose their owner, and topics change.
 
     Args:
-        check_interval_ms: All groups are looked at at the start and at least so often, for what happened
+        check_interval_ms: All groups are looked at at the start and so often, for what happened
             while this replica was away.
     """
 

@@ -210,7 +210,7 @@ def heartbeat_from_pb(request: pb.HeartbeatRequest) -> Heartbeat:
     """Return the heartbeat, its subscription in canonical form.
 
     Raises:
-        InvalidArgument, InvalidName, LimitExceeded, BadExpression: a field of the request is invalid.
+        InvalidArgument, InvalidName, LimitExceeded, BadExpression: a field is invalid.
     """
     client_id, incarnation_id = incarnation_from_pb(request.incarnation)
     return Heartbeat(

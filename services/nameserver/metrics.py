@@ -18,8 +18,8 @@ from batonmq_server.nameserver.core.diagnosis import QueueDiagnosis
 from batonmq_server.nameserver.core.evidence import QueueEvidence
 
 RESET, UNASKED = "reset", "unasked"
-"""Causes of a committed offset that went back. RESET: an operator reset it, or the topic was created
-again. UNASKED: no reset caused it."""
+"""Causes of a committed offset that went back. RESET: an operator reset it, or the topic was
+created again. UNASKED: no reset caused it."""
 _BY_TOPIC = ("group", "topic")
 _ROCKETMQ_LABELS = ("consumer_group", "topic")
 _SET_LABELS = ("kind", "replica_set")
@@ -140,7 +140,7 @@ class _QueueProgress(NamedTuple):
 
 
 class LagMetrics:
-    """Series of lag by group and topic, of each stuck queue, and of committed offsets that went back.
+    """Series of lag by group and topic, of stuck queues, and of committed offsets that went back.
 
     Deleted groups and topics, and queues that are no longer stuck, have no series. Broadcasting
     groups have none either: only their members know their progress.
@@ -285,8 +285,8 @@ class LagMetrics:
 class ReplicaSetMetrics(Collector):
     """Nodes and leaders of each replica set; every nameserver shows them.
 
-    A set is shown while one of its nodes is registered. A set of storage is also shown while a topic
-    has queues there, so that an alert sees 0 leaders even if no node of the set is left.
+    A set is shown while one of its nodes is registered. A set of storage is also shown while a
+    topic has queues there, so that an alert sees 0 leaders even if no node of the set is left.
 
     Prometheus collects in another thread, so the catalog is read through copies.
     """

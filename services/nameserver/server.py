@@ -13,10 +13,9 @@ from baton.nameserver.v1 import nameserver_service_pb2_grpc as pb_grpc
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.group_calls import GroupCalls
-from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
-from batonmq_server.runtime.access import Need, join, use
+from batonmq_server.runtime.access.permissions import Permission, join_group, use_topic
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,14 +35,13 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         catalog: Catalog,
         topics: TopicCalls,
         groups: GroupCalls,
-        placement: PlacementCalls,
         diagnosis: DiagnosisCalls,
         unclean_election: UncleanElection,
-        may: Callable[[Context, Need], bool] = lambda _context, _need: True,
+        may: Callable[[Context, Permission], bool] = lambda _context, _need: True,
     ) -> None:
         self._catalog, self._unclean_election = catalog, unclean_election
         self._topics, self._groups = topics, groups
-        self._placement, self._diagnosis, self._may = placement, diagnosis, may
+        self._diagnosis, self._may = diagnosis, may
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
@@ -61,7 +59,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListTopicsRequest, context: Context
     ) -> pb.ListTopicsResponse:
         """See the proto."""
-        return await self._topics.list(request, lambda name: self._may(context, use(name)))
+        return await self._topics.list(request, lambda name: self._may(context, use_topic(name)))
 
     async def DescribeTopic(
         self, request: pb.DescribeTopicRequest, context: Context
@@ -127,7 +125,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         """See the proto."""
-        return await self._groups.list(request, lambda name: self._may(context, join(name)))
+        return await self._groups.list(request, lambda name: self._may(context, join_group(name)))
 
     async def DescribeGroup(
         self, request: pb.DescribeGroupRequest, context: Context
@@ -155,10 +153,10 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.LocateGroupRequest, context: Context
     ) -> pb.LocateGroupResponse:
         """See the proto."""
-        return await self._placement.locate(request)
+        return await self._groups.placement.locate(request)
 
     async def MoveGroup(
         self, request: pb.MoveGroupRequest, context: Context
     ) -> pb.MoveGroupResponse:
         """See the proto."""
-        return await self._placement.move(request)
+        return await self._groups.placement.move(request)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from baton.nameserver.v1.stored_gate_pb2 import StoredGate
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Put
 from tests.nameserver.replica import (
     Replica,
     grant,
@@ -28,7 +28,7 @@ LATEST = pb.SUBSCRIPTION_POLICY_STAGED_LATEST
 WARN = pb.SUBSCRIPTION_POLICY_WARN
 
 
-async def gate_of(etcd: EtcdSession, group: str = "g") -> tuple[StoredGate, Stored]:
+async def gate_of(etcd: EtcdSession, group: str = "g") -> tuple[StoredGate, KeyValue]:
     stored = await etcd.get(etcd.key("gates", group))
     assert stored is not None
     return StoredGate.FromString(stored.value), stored

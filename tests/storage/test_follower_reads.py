@@ -31,12 +31,12 @@ from batonmq._core.records import decode_records, read_header
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.replicas import BROKER, Replica, Scene, replica_set
-from tests.storage.running import GROUP, pull_request
+from tests.storage.running_node import GROUP, pull_request
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 
