@@ -94,10 +94,10 @@ class StorageNode:
         An elected node has every confirmed message, so its copy is no longer damaged.
         """
         history = self.history.with_epoch(epoch, self.store.log.next_position)
-        self.keep(replace(history, damaged=False))
+        self.save_history(replace(history, damaged=False))
         self.store.epoch = epoch
 
-    def keep(self, history: EpochHistory) -> None:
+    def save_history(self, history: EpochHistory) -> None:
         """Replace the epoch history, durably."""
         if history != self.history:
             self.disk.replace(epochs.PATH, epochs.encode(history))
@@ -110,13 +110,13 @@ class StorageNode:
             damaged: Safe messages are lost by this cut.
         """
         if damaged:
-            self.keep(replace(self.history, damaged=True))
+            self.save_history(replace(self.history, damaged=True))
         if position < self.checkpointing.position:
             self.disk.replace(floors.PATH, floors.encode(self.store.floors()))
             self.disk.remove(checkpoint.PATH)
         self.disk.replace(SYNCED, encode_synced(position))
         self.store.log.truncate(position)
-        self.keep(self.history.truncated(position))
+        self.save_history(self.history.truncated(position))
 
     def close(self) -> None:
         """Close the files. What is not synced is left to the operating system."""
@@ -195,14 +195,14 @@ def recovered(
     attempt = _Attempt(disk, cache, segment_bytes)
     try:
         if replicated:
-            history = _of_replica(attempt, accept_loss=accept_loss)
+            history = _recover_replica(attempt, accept_loss=accept_loss)
         else:
             history = _history(disk)
             epoch = history.epoch + 1
             attempt.run(epoch, accept_loss=accept_loss)
             end = attempt.report.next_position
             history = replace(history.truncated(end).with_epoch(epoch, end), damaged=False)
-        _keep_history(disk, history)
+        _write_history(disk, history)
         node = StorageNode(disk, attempt.recovery, attempt.report, history)
         if replicated:
             node.store.confirmed(attempt.report.checkpoint_position)
@@ -262,7 +262,7 @@ class _Attempt:
             self._log = None
 
 
-def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
+def _recover_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
     """Recover the undamaged part of a member's copy; return its epoch history.
 
     The copy is marked as damaged, durably, before anything is cut off: a node that lacks safe
@@ -277,7 +277,7 @@ def _of_replica(attempt: _Attempt, *, accept_loss: bool) -> EpochHistory:
         except DataLoss as error:
             log.error("copy is damaged; the rest is fetched from the other members error=%s", error)
             history = replace(history, damaged=True)
-            _keep_history(disk, history)
+            _write_history(disk, history)
             attempt.run(history.epoch, accept_loss=True)
     except DataLoss as error:
         log.error("copy is unusable; all of it is fetched from the other members error=%s", error)
@@ -311,7 +311,7 @@ def _synced_position(disk: Disk) -> int:
     return max(known, vouched)
 
 
-def _keep_history(disk: Disk, history: EpochHistory) -> None:
+def _write_history(disk: Disk, history: EpochHistory) -> None:
     content = epochs.encode(history)
     if disk.load(epochs.PATH) != content:
         disk.replace(epochs.PATH, content)

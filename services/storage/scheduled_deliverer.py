@@ -108,7 +108,7 @@ class ScheduledDeliverer:
         topics = await self._topics.find_all(names)
         # There is no await from here to the write, so a batch that is cancelled is left out.
         found = {entry: one for entry, one in found.items() if entry.key in self._waiting}
-        position = self._deliver(found, self._topics.as_of_now(topics))
+        position = self._deliver(found, self._topics.with_changes(topics))
         if any(entry.key in self._waiting for entry in found):
             self._retry_ms = now_ms + RETRY_MS
         await self._appender.flusher.wait_until_safe(position)
