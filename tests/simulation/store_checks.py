@@ -259,7 +259,7 @@ class StoreChecks(ReplicaChecks):
                 self._fail(f"{name} is leader, and lacks {self._confirmed}, which was confirmed")
 
         vars(store).update(append=append, synced=synced, confirmed=confirmed)
-        vars(node).update(keep=kept, cut=was_cut, begin_epoch=began)
+        vars(node).update(save_history=kept, cut=was_cut, begin_epoch=began)
 
     def _appended(
         self,
