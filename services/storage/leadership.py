@@ -16,7 +16,7 @@ from typing import Any
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import PositionRange
@@ -50,7 +50,7 @@ class FetchResult:
     producers: bytes = b""
 
 
-class Leadership:
+class StorageLeadership:
     """One leadership of this node, from its election to its end.
 
     In the keeper's books a member that has adopted this epoch counts one position more than its log
@@ -62,7 +62,7 @@ class Leadership:
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: InSyncSet,
         components: StorageComponents,
         clock: Clock,
         stream: StorageMetricStream,
