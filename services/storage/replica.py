@@ -27,11 +27,11 @@ from batonmq_server.storage.node_role import NodeRole
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-_BEGINS = "the new leader waits for its followers"
+_BEGINS = "this node has just been elected and waits for its followers"
 
 
 class StorageReplica(role.Role[StorageLeadership], NodeRole):
-    """This node's part in its replica set; call `begin` first.
+    """The role of this node in its replica set; call `begin` first.
 
     Attributes:
         copy: This node's copy of the log.
@@ -66,17 +66,17 @@ class StorageReplica(role.Role[StorageLeadership], NodeRole):
         self._acting = False
 
     def begin(self, copy: LogCopy, following: LogFollower) -> None:
-        """The copy, and what keeps it like the leader's while that is another node."""
+        """Set the copy of the log and its follower, before anything else is called."""
         self.copy, self._following = copy, following
         copy.on_failure.append(lambda: self.member.step_back("its disk has failed"))
 
     @property
     def acting(self) -> StorageComponents:
-        """What clients ask.
+        """The components that serve clients.
 
         Raises:
             NotLeader: this node is not the leader.
-            NotServing: it has just been elected.
+            NotServing: this node has just been elected and does not serve yet.
         """
         components = self.leadership.components
         if not self._acting:
@@ -110,7 +110,7 @@ class StorageReplica(role.Role[StorageLeadership], NodeRole):
         count = len(keeper.books.in_sync)
         if count < members_min:
             return NotEnoughReplicas(
-                f"{count} replicas are in sync, {members_min} have to be for this durability",
+                f"{count} replicas are in sync; this durability needs {members_min}",
                 retry_after_ms=1_000,
                 facts={"in_sync": count, "limit": members_min},
             )
@@ -129,13 +129,13 @@ class StorageReplica(role.Role[StorageLeadership], NodeRole):
         return pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_FSYNCED
 
     def leader_first_position(self) -> int | None:
-        """First position of the leader's log; None if this node is the leader."""
+        """Return the first position of the leader's log; None if this node is the leader."""
         if self._acting or self._following is None:
             return None
         return self._following.first_position
 
     async def run(self) -> None:
-        """Stand for election and lead for ever; to be run as one task."""
+        """Stand for election, and lead when elected, until cancelled; run it as one task."""
         await self.member.election.run(self._lead)
 
     async def _lead(self, revision: int) -> None:
@@ -143,7 +143,7 @@ class StorageReplica(role.Role[StorageLeadership], NodeRole):
             try:
                 leadership = await self._begun(revision)
             except (OSError, BatonError) as error:
-                self.member.step_back(f"an epoch can't be begun: {error}")
+                self.member.step_back(f"its new epoch can't be recorded: {error}")
                 return
             if leadership is None:
                 return
@@ -154,7 +154,7 @@ class StorageReplica(role.Role[StorageLeadership], NodeRole):
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(keeper.tend())
-                    await leadership.settled()
+                    await leadership.wait_settled()
                     self._acting = True
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
@@ -164,7 +164,7 @@ class StorageReplica(role.Role[StorageLeadership], NodeRole):
             finally:
                 leadership.end()
                 self._leadership, self._acting = None, False
-                components.fail_waiting_calls("this node is not the leader any more")
+                components.fail_waiting_calls("this node is no longer the leader")
                 self._metrics.leader.set(0)
                 self._metrics.in_sync_replicas.set(0)
                 self._metrics.replica_lag_bytes.clear()
@@ -172,10 +172,10 @@ class StorageReplica(role.Role[StorageLeadership], NodeRole):
                 self.member.registration.set_epoch(0)
 
     async def _begun(self, revision: int) -> StorageLeadership | None:
-        """A leadership whose epoch stands on the disk; None if this node must not begin one.
+        """Return a leadership whose epoch is durable; None if this node must not lead.
 
         Raises:
-            OSError, BatonError: the disk has failed, or has no room.
+            OSError, BatonError: the disk has failed or is full.
         """
         components = self.copy.components
         await components.flusher.sync()
