@@ -26,11 +26,11 @@ from batonmq_server.storage.node_role import NodeRole
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-_BEGINS = "the new leader waits for its followers"
+_BEGINS = "this node has just been elected and waits for its followers"
 
 
 class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
-    """This node's part in its replica set; call `begin` first.
+    """The role of this node in its replica set; call `begin` first.
 
     Attributes:
         copy: This node's copy of the log.
@@ -62,17 +62,17 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         self._serving = False
 
     def begin(self, copy: LogCopy, follower: LogFollower) -> None:
-        """Set the copy, and the follower that keeps it equal to the leader's."""
+        """Set the copy of the log and its follower, before anything else is called."""
         self.copy, self._follower = copy, follower
         copy.on_failure.append(lambda: self.step_back("its disk has failed"))
 
     @property
     def acting(self) -> StorageComponents:
-        """What clients ask.
+        """The components that serve clients.
 
         Raises:
             NotLeader: this node is not the leader.
-            NotServing: it has just been elected.
+            NotServing: this node has just been elected and does not serve yet.
         """
         components = self.leadership.components
         if not self._serving:
@@ -106,7 +106,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         count = len(in_sync_set.tracker.in_sync)
         if count < members_min:
             return NotEnoughReplicas(
-                f"{count} replicas are in sync, this durability requires {members_min}",
+                f"{count} replicas are in sync; this durability needs {members_min}",
                 retry_after_ms=1_000,
                 facts={"in_sync": count, "limit": members_min},
             )
@@ -125,7 +125,7 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
         return pb.DURABILITY_REPLICATED if replicated else pb.DURABILITY_FSYNCED
 
     def leader_first_position(self) -> int | None:
-        """First position of the leader's log; None if this node is the leader."""
+        """Return the first position of the leader's log; None if this node is the leader."""
         if self._serving or self._follower is None:
             return None
         return self._follower.first_position
@@ -138,14 +138,14 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
             try:
                 leadership = await self._begin_epoch(term)
             except (OSError, BatonError) as error:
-                self.step_back(f"an epoch can't be begun: {error}")
+                self.step_back(f"its new epoch can't be recorded: {error}")
                 return
             if leadership is None:
                 return
             components = leadership.components
             try:
                 async with self._leading(leadership) as tasks:
-                    await leadership.settled()
+                    await leadership.wait_settled()
                     self._serving = True
                     self._metrics.leader.set(1)
                     tasks.create_task(self._watch(leadership))
@@ -162,10 +162,10 @@ class StorageReplica(ReplicaNode[StorageLeadership], NodeRole):
                 self._metrics.replica_lag_seconds.clear()
 
     async def _begin_epoch(self, term: int) -> StorageLeadership | None:
-        """Begin an epoch on this node's disk; None if this node must not begin one.
+        """Return a leadership whose epoch is durable; None if this node must not lead.
 
         Raises:
-            OSError, BatonError: the disk has failed, or is full.
+            OSError, BatonError: the disk has failed or is full.
         """
         components = self.copy.components
         await components.flusher.sync()
