@@ -47,7 +47,7 @@ RULES: Rules = {
             ),
             "ListResets": on(lambda request: [join(request.group)]),
             "ListHolds": on(lambda request: of_queue(request.queue)),
-            "HandOver": only("offsets"),
+            "ExportGroup": only("offsets"),
             "ForgetGroup": only("offsets"),
         },
     ),

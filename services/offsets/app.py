@@ -1,10 +1,10 @@
-"""The offsets service put together: a standalone node, or a node of a replica set."""
+"""Puts the offsets process together: a standalone node, or a node of a replica set."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import cast
 
@@ -38,7 +38,7 @@ REPLICATION = "baton.offsets.v1.ReplicationService"
 
 @asynccontextmanager
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """The app of the process."""
+    """Return the app of the process, on the disk in its data directory."""
     if len(settings.members) <= 1:
         await runtime.patiently(
             check_alone(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
@@ -57,52 +57,67 @@ async def served(
     disk: ProgressStore,
     opened: Callable[[OffsetsEpoch], None] = lambda _: None,
 ) -> AsyncIterator[App]:
-    """The app that serves what `disk` has; nobody else uses it.
+    """Return the app that serves what `disk` has; the app alone uses the disk.
 
     Args:
-        opened: Told of the service of each epoch, before anything is answered.
+        opened: Called with the service of each epoch before it answers a call.
     """
-    others: Peers[pb_grpc.OffsetsServiceAsyncStub] = Peers(
+    async with AsyncExitStack() as stack:
+        context = _context(settings, runtime, stack)
+        if len(settings.members) <= 1:
+            yield _standalone_app(settings, disk, context, opened)
+        else:
+            follower = _follower(settings, runtime, disk, context, stack)
+            yield _replicated_app(settings, runtime, follower, context, opened)
+
+
+def _context(settings: OffsetsSettings, runtime: Runtime, stack: AsyncExitStack) -> EpochContext:
+    """Return the parts that all epochs of the process share; `stack` closes their channels."""
+    other_sets: Peers[pb_grpc.OffsetsServiceAsyncStub] = Peers(
         runtime.nodes, OFFSETS, pb_grpc.OffsetsServiceStub, runtime.connect
     )
-    places = Mirror(runtime.etcd, PLACES)
+    stack.push_async_callback(other_sets.close)
     metrics = OffsetsMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
-    context = EpochContext(
+    return EpochContext(
         limits=settings.limits,
         clock=runtime.clock,
         metrics=metrics,
         events=EventPublisher(runtime.hub),
         gates=Mirror(runtime.etcd, GATES),
-        directory=PlacementDirectory(settings.replica_set, runtime.etcd, places, others.stub),
+        directory=PlacementDirectory(
+            settings.replica_set, runtime.etcd, Mirror(runtime.etcd, PLACES), other_sets.stub
+        ),
     )
-    peer: ReplicationPeer = Peer(
+
+
+def _follower(
+    settings: OffsetsSettings,
+    runtime: Runtime,
+    disk: ProgressStore,
+    context: EpochContext,
+    stack: AsyncExitStack,
+) -> Follower:
+    """Return the node as a follower of its set; `stack` closes its channel to the leader."""
+    leader: ReplicationPeer = Peer(
         runtime.nodes,
         OFFSETS,
         replication_grpc.ReplicationServiceStub,
         runtime.connect,
         replica_set=settings.replica_set,
     )
-    try:
-        if len(settings.members) <= 1:
-            yield _alone(settings, disk, context, opened)
-        else:
-            changes = read_change_log(disk, kept_bytes_max=settings.replica_kept_bytes_max)
-            stuck = Stuck(context.metrics.stuck)
-            following = Follower(disk, changes, peer, settings, runtime, stuck)
-            yield _replicated(settings, runtime, following, context, opened)
-    finally:
-        await peer.close()
-        await others.close()
+    stack.push_async_callback(leader.close)
+    changes = read_change_log(disk, kept_bytes_max=settings.replica_kept_bytes_max)
+    return Follower(disk, changes, leader, settings, runtime, Stuck(context.metrics.stuck))
 
 
-def _alone(
+def _standalone_app(
     settings: OffsetsSettings,
     disk: ProgressStore,
     context: EpochContext,
     opened: Callable[[OffsetsEpoch], None],
 ) -> App:
-    """A node without followers: it serves from its start to its end."""
+    """Return the app of a node without followers: it serves in one epoch until it stops."""
     offsets = standalone_epoch(disk, context)
     opened(offsets)
     return App(
@@ -112,24 +127,24 @@ def _alone(
             offsets.commits.run,
             offsets.importer.run,
             context.gates.run,
-            context.directory.places.run,
+            context.directory.placements.run,
         ],
         epoch=offsets.table.epoch,
         replica_set=settings.replica_set,
-        caught_up=partial(all_ready, context.gates, context.directory.places),
+        caught_up=partial(all_ready, context.gates, context.directory.placements),
         drain=offsets.commits.drain,
     )
 
 
-def _replicated(
+def _replicated_app(
     settings: OffsetsSettings,
     runtime: Runtime,
-    following: Follower,
+    follower: Follower,
     context: EpochContext,
     opened: Callable[[OffsetsEpoch], None],
 ) -> App:
-    """A node that is leader at times, and follower at others."""
-    disk = following.disk
+    """Return the app of a node of a replica set: leader or follower, as elections decide."""
+    disk = follower.disk
 
     async def serve_epoch(leadership: Leadership) -> OffsetsEpoch:
         offsets = await leader_epoch(
@@ -138,7 +153,7 @@ def _replicated(
         opened(offsets)
         return offsets
 
-    role = Role(settings, runtime, following, serve_epoch, context.metrics)
+    role = Role(settings, runtime, follower, serve_epoch, context.metrics)
     front = cast(pb_grpc.OffsetsServiceServicer, WhileLeader(role, lambda: role.offsets.servicer))
     return App(
         servicers={
@@ -152,9 +167,9 @@ def _replicated(
         loops=[
             role.run,
             role.member.registration.run,
-            following.run,
+            follower.run,
             context.gates.run,
-            context.directory.places.run,
+            context.directory.placements.run,
         ],
         held=frozenset({"Fetch"}),
         leader=False,

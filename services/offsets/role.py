@@ -94,7 +94,7 @@ class Role(role.Role[Leadership]):
                 keeper, changes, self._following.disk, self._runtime.clock
             )
             self.member.registration.leads(keeper.epoch)
-            self._metrics.lead(keeper)
+            self._metrics.show_leadership(keeper)
             log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -110,7 +110,7 @@ class Role(role.Role[Leadership]):
             finally:
                 self._leadership = self._offsets = None
                 self.member.registration.leads(0)
-                self._metrics.follow()
+                self._metrics.show_follower()
                 await self._following.reload()
 
     async def _watch(self, offsets: OffsetsEpoch, keeper: Keeper) -> None:
@@ -122,7 +122,7 @@ class Role(role.Role[Leadership]):
         room_ms = clock.monotonic_ms()
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            now_ms, full = clock.monotonic_ms(), offsets.commits.full
+            now_ms, full = clock.monotonic_ms(), offsets.commits.disk_full
             if full is None:
                 room_ms = now_ms
             elif now_ms - room_ms > keeper.policy.lag_ms_max and keeper.successors():
