@@ -32,7 +32,7 @@ from batonmq_server.offsets.persistence import (
 from batonmq_server.offsets.placement_resolver import PlacementResolver
 from batonmq_server.offsets.server import OffsetsServicer
 from batonmq_server.offsets.telemetry import OffsetsTelemetry
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
 """Makes entries durable: on the own disk, or in the whole in-sync set."""
@@ -51,7 +51,7 @@ class EpochContext:
     clock: Clock
     metrics: OffsetsMetrics
     events: EventPublisher
-    gates: Mirror
+    gates: EtcdMirror
     directory: PlacementDirectory
 
 
@@ -62,7 +62,7 @@ class OffsetsEpoch:
     disk: ProgressStore
     table: ProgressTable
     commits: GroupCommit[DurableKey]
-    gates: Mirror
+    gates: EtcdMirror
     servicer: OffsetsServicer
     importer: GroupImporter
 

@@ -48,9 +48,13 @@ from batonmq_server.offsets.persistence import (
     placement_entry,
     tombstone_entries,
 )
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class PlacementDirectory:
 
     offsets_set: str
     etcd: EtcdSession
-    placements: Mirror
+    placements: EtcdMirror
     stub: Callable[[str], pb_grpc.OffsetsServiceAsyncStub]
 
 
@@ -110,10 +114,10 @@ class GroupImporter:
     async def _create_missing_placements(self) -> None:
         """Write a placement for each group of this set without one, before another set gets it."""
         groups = {key.group for key, _ in self._table.items()}
-        own = Place(self._directory.offsets_set).encode()
+        own = GroupPlacement(self._directory.offsets_set).encode()
         for group in sorted(groups - self._directory.placements.values.keys()):
             while self._table.placements.get(group) is None:
-                key = PREFIX + group
+                key = PLACEMENTS_PREFIX + group
                 try:
                     await self._directory.etcd.txn(
                         compare=[Compare(key, create_revision=0)], put=[Put(key, own)]
@@ -126,24 +130,24 @@ class GroupImporter:
     def _on_change(self, _: frozenset[str]) -> None:
         self._changed.set()
 
-    def _pending_moves(self) -> dict[str, Place]:
+    def _pending_moves(self) -> dict[str, GroupPlacement]:
         """Return the placements of groups whose move to this set is not finished."""
         stored = self._directory.placements.values.items()
-        found = {group: place_of(value) for group, value in stored}
+        found = {group: decode_placement(value) for group, value in stored}
         return {
             group: place
             for group, place in found.items()
             if place.offsets_set == self._directory.offsets_set and place.from_set
         }
 
-    async def _try_move(self, group: str, place: Place, slots: asyncio.Semaphore) -> None:
+    async def _try_move(self, group: str, place: GroupPlacement, slots: asyncio.Semaphore) -> None:
         try:
             async with slots:
                 await self._move(group, place)
         except BatonError as error:
             log.info("group not imported yet group=%s move=%d error=%s", group, place.move, error)
 
-    async def _move(self, group: str, place: Place) -> None:
+    async def _move(self, group: str, place: GroupPlacement) -> None:
         placement = self._table.placements.get(group)
         if placement is not None and placement.move > place.move:
             return  # the mirror of etcd is behind
@@ -156,15 +160,15 @@ class GroupImporter:
         forget = pb.ForgetGroupRequest(group=group, move=place.move)
         stub = self._directory.stub(place.from_set)
         await answered(stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
-        key = PREFIX + group
-        finished = Place(place.offsets_set, place.move)
+        key = PLACEMENTS_PREFIX + group
+        finished = GroupPlacement(place.offsets_set, place.move)
         done = await self._directory.etcd.txn(
             compare=[Compare(key, mod_revision=place.revision)], put=[Put(key, finished.encode())]
         )
         if done:
             log.info("group moved group=%s move=%d from=%s", group, place.move, place.from_set)
 
-    async def _import(self, group: str, place: Place) -> None:
+    async def _import(self, group: str, place: GroupPlacement) -> None:
         async with self._placement_lock:
             arriving = LocalPlacement(place.move, PlacementState.ARRIVING)
             self._table.placements.put(group, arriving)
@@ -186,7 +190,7 @@ class GroupImporter:
         await self._open(group, place, answer.term, answer.topic_ids)
 
     async def _open(
-        self, group: str, place: Place, term: int, topic_ids: Mapping[str, int]
+        self, group: str, place: GroupPlacement, term: int, topic_ids: Mapping[str, int]
     ) -> None:
         """Begin to answer calls about the group, of which every entry is written by now.
 

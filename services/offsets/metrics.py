@@ -12,7 +12,7 @@ from batonmq.errors import BatonError, Fenced
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.resets import ResetOrder, ResetOutcome
 from batonmq_server.offsets.core.values import CommitResult, FenceCondition, FenceGrant
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 
 CUT_OFF = "CUT_OFF"
 """Cause of duplicates: a queue was released while a handler was running."""
@@ -127,7 +127,7 @@ class OffsetsMetrics:
             registry=registry,
         )
 
-    def show_leadership(self, keeper: Keeper) -> None:
+    def show_leadership(self, keeper: InSyncSet) -> None:
         """Show the in-sync set and the lag of the followers, until `show_follower`."""
         books = keeper.books
         self._in_sync.set_function(lambda: len(books.in_sync))

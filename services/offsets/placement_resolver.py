@@ -15,9 +15,13 @@ from collections.abc import Iterable
 from batonmq.errors import NoQuorum, NotServing
 from batonmq_server.offsets.core.local_placements import arriving, moved
 from batonmq_server.offsets.core.progress_table import ProgressTable
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +39,10 @@ class PlacementResolver:
     """
 
     def __init__(
-        self, table: ProgressTable, offsets_set: str, etcd: EtcdSession, placements: Mirror
+        self, table: ProgressTable, offsets_set: str, etcd: EtcdSession, placements: EtcdMirror
     ) -> None:
         self._table, self._set, self._etcd, self._mirror = table, offsets_set, etcd, placements
-        self._found: dict[str, Place] = {}
+        self._found: dict[str, GroupPlacement] = {}
 
     def check(self, group: str) -> None:
         """Return if this set keeps the group.
@@ -93,20 +97,20 @@ class PlacementResolver:
     def _has_stored(self, group: str) -> bool:
         return self._table.placements.get(group) is not None or self._table.has(group)
 
-    def _known_place(self, group: str) -> Place | None:
+    def _known_place(self, group: str) -> GroupPlacement | None:
         stored = self._mirror.values.get(group)
         if stored is None:
             return self._found.get(group)
         self._found.pop(group, None)
-        return place_of(stored)
+        return decode_placement(stored)
 
-    async def _read_or_create(self, group: str) -> Place:
+    async def _read_or_create(self, group: str) -> GroupPlacement:
         """Return the placement of a group from etcd; place it in this set if it has none."""
         while True:
             stored = await self._mirror.now(group)
             if stored is not None:
-                return place_of(stored)
-            key, place = PREFIX + group, Place(self._set)
+                return decode_placement(stored)
+            key, place = PLACEMENTS_PREFIX + group, GroupPlacement(self._set)
             await self._etcd.txn(
                 compare=[Compare(key, create_revision=0)], put=[Put(key, place.encode())]
             )

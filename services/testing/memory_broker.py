@@ -24,7 +24,7 @@ from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import CreatedTopic
 from batonmq.errors import BatonError, InvalidArgument, Retry
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import services
 from batonmq_server.testing.memory_etcd import NAME as ETCD
 from batonmq_server.testing.memory_network import Faults
@@ -375,10 +375,10 @@ class _BrokerEnvironment(MemoryEnvironment):
 
     def __init__(self, seed: str) -> None:
         super().__init__(seed)
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, StorageNode] = {}
         self.errors: list[BaseException] = []
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         """See MemoryEnvironment."""
         self.nodes[node_id] = node
 

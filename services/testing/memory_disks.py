@@ -15,7 +15,7 @@ from typing import Any
 from batonmq.errors import DiskFull
 from batonmq_server.offsets.disk import Entry, StoredEntry
 from batonmq_server.storage.core.files import Disk, File
-from batonmq_server.storage.flush import InThread
+from batonmq_server.storage.flusher import InThread
 
 
 class MemoryFile(File):

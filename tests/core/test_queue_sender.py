@@ -25,7 +25,7 @@ from batonmq._core.records import (
     read_header,
 )
 from batonmq.errors import BatonError
-from batonmq_server.storage.core.producers import ProducerTable, Receipt
+from batonmq_server.storage.core.producers import ProducerTable, StoreReceipt
 
 QUEUE = QueueRef("orders", "broker-a", 3)
 PRODUCER_ID = 77
@@ -246,7 +246,7 @@ class LossyStorage(RuleBasedStateMachine):
         self.confirmed: dict[bytes, int] = {}
         self.refused: set[bytes] = set()
 
-    def store(self, encoded: bytes) -> Receipt | BatonError:
+    def store(self, encoded: bytes) -> StoreReceipt | BatonError:
         header = read_header(encoded)
         try:
             earlier = self.table.check(header, (1, 3))
@@ -254,7 +254,7 @@ class LossyStorage(RuleBasedStateMachine):
             return error
         if earlier is not None:
             return earlier
-        receipt = Receipt(len(self.log), 0, 0, 0)
+        receipt = StoreReceipt(len(self.log), 0, 0, 0)
         self.table.record(header, (1, 3), receipt)
         self.log += bodies(encoded)
         return receipt
@@ -270,7 +270,7 @@ class LossyStorage(RuleBasedStateMachine):
     def stored_and_answered(self) -> None:
         batch = self.sender.take(0)
         outcome = self.store(batch.encoded)
-        assert isinstance(outcome, Receipt), outcome
+        assert isinstance(outcome, StoreReceipt), outcome
         self.sender.stored()
         for index, body in enumerate(bodies(batch.encoded)):
             self.confirmed[body] = outcome.first_offset + index
@@ -280,7 +280,7 @@ class LossyStorage(RuleBasedStateMachine):
     def no_answer(self, arrives: bool) -> None:
         batch = self.sender.take(0)
         if arrives:
-            assert isinstance(self.store(batch.encoded), Receipt)
+            assert isinstance(self.store(batch.encoded), StoreReceipt)
         self.sender.again()
         self.sender.backing_off = False
 
@@ -289,7 +289,7 @@ class LossyStorage(RuleBasedStateMachine):
     def no_answer_till_the_timeout(self, arrives: bool) -> None:
         batch = self.sender.take(0)
         if arrives:
-            assert isinstance(self.store(batch.encoded), Receipt)
+            assert isinstance(self.store(batch.encoded), StoreReceipt)
         self.sender.unknown()
 
     @precondition(lambda self: self.sender.ready)

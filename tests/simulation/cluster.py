@@ -34,9 +34,9 @@ from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import processes
 from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
 from batonmq_server.testing.memory_network import MemoryCall
@@ -124,7 +124,7 @@ class World(processes.MemoryEnvironment):
             near = offsets.disk is self.offsets_disks.get(OFFSETS)
             self.checker.offsets.watch_table(offsets.table, OFFSETS if near else FAR)
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         if node_id == BROKER:
             self.checker.watch_store(node.store, BROKER)
         else:
@@ -136,7 +136,7 @@ class World(processes.MemoryEnvironment):
     def failed(self, process: str, error: BaseException) -> None:
         self.checker.books.fail("unexpected", f"process {process} ends with {error!r}")
 
-    def _put(self, stored: Stored) -> None:
+    def _put(self, stored: KeyValue) -> None:
         if stored.key == SET_KEY:
             self.checker.replicas.standing_written(stored)
         elif stored.key == STORE_SET_KEY:

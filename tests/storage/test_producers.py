@@ -17,7 +17,7 @@ from batonmq_server.storage.core.producers import (
     IDLE_MS_MAX,
     SEQUENCES,
     ProducerTable,
-    Receipt,
+    StoreReceipt,
 )
 from tests.storage.batches import batch
 
@@ -34,11 +34,11 @@ def header(sequence: int, count: int = 10, *, producer_id: int = 5, epoch: int =
     )
 
 
-def receipt(first_offset: int = 0, store_unix_ms: int = 0) -> Receipt:
-    return Receipt(first_offset, first_offset * 100, first_offset * 100 + 100, store_unix_ms)
+def receipt(first_offset: int = 0, store_unix_ms: int = 0) -> StoreReceipt:
+    return StoreReceipt(first_offset, first_offset * 100, first_offset * 100 + 100, store_unix_ms)
 
 
-def record(table: ProducerTable, one: Header, stored: Receipt) -> None:
+def record(table: ProducerTable, one: Header, stored: StoreReceipt) -> None:
     assert table.check(one, QUEUE) is None
     table.record(one, QUEUE, stored)
 
