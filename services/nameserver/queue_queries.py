@@ -161,7 +161,8 @@ class QueueQueries:
             if answer.value is None:
                 return QueryResult(failure=answer.failure)
             progress.update(
-                (_queue_from_pb(found.queue.queue), _progress(found)) for found in answer.value.queues
+                (_queue_from_pb(found.queue.queue), _progress(found))
+                for found in answer.value.queues
             )
             request.page_token = answer.value.next_page_token
             if not request.page_token:

@@ -155,7 +155,9 @@ def _replicated_app(
         return offsets
 
     role = OffsetsReplica(settings, runtime, follower, serve_epoch, context.metrics)
-    front = cast(pb_grpc.OffsetsServiceServicer, LeaderServicer(role, lambda: role.offsets.servicer))
+    front = cast(
+        pb_grpc.OffsetsServiceServicer, LeaderServicer(role, lambda: role.offsets.servicer)
+    )
     return App(
         servicers={
             SERVICE: partial(pb_grpc.add_OffsetsServiceServicer_to_server, front),

@@ -251,7 +251,7 @@ def decode_reset(stored: bytes) -> RecordedReset:
         raise DataLoss(f"a stored operation can't be read: {error}") from error
 
 
-def encode_placement(home: LocalPlacement) -> bytes:
+def encode_local_placement(home: LocalPlacement) -> bytes:
     """What became of a group, on the disk."""
     return stored_progress_pb2.StoredLocalPlacement(
         move=home.move,
@@ -261,8 +261,8 @@ def encode_placement(home: LocalPlacement) -> bytes:
     ).SerializeToString(deterministic=True)
 
 
-def decode_placement(stored: bytes) -> LocalPlacement:
-    """Inverse of `encode_placement`.
+def decode_local_placement(stored: bytes) -> LocalPlacement:
+    """Inverse of `encode_local_placement`.
 
     Raises:
         DataLoss: these bytes are no entry of a group.
