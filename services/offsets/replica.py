@@ -79,7 +79,7 @@ class OffsetsReplica(ReplicaNode[OffsetsLeadership]):
             if self._lost_data(in_sync_set):
                 return
             leadership = OffsetsLeadership(in_sync_set, changes, follower.disk, self._runtime.clock)
-            self._metrics.lead(in_sync_set)
+            self._metrics.show_leadership(in_sync_set)
             try:
                 async with self._leading(leadership) as tasks:
                     await leadership.begin()
@@ -92,7 +92,7 @@ class OffsetsReplica(ReplicaNode[OffsetsLeadership]):
                 self.step_back(f"an epoch can't be begun: {errors.exceptions[0]}")
             finally:
                 self._offsets = None
-                self._metrics.follow()
+                self._metrics.show_follower()
                 await follower.reload()
 
     async def _watch(self, offsets: OffsetsEpoch, in_sync_set: InSyncSet) -> None:
@@ -104,7 +104,7 @@ class OffsetsReplica(ReplicaNode[OffsetsLeadership]):
         room_ms = clock.monotonic_ms()
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            now_ms, full = clock.monotonic_ms(), offsets.commits.full
+            now_ms, full = clock.monotonic_ms(), offsets.commits.disk_full
             if full is None:
                 room_ms = now_ms
             elif now_ms - room_ms > in_sync_set.policy.lag_ms_max and in_sync_set.successors():
