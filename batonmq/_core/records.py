@@ -2,7 +2,7 @@
 
 A batch belongs to one queue. The producer encodes it once; storage writes only the stamp in the
 header. Two checksums make that possible: the producer's covers everything that the producer wrote,
-storage's covers the stamp. docs/format.md has the same table in prose.
+storage's covers the stamp. docs/reference/format.md has the same table in prose.
 
 All numbers are big-endian.
 
