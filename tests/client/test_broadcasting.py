@@ -39,7 +39,7 @@ async def written(file: Path) -> None:
     """A file of group g."""
     offsets = LocalOffsets(file, "g")
     await offsets.open()
-    offsets.meet("t", 1, [Q0, Q1])
+    offsets.note_topic("t", 1, [Q0, Q1])
     offsets.put(Q0, LocalProgress(7, ((9, 12),)))
     await offsets.close()
 
@@ -49,7 +49,7 @@ async def test_file_brings_back_what_was_put_and_what_had_not_begun(tmp_path: Pa
     await written(file)
     offsets = LocalOffsets(file, "g")
     await offsets.open()
-    assert not offsets.meet("t", 1, [Q0, Q1, Q2])
+    assert not offsets.note_topic("t", 1, [Q0, Q1, Q2])
     assert offsets.get(Q0) == LocalProgress(7, ((9, 12),))
     assert (offsets.get(Q1), offsets.added(Q1)) == (None, False)
     assert (offsets.get(Q2), offsets.added(Q2)) == (None, True)
@@ -61,7 +61,7 @@ async def test_topic_created_again_begins_afresh(tmp_path: Path) -> None:
     await written(tmp_path / "f")
     offsets = LocalOffsets(tmp_path / "f", "g")
     await offsets.open()
-    assert offsets.meet("t", 2, [Q0])
+    assert offsets.note_topic("t", 2, [Q0])
     assert (offsets.get(Q0), offsets.added(Q0)) == (None, False)
     await offsets.close()
 
@@ -113,7 +113,7 @@ async def test_save_that_fails_is_made_good_by_the_next(tmp_path: Path) -> None:
     file = tmp_path / "f"
     offsets = LocalOffsets(file, "g")
     await offsets.open()
-    offsets.meet("t", 1, [Q0])
+    offsets.note_topic("t", 1, [Q0])
     blocker = tmp_path / "f.new"
     blocker.mkdir()
     assert not await offsets.save()
