@@ -17,7 +17,7 @@ from batonmq._producer.settings import Durability, ProducerSettings
 from batonmq.admin.access import AccessControl, Grant, Role
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved, seconds
@@ -87,7 +87,7 @@ async def access(setup: Setup) -> list[Figure]:
 
 async def _side(stack: AsyncExitStack, folder: Path, *, on: bool) -> _Side:
     options = ClusterOptions(secure=True, access=on, auto_restart=False, log_level="WARNING")
-    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=execute))
+    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=start_program))
     security = cluster.security
     assert security is not None
     admin = await stack.enter_async_context(Admin(cluster.nameserver, security=security))

@@ -15,7 +15,7 @@ from batonmq._consumer.consumer import Consumer
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.message import ReceivedMessage
 from batonmq.admin.admin import Admin
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved
@@ -37,7 +37,7 @@ async def consumers(setup: Setup) -> list[Figure]:
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
-            LocalCluster(setup.folder / "cluster", options, start=execute)
+            LocalCluster(setup.folder / "cluster", options, start=start_program)
         )
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)

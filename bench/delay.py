@@ -13,10 +13,10 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
-from batonmq_server.storage.core.delay import Delayed, DelayLevels
+from batonmq_server.storage.core.delay_queue import DelayedBatch, DelayQueue
 from bench.figures import Figure, Goal, figure
 from bench.setup import TOPIC, Setup
 
@@ -30,7 +30,7 @@ DAY_MS = 86_400_000
 async def delays(setup: Setup) -> list[Figure]:
     """2,000 messages a second become due, while as many are scheduled; then many at once."""
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
-    async with LocalCluster(setup.folder / "cluster", options, start=execute) as cluster:
+    async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
         settings = ConsumerSettings(consume_from="first")
@@ -116,11 +116,11 @@ async def _burst(producer: Producer, consumer: Consumer, count: int) -> float:
 
 
 def _bytes_each(count: int) -> float:
-    levels = DelayLevels()
+    levels = DelayQueue()
     tracemalloc.start()
     try:
         for position in range(count):
-            levels.add(Delayed(DAY_MS + position * 7_919 % DAY_MS, position, position))
+            levels.add(DelayedBatch(DAY_MS + position * 7_919 % DAY_MS, position, position))
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

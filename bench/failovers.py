@@ -13,10 +13,10 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.cluster_state import first_problem, leader_process
 from batonmq_server.local.layout import ClusterOptions, highly_available
-from batonmq_server.local.standing import lacks, leading
 from bench.figures import Figure, Goal, figure
 from bench.setup import TOPIC, Setup
 
@@ -38,7 +38,7 @@ async def failovers(setup: Setup) -> list[Figure]:
     rounds = setup.sized(20, 1)
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
-            LocalCluster(setup.folder / "cluster", options, start=execute)
+            LocalCluster(setup.folder / "cluster", options, start=start_program)
         )
         admin = await stack.enter_async_context(Admin(cluster.nameserver))
         await admin.create_topic(TOPIC, 1)
@@ -72,7 +72,7 @@ async def _killed(
 ) -> float:
     """Seconds from the death of who leads until `work` is done."""
     await _until(lambda: _whole(admin, cluster))
-    name = await leading(admin, cluster, service, broker)
+    name = await leader_process(admin, cluster, service, broker)
     assert name is not None, f"nobody leads {service}"
     await cluster.kill(name)
     begin = perf_counter()
@@ -83,7 +83,7 @@ async def _killed(
 
 
 async def _whole(admin: Admin, cluster: LocalCluster) -> bool:
-    return not await lacks(admin, cluster)
+    return not await first_problem(admin, cluster)
 
 
 async def _done(work: Work) -> bool:

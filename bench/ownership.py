@@ -27,9 +27,10 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
-from batonmq_server.demo.crew import Crew, Member, Part
-from batonmq_server.demo.journal import handovers_ms, read
-from batonmq_server.local.child import execute
+from batonmq_server.demo.delivery_report import handovers_ms
+from batonmq_server.demo.journal import read
+from batonmq_server.demo.member_processes import MemberGroup, MemberOptions, MemberProcess
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved
@@ -53,11 +54,11 @@ async def handovers(setup: Setup) -> list[Figure]:
     rounds = setup.sized(4, 1)
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
-            LocalCluster(setup.folder / "cluster", options, start=execute)
+            LocalCluster(setup.folder / "cluster", options, start=start_program)
         )
         admin = await stack.enter_async_context(Admin(cluster.nameserver))
         await admin.create_topic(TOPIC, QUEUES)
-        part = Part(
+        part = MemberOptions(
             nameserver=cluster.nameserver,
             group="bench",
             topic=TOPIC,
@@ -65,7 +66,7 @@ async def handovers(setup: Setup) -> list[Figure]:
             folder=folder,
         )
         setup.say("starting members")
-        crew = await stack.enter_async_context(Crew(part, 1 + rounds * (MEMBERS - 1)))
+        crew = await stack.enter_async_context(MemberGroup(part, 1 + rounds * (MEMBERS - 1)))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         sending = tasks.create_task(_send_steadily(cluster.nameserver))
         setup.say("hand-overs")
@@ -88,7 +89,7 @@ async def handovers(setup: Setup) -> list[Figure]:
     ]
 
 
-async def _come_and_go(admin: Admin, crew: Crew, rounds: int) -> list[float]:
+async def _come_and_go(admin: Admin, crew: MemberGroup, rounds: int) -> list[float]:
     """The first member stays; others join one by one, and leave one by one.
 
     Returns:
@@ -112,7 +113,7 @@ async def _come_and_go(admin: Admin, crew: Crew, rounds: int) -> list[float]:
     return stable
 
 
-async def _owned(admin: Admin, members: Sequence[Member]) -> None:
+async def _owned(admin: Admin, members: Sequence[MemberProcess]) -> None:
     """Until the members own all queues, in shares that differ by one at most."""
     each = QUEUES // len(members)
     async with asyncio.timeout(60):
@@ -176,7 +177,7 @@ async def consumption(setup: Setup) -> list[Figure]:
     total = setup.sized(400_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with (
-        LocalCluster(setup.folder / "cluster", options, start=execute) as cluster,
+        LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster,
         Admin(cluster.nameserver) as admin,
     ):
         await admin.create_topic(TOPIC, CHECKED_QUEUES)
@@ -250,7 +251,7 @@ async def keep_alives(setup: Setup) -> list[Figure]:
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
-            LocalCluster(setup.folder / "cluster", options, start=execute)
+            LocalCluster(setup.folder / "cluster", options, start=start_program)
         )
         nameserver = nameserver_grpc.NameserverServiceStub(
             await stack.enter_async_context(connect(cluster.nameserver))

@@ -15,7 +15,7 @@ from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._connection.channels import connect
 from batonmq.admin.admin import Admin
 from batonmq.admin.replication import Replica, replicas_of
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from bench.figures import MIB, Figure, Goal, figure, interleaved
@@ -106,7 +106,7 @@ async def replication(setup: Setup) -> list[Figure]:
 
 async def _set(stack: AsyncExitStack, folder: Path, copies: int) -> _Set:
     options = ClusterOptions(storage_replicas=copies, auto_restart=False, log_level="WARNING")
-    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=execute))
+    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=start_program))
     admin = await stack.enter_async_context(Admin(cluster.nameserver))
     await admin.create_topic(TOPIC, QUEUES)
     (leader,) = [

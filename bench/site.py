@@ -14,7 +14,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as storage_grpc
 from batonmq._connection.channels import connect
 from batonmq.admin.admin import Admin
-from batonmq_server.local.child import Child, Program, execute
+from batonmq_server.local.child_process import ChildProcess, Program, start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from bench.setup import TOPIC
@@ -80,7 +80,7 @@ async def site(
     options = ClusterOptions(settings=settings, auto_restart=False, log_level="WARNING")
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
-            LocalCluster(folder / "cluster", options, start=execute)
+            LocalCluster(folder / "cluster", options, start=start_program)
         )
         await cluster.stop("lockmgr")
         echo = await _start_echo(folder)
@@ -104,13 +104,13 @@ async def site(
         )
 
 
-async def _start_echo(folder: Path) -> Child:
+async def _start_echo(folder: Path) -> ChildProcess:
     port_file = folder / "echo.port"
 
     async def is_ready() -> bool:
         return port_file.exists()
 
-    child = Child(
+    child = ChildProcess(
         Program(
             name="echo",
             command=[sys.executable, "-m", "bench.echo", str(port_file)],

@@ -18,7 +18,7 @@ from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._telemetry.metric_arrow import encode_events
 from batonmq.admin.admin import Admin
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from batonspark.session import build_session
@@ -46,7 +46,7 @@ async def spark(setup: Setup) -> list[Figure]:
     count = setup.sized(1_000_000, 40_000)
     options = ClusterOptions(auto_restart=False, log_level="WARNING")
     figures: list[Figure] = []
-    async with LocalCluster(setup.folder / "cluster", options, start=execute) as cluster:
+    async with LocalCluster(setup.folder / "cluster", options, start=start_program) as cluster:
         setup.say("events for Spark")
         for form in _GOALS:
             await _fill(cluster.nameserver, form, count)

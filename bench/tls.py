@@ -12,7 +12,7 @@ from batonmq._connection.channels import Connect
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import Durability, ProducerSettings
 from batonmq.admin.admin import Admin
-from batonmq_server.local.child import execute
+from batonmq_server.local.child_process import start_program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from bench.figures import Figure, Goal, figure, interleaved, seconds
@@ -83,7 +83,7 @@ async def tls(setup: Setup) -> list[Figure]:
 
 async def _side(stack: AsyncExitStack, folder: Path, *, secure: bool) -> _Side:
     options = ClusterOptions(secure=secure, auto_restart=False, log_level="WARNING")
-    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=execute))
+    cluster = await stack.enter_async_context(LocalCluster(folder, options, start=start_program))
     security = cluster.security
     admin = await stack.enter_async_context(Admin(cluster.nameserver, security=security))
     await admin.create_topic(TOPIC, QUEUES)

@@ -39,8 +39,8 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq.admin.admin import Admin
 from batonmq.errors import SubscriptionConflict
+from batonmq_server.demo.demo_run import DemoResult, run_demo
 from batonmq_server.demo.flights import load_flights
-from batonmq_server.demo.play import Result, play
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 
@@ -106,7 +106,7 @@ async def demo(folder: Path, flight_count: int, cores: int) -> bool:
         say(f"cluster is up at {stage.nameserver}; the jobs start beside it")
         async with streaming(stage) as jobs, asyncio.TaskGroup() as tasks:
             planted = tasks.create_task(plant(stage.nameserver))
-            result = await play(stage.nameserver, flights, folder / "journals", progress())
+            result = await run_demo(stage.nameserver, flights, folder / "journals", progress())
             say(f"{result.consumed:,} flights handled, {result.handovers} hand-overs")
             await planted
             say("waiting for the alerts to be resolved")
@@ -276,7 +276,7 @@ def _events_of(body: bytes, seen: set[tuple[str, int, int]]) -> int:
 
 
 def verdict(
-    stage: Stage, result: Result, alerts: Counter[tuple[str, str]], counts: tuple[int, int]
+    stage: Stage, result: DemoResult, alerts: Counter[tuple[str, str]], counts: tuple[int, int]
 ) -> bool:
     """Say what was found; whether it is as it must be."""
     audit = json.loads(stage.report("duplicate_audit", "report.json").read_text())

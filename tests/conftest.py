@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,17 +10,22 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests.support.cluster import nursery
+from tests.support.cluster import fork_server
 
 pytest_plugins = ["tests.support.etcd", "tests.support.skips"]
 
 
+# A parent that ignores SIGINT (nohup, a shell's background job) hands that down to every process
+# that a test starts, and those would not end by Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _nursery_ends() -> Iterator[None]:
+def _fork_server_ends() -> Iterator[None]:
     """Whoever has asked for it, nobody does any more."""
     yield
-    if nursery.cache_info().currsize:
-        nursery().close()
+    if fork_server.cache_info().currsize:
+        fork_server().close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,7 +50,7 @@ def _fresh_random() -> Random:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ClientEnvironment:
     """What a client takes from outside: time, chance and the wire. A simulation brings its own."""
 
     clock: Clock = field(default_factory=Clock)
@@ -66,14 +66,14 @@ class Surroundings:
         return self if security is None else replace(self, connect=connector(security))
 
 
-class Keeper(NamedTuple):
+class OffsetsLeader(NamedTuple):
     """Who keeps a group's progress: an offsets set, and its leader."""
 
     offsets_set: str
     stub: offsets_grpc.OffsetsServiceAsyncStub
 
 
-def as_reached(nodes: Iterable[pb.Node], asked: str) -> list[pb.Node]:
+def with_reachable_addresses(nodes: Iterable[pb.Node], asked: str) -> list[pb.Node]:
     """The nodes, each with the address at which it is reached by who has asked for them.
 
     Args:
@@ -115,7 +115,7 @@ class Directory:
         self._turn = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._nodes: list[pb.Node] = []
-        self._places: dict[str, pb.Place] = {}
+        self._places: dict[str, pb.Placement] = {}
         self._refreshing = asyncio.Lock()
 
     async def close(self) -> None:
@@ -252,11 +252,11 @@ class Directory:
         """
         return (await self.keeper(group)).stub
 
-    async def keeper(self, group: str) -> Keeper:
+    async def keeper(self, group: str) -> OffsetsLeader:
         """As `offsets`, with the name of the set."""
         name = await self.offsets_set(group)
         address = await self._address(pb.SERVICE_KIND_OFFSETS, name)
-        return Keeper(name, offsets_grpc.OffsetsServiceStub(self._channel(address)))
+        return OffsetsLeader(name, offsets_grpc.OffsetsServiceStub(self._channel(address)))
 
     async def offsets_set(self, group: str) -> str:
         """Name of the offsets set that keeps `group`, as far as is known; empty if there is none.
@@ -279,15 +279,15 @@ class Directory:
         answer = await self.ask_nameserver(
             lambda stub: stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
         )
-        self._places[group] = answer.place
-        return answer.place.offsets_set
+        self._places[group] = answer.placement
+        return answer.placement.offsets_set
 
     def moved(self, error: GroupMoved) -> None:
         """Note where an offsets set says that a group is."""
         moved = error.detail
         known = self._places.get(moved.group)
         if known is None or known.move < moved.move:
-            place = pb.Place(offsets_set=moved.offsets_set, move=moved.move)
+            place = pb.Placement(offsets_set=moved.offsets_set, move=moved.move)
             self._places[moved.group] = place
 
     async def storage_replication(
@@ -336,7 +336,7 @@ class Directory:
                     pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
                 )
             )
-            self._nodes = as_reached(answer.nodes, asked)
+            self._nodes = with_reachable_addresses(answer.nodes, asked)
             return self._nodes
 
     def doubt(self, error: BatonError) -> None:

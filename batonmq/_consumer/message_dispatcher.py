@@ -25,7 +25,7 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.retry_sender import RetryRequest, RetrySender
 from batonmq._consumer.session import Session
 from batonmq._core.queues import QueueRef
-from batonmq._core.retries import Failure, HandleAgain, SendBack, Skip, Stop
+from batonmq._core.retries import HandlingFailure, RetryInPlace, SendBack, SkipMessage, StopConsumer
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class MessageDispatcher:
         self,
         queue: AssignedQueue,
         messages: Sequence[ReceivedMessage],
-        failures: Sequence[Failure | None],
+        failures: Sequence[HandlingFailure | None],
     ) -> None:
         """Finish the messages that are handled; resolve each of the others by itself.
 
@@ -135,13 +135,13 @@ class MessageDispatcher:
                 await self._resolve_one(queue, message, failure)
 
     async def _resolve_one(
-        self, queue: AssignedQueue, message: ReceivedMessage, failure: Failure | None
+        self, queue: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure | None
     ) -> None:
         """Retry a message until it is finished or given up; without a failure, handle it first."""
-        step: HandleAgain | bool = HandleAgain(0)
+        step: RetryInPlace | bool = RetryInPlace(0)
         if failure is not None:
             step = await self._decide(queue, message, failure)
-        while isinstance(step, HandleAgain):
+        while isinstance(step, RetryInPlace):
             result = await self._retry(queue, message, step.delay_ms)
             step = (
                 result if isinstance(result, bool) else await self._decide(queue, message, result)
@@ -153,7 +153,7 @@ class MessageDispatcher:
 
     async def _retry(
         self, queue: AssignedQueue, message: ReceivedMessage, delay_ms: int
-    ) -> Failure | bool:
+    ) -> HandlingFailure | bool:
         """Handle a message again; True if that succeeded, False if it may not be started."""
         await unless(queue.stopped, asyncio.sleep(delay_ms / 1000))
         if queue.paused:
@@ -167,8 +167,8 @@ class MessageDispatcher:
         return (failures and failures[0]) or True
 
     async def _decide(
-        self, queue: AssignedQueue, message: ReceivedMessage, failure: Failure
-    ) -> HandleAgain | bool:
+        self, queue: AssignedQueue, message: ReceivedMessage, failure: HandlingFailure
+    ) -> RetryInPlace | bool:
         """Return how to handle the message again; else whether it is finished.
 
         A message is finished when it was sent back or skipped.
@@ -176,13 +176,13 @@ class MessageDispatcher:
         if not queue.counts(message):
             return False
         decision = self._policy.decide(message.attempts, failure.delay_ms)
-        if isinstance(decision, HandleAgain):
+        if isinstance(decision, RetryInPlace):
             self._count_failed(message, dead=False)
             return decision
-        if isinstance(decision, Stop):
+        if isinstance(decision, StopConsumer):
             self._on_stop(MessageFailed(f"{message!r} failed: {failure.error}"))
             return False
-        if isinstance(decision, Skip):
+        if isinstance(decision, SkipMessage):
             log.error("given up %r attempts=%d %s", message, message.attempts, failure.error)
             return True
         delay_ms = decision.delay_ms if isinstance(decision, SendBack) else None
@@ -197,7 +197,11 @@ class MessageDispatcher:
                 (counts.dead if dead else counts.retried)(message.topic)
 
     async def _send_back(
-        self, queue: AssignedQueue, message: ReceivedMessage, failure: Failure, delay_ms: int | None
+        self,
+        queue: AssignedQueue,
+        message: ReceivedMessage,
+        failure: HandlingFailure,
+        delay_ms: int | None,
     ) -> bool:
         def still_owned() -> bool:  # otherwise the next owner handles the message
             return queue.counts(message) and queue.held
@@ -210,7 +214,7 @@ class MessageDispatcher:
 
     async def _attempt(
         self, messages: Sequence[ReceivedMessage]
-    ) -> Sequence[Failure | None] | None:
+    ) -> Sequence[HandlingFailure | None] | None:
         """Call the handler; return the failure of each message, or None if all are handled.
 
         The caller has acquired a slot, which is released here.
@@ -229,7 +233,7 @@ class MessageDispatcher:
 
     async def _call_within(
         self, call: HandlerCall, messages: Sequence[ReceivedMessage]
-    ) -> Sequence[Failure | None] | None:
+    ) -> Sequence[HandlingFailure | None] | None:
         first, extend = messages[0], call.extend
         for message in messages:
             message.extender = extend
@@ -248,14 +252,18 @@ class MessageDispatcher:
                     first.attempts,
                     len(messages),
                 )
-                return [Failure("failed", f"{type(error).__name__}: {error}")] * len(messages)
+                return [HandlingFailure("failed", f"{type(error).__name__}: {error}")] * len(
+                    messages
+                )
         finally:
             for message in messages:
                 message.extender = None
         log.error(
             "handler timed out %r attempts=%d messages=%d", first, first.attempts, len(messages)
         )
-        return [Failure("timeout", f"handled for more than {call.allowed_ms} ms")] * len(messages)
+        return [HandlingFailure("timeout", f"handled for more than {call.allowed_ms} ms")] * len(
+            messages
+        )
 
     async def _call_handler(self, messages: Sequence[ReceivedMessage]) -> object:
         if self._threads is not None:

@@ -8,7 +8,7 @@ goes; a dry run says what that would do, and changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.common.v1 import error_pb2, queue_pb2
@@ -16,11 +16,20 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._common.aio import only_error
 from batonmq._common.rpc import error_from_pb
 from batonmq._core.queues import QueueRef
+from batonmq._core.reset_targets import (
+    ResetBounds,
+    ResetOffset,
+    ResetTarget,
+    ToEarliest,
+    ToOffset,
+    ToTime,
+    resolve_target,
+)
 from batonmq._core.retries import retry_topic
-from batonmq._core.targets import Place, Standing, Target, ToEarliest, ToOffset, ToTime, place
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
 from batonmq.admin.operation import Operation
+from batonmq.admin.pages import pages
 from batonmq.admin.query import Queries
 from batonmq.admin.reports import Topic, enum_name, queue_from_pb, queue_to_pb
 from batonmq.errors import (
@@ -126,7 +135,7 @@ class Resets:
         self._admin = admin
 
     async def plan(
-        self, group: str, target: Target, scope: Scope = Scope(), op_id: str = ""
+        self, group: str, target: ResetTarget, scope: Scope = Scope(), op_id: str = ""
     ) -> Plan:
         """Where `target` is on every queue in `scope`, as far as the queue goes.
 
@@ -144,7 +153,7 @@ class Resets:
         committed = {queue_from_pb(p.queue.queue): p.committed_offset for p in progress}
         queues = queues_in(scope, found, committed, await self._admin.list_topics())
         standings = await self._standings(queues, committed, target)
-        places = {queue: place(target, standing) for queue, standing in standings.items()}
+        places = {queue: resolve_target(target, standing) for queue, standing in standings.items()}
         return _plan(group, places | await self._moved_by(op_id, group, places))
 
     async def plan_offsets(
@@ -163,7 +172,7 @@ class Resets:
         await self._movable(group)
         standings = await self._standings(sorted(offsets), {}, ToEarliest())
         places = {
-            queue: place(ToOffset(offsets[queue]), standing)
+            queue: resolve_target(ToOffset(offsets[queue]), standing)
             for queue, standing in standings.items()
         }
         return _plan(group, places | await self._moved_by(op_id, group, places))
@@ -242,14 +251,24 @@ class Resets:
         return Done(tuple(map(_step_from_pb, (await self._admin.ask(ask)).steps)))
 
     async def history(self, group: str) -> tuple[Recorded, ...]:
-        """The recorded operations of a group, newest first."""
-        request = pb.ListResetsRequest(group=group)
+        """Return the recorded operations of a group, newest first."""
+        return tuple([recorded async for recorded in self.iter_history(group)])
 
-        async def ask(limit_s: float) -> pb.ListResetsResponse:
-            stub = await self._admin.directory.offsets(group)
-            return await stub.ListResets(request, timeout=limit_s)
+    async def iter_history(self, group: str) -> AsyncGenerator[Recorded, None]:
+        """Yield the recorded operations of a group, newest first, page by page."""
 
-        return tuple(map(_recorded_from_pb, (await self._admin.ask(ask)).resets))
+        def page(page_token: str) -> Awaitable[pb.ListResetsResponse]:
+            request = pb.ListResetsRequest(group=group, page_token=page_token)
+
+            async def ask(limit_s: float) -> pb.ListResetsResponse:
+                stub = await self._admin.directory.offsets(group)
+                return await stub.ListResets(request, timeout=limit_s)
+
+            return self._admin.ask(ask)
+
+        async for answer in pages(page):
+            for reset in answer.resets:
+                yield _recorded_from_pb(reset)
 
     async def _movable(self, group: str) -> Group:
         found = await self._admin.describe_group(group)
@@ -263,13 +282,13 @@ class Resets:
 
     async def _moved_by(
         self, op_id: str, group: str, queues: Collection[QueueRef]
-    ) -> dict[QueueRef, Place]:
+    ) -> dict[QueueRef, ResetOffset]:
         """Where an operation, if there was one of this id, has put which of the queues."""
         if not op_id:
             return {}
         return {
-            queue: Place(step.to_offset)
-            for recorded in await self.history(group)
+            queue: ResetOffset(step.to_offset)
+            async for recorded in self.iter_history(group)
             if recorded.op_id == op_id
             for step in recorded.steps
             if (queue := QueueRef(step.topic, step.broker, step.queue_id)) in queues
@@ -283,8 +302,8 @@ class Resets:
         return (await self._admin.ask(ask)).outcomes
 
     async def _standings(
-        self, queues: Sequence[QueueRef], committed: dict[QueueRef, int], target: Target
-    ) -> dict[QueueRef, Standing]:
+        self, queues: Sequence[QueueRef], committed: dict[QueueRef, int], target: ResetTarget
+    ) -> dict[QueueRef, ResetBounds]:
         extents, problems = await self._admin.extents(queues)
         if problems:
             raise Unreachable("; ".join(problems))
@@ -292,7 +311,7 @@ class Resets:
             raise QueueNotFound(f"no broker has {', '.join(missing)}")
         times = await self._offsets_at(queues, target.unix_ms) if isinstance(target, ToTime) else {}
         return {
-            queue: Standing(*extents[queue], committed.get(queue), times.get(queue))
+            queue: ResetBounds(*extents[queue], committed.get(queue), times.get(queue))
             for queue in queues
         }
 
@@ -351,7 +370,7 @@ def queues_in(
     return chosen
 
 
-def _plan(group: str, places: dict[QueueRef, Place]) -> Plan:
+def _plan(group: str, places: dict[QueueRef, ResetOffset]) -> Plan:
     offsets = tuple((q, found.offset) for q, found in places.items() if found.offset is not None)
     notes = tuple(f"{queue}: {found.note}" for queue, found in places.items() if found.note)
     if not offsets:

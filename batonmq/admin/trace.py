@@ -7,14 +7,21 @@ offsets has who held the queues and what is acknowledged, the nameserver has who
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.common.v1 import queue_pb2
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._consumer.moved_group import raise_if_moved
+from batonmq._core.dead_letters import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
+from batonmq._core.message_trace import (
+    Hold,
+    MessageState,
+    MessageTrace,
+    QueueProgressNow,
+    trace_message,
+)
 from batonmq._core.queues import QueueRef
-from batonmq._core.redriving import FORMER_ATTEMPTS, REDRIVE_ID, REDRIVEN_BY, REDRIVEN_FROM
 from batonmq._core.retries import (
     ATTEMPTS,
     CLIENT,
@@ -22,14 +29,14 @@ from batonmq._core.retries import (
     REASON,
     Origin,
     dead_letter_topic,
-    indexed,
     origin_of,
     retry_topic,
+    with_origin_key,
 )
 from batonmq._core.subscription import parse_filter
-from batonmq._core.tracing import Hold, Standing, State, Stay, stay
 from batonmq.admin.admin import Admin
 from batonmq.admin.group_reports import Group
+from batonmq.admin.pages import pages
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.reports import enum_name, queue_to_pb
 from batonmq.errors import BatonError, MessageNotFound, Retry, TopicNotFound
@@ -52,7 +59,7 @@ class Copy:
         attempts: Attempts before, since it was sent or redriven last.
         former_attempts: And before that.
         replay_id: Of the redrive; `redriven_by` who did it.
-        stay: What became of it here; None where nobody handles it, or nobody knows.
+        trace: What became of it here; None where nobody handles it, or nobody knows.
         token: The present token of the queue.
         owner: Who holds the queue now; None for nobody.
     """
@@ -70,7 +77,7 @@ class Copy:
     replay_id: str
     redriven_by: str
     redriven_from: str
-    stay: Stay | None
+    trace: MessageTrace | None
     token: int | None
     owner: str | None
 
@@ -85,7 +92,7 @@ class GroupTrace:
         recorded: Whether deliveries of the group are recorded: its queues are owned.
         copies: In order of time.
         state: acked: handled, as far as anybody can know; in_hand, maybe_in_hand, waiting: see
-            `State`; retry_or_done: acknowledged, and either handled or waiting for its next
+            `MessageState`; retry_or_done: acknowledged, and either handled or waiting for its next
             attempt, which nobody sees before its time; dead; filtered; not_subscribed; local: its
             members keep their own progress; unknown.
     """
@@ -225,7 +232,7 @@ class Tracer:
     ) -> list[StoredMessage]:
         """Copies of a message in a topic: they have its id as a key, if there was room for it."""
         wanted = origin.message_id
-        has_room = indexed(message.keys, origin)[-1:] == (wanted,)
+        has_room = with_origin_key(message.keys, origin)[-1:] == (wanted,)
         key = wanted if has_room else message.keys[0]
         try:
             found = await self._queries.with_key(topic, key, count_max=COPIES_MAX)
@@ -246,7 +253,7 @@ class Tracer:
 
     async def _standings(
         self, groups: Iterable[Group], queues: Sequence[QueueRef]
-    ) -> dict[tuple[str, QueueRef], Standing]:
+    ) -> dict[tuple[str, QueueRef], QueueProgressNow]:
         """Where groups are on queues, of those that have progress there."""
         found = {}
         for group in groups:
@@ -259,7 +266,7 @@ class Tracer:
 
     async def _standing_of(
         self, group: Group, queues: Sequence[QueueRef]
-    ) -> dict[QueueRef, Standing]:
+    ) -> dict[QueueRef, QueueProgressNow]:
         request = pb.QueryRequest(queues=[_key(group.name, queue) for queue in queues])
 
         async def ask(limit_s: float) -> pb.QueryResponse:
@@ -275,24 +282,29 @@ class Tracer:
             if outcome.HasField("progress")
         }
 
-    async def _with_stay(self, copy: Copy, group: Group, standing: Standing | None) -> Copy:
+    async def _with_stay(self, copy: Copy, group: Group, standing: QueueProgressNow | None) -> Copy:
         if standing is None:
             return copy
-        request = pb.ListHoldsRequest(queue=_key(group.name, copy.queue))
+        queue = _key(group.name, copy.queue)
 
-        async def ask(limit_s: float) -> pb.ListHoldsResponse:
-            stub = await self._admin.directory.offsets(group.name)
-            return await stub.ListHolds(request, timeout=limit_s)
+        def page(page_token: str) -> Awaitable[pb.ListHoldsResponse]:
+            request = pb.ListHoldsRequest(queue=queue, page_token=page_token)
+
+            async def ask(limit_s: float) -> pb.ListHoldsResponse:
+                stub = await self._admin.directory.offsets(group.name)
+                return await stub.ListHolds(request, timeout=limit_s)
+
+            return self._admin.ask(ask)
 
         try:
-            holds = list(map(_hold, (await self._admin.ask(ask)).holds))
+            holds = [_hold(hold) async for answer in pages(page) for hold in answer.holds]
         except BatonError as error:
             if error.retry is not Retry.NEVER:
                 raise
             self._problems.append(f"holds of {copy.queue}: {error.reason}: {error.message}")
             holds = []
-        story = stay(holds, standing, copy.offset, copy.store_unix_ms)
-        return replace(copy, stay=story, token=standing.token, owner=standing.client_id)
+        story = trace_message(holds, standing, copy.offset, copy.store_unix_ms)
+        return replace(copy, trace=story, token=standing.token, owner=standing.client_id)
 
 
 def _state(trace: GroupTrace, *, reads_retries: bool) -> str:
@@ -304,11 +316,11 @@ def _state(trace: GroupTrace, *, reads_retries: bool) -> str:
         return "dead"
     if trace.passes is False and (last is None or last.kind == "original"):
         return "filtered"
-    if last is None or last.stay is None:
+    if last is None or last.trace is None:
         return "not_subscribed" if trace.expression is None else "waiting"
-    if last.stay.state is State.ACKED and reads_retries:
+    if last.trace.state is MessageState.ACKED and reads_retries:
         return "retry_or_done"
-    return last.stay.state.value
+    return last.trace.state.value
 
 
 def _copied_from(message: StoredMessage) -> str | None:
@@ -335,7 +347,7 @@ def _copy(kind: str, message: StoredMessage) -> Copy:
         replay_id=told.get(REDRIVE_ID, ""),
         redriven_by=told.get(REDRIVEN_BY, ""),
         redriven_from=told.get(REDRIVEN_FROM, ""),
-        stay=None,
+        trace=None,
         token=None,
         owner=None,
     )
@@ -346,10 +358,10 @@ def _expression(group: Group, origin: Origin) -> str | None:
     return next((each.expression for each in group.subscriptions if each.topic == topic), None)
 
 
-def _standing(progress: pb.Progress, *, owned: bool) -> Standing:
+def _standing(progress: pb.Progress, *, owned: bool) -> QueueProgressNow:
     acked = [(each.first_offset, each.next_offset) for each in progress.acked]
     held = progress.HasField("holder") and not progress.closed
-    return Standing(
+    return QueueProgressNow(
         committed_offset=progress.committed_offset,
         acked=acked,
         acked_complete=progress.acked_range_count <= len(acked),

@@ -21,33 +21,33 @@ from batonmq.cli import (
     lock,
     message,
     mqadmin,
-    security,
     topic,
 )
 from batonmq.cli import context as contexts
-from batonmq.cli.cancel import cancel
-from batonmq.cli.complete import contexts_that_begin, default_config
+from batonmq.cli.completion import contexts_that_begin, default_config
 from batonmq.cli.consume import consume
 from batonmq.cli.context_file import Context, ContextError
-from batonmq.cli.moving import move, spread_groups
-from batonmq.cli.output import Form, Output
+from batonmq.cli.group_lag import lag, why_stuck
+from batonmq.cli.group_placement import move, spread_groups
+from batonmq.cli.group_resets import clone, reset_offsets, resets
+from batonmq.cli.message_cancel import cancel
+from batonmq.cli.message_trace import trace
+from batonmq.cli.output import Output, OutputFormat
 from batonmq.cli.produce import produce
-from batonmq.cli.resets import clone, reset_offsets, resets
-from batonmq.cli.security import (
+from batonmq.cli.session import DEFAULT_NAMESERVER, GlobalOptions
+from batonmq.cli.tls_options import (
     CaFileOption,
     CertFileOption,
-    Given,
     KeyFileOption,
     ServerNameOption,
     TlsOption,
+    TlsOptions,
     TokenFileOption,
+    choose_security,
     token_of_environment,
 )
-from batonmq.cli.session import DEFAULT_NAMESERVER, Defaults
-from batonmq.cli.stuck import lag, why_stuck
 from batonmq.cli.top import top
 from batonmq.cli.topic_stats import stats
-from batonmq.cli.trace import trace
 from batonmq.errors import InvalidArgument
 
 app = typer.Typer(
@@ -81,7 +81,7 @@ def baton(
         ),
     ] = None,
     form: Annotated[
-        Form | None,
+        OutputFormat | None,
         typer.Option(
             "--format",
             envvar="BATON_FORMAT",
@@ -127,7 +127,9 @@ def baton(
         mending = context.invoked_subcommand == "context"
         chosen = _chosen(path, name, lenient=mending)
     except ContextError as error:
-        Output(form or Form.TABLE).failure("BAD_CONTEXT", str(error), "See: baton context list.")
+        Output(form or OutputFormat.TABLE).failure(
+            "BAD_CONTEXT", str(error), "See: baton context list."
+        )
         raise typer.Exit(1) from error
     given: dict[str, str | bool | None] = {
         "tls": tls,
@@ -142,13 +144,13 @@ def baton(
         if not _on_command_line(context, "nameserver"):
             nameserver = chosen.nameserver or nameserver
         if not _on_command_line(context, "form") and chosen.format:
-            form = Form(chosen.format)
+            form = OutputFormat(chosen.format)
         given = {
             key: value if _on_command_line(context, key) else None for key, value in given.items()
         }
         token = ""
-    usual = Form(chosen.format) if chosen.format else Form.TABLE
-    context.obj = Defaults(
+    usual = OutputFormat(chosen.format) if chosen.format else OutputFormat.TABLE
+    context.obj = GlobalOptions(
         nameserver or chosen.nameserver or DEFAULT_NAMESERVER,
         form or usual,
         chosen.by or "",
@@ -157,9 +159,11 @@ def baton(
     )
 
 
-def _security(given: Given, token: str, chosen: Context, form: Form) -> Security | None:
+def _security(
+    given: TlsOptions, token: str, chosen: Context, form: OutputFormat
+) -> Security | None:
     try:
-        return security.chosen(given, token, chosen)
+        return choose_security(given, token, chosen)
     except InvalidArgument as error:
         Output(form).error(error)
         raise typer.Exit(1) from error

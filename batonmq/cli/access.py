@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from batonmq.admin.access import AccessControl, Answer, Grant, IdentityAccess, Role
-from batonmq.cli.output import Columns, Form, Item, wall_time
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 
 app = typer.Typer(help="Say who may do what, and make tokens.", no_args_is_help=True)
 tokens = typer.Typer(help="Make bearer tokens, and revoke them.", no_args_is_help=True)
@@ -58,7 +58,7 @@ def grant(
     session.run(_grant(session, identity, Grant(role, resource)))
 
 
-async def _grant(session: Session, identity: str, wanted: Grant) -> None:
+async def _grant(session: CommandSession, identity: str, wanted: Grant) -> None:
     async with session.admin() as admin:
         changed = await AccessControl(admin).grant(identity, wanted)
     if not changed:
@@ -85,7 +85,7 @@ def revoke(
     session.run(_revoke(session, identity, Grant(role, resource) if role else None))
 
 
-async def _revoke(session: Session, identity: str, unwanted: Grant | None) -> None:
+async def _revoke(session: CommandSession, identity: str, unwanted: Grant | None) -> None:
     async with session.admin() as admin:
         count = await AccessControl(admin).revoke(identity, unwanted)
     session.output.line(
@@ -108,7 +108,7 @@ def list_(
     session.run(_list(session, identity))
 
 
-async def _list(session: Session, identity: str) -> None:
+async def _list(session: CommandSession, identity: str) -> None:
     async with session.admin() as admin:
         found = await AccessControl(admin).list(identity)
     session.output.items([item for one in found for item in _items(one)], _HELD)
@@ -140,7 +140,7 @@ def check(
         raise typer.Exit(1)
 
 
-async def _check(session: Session, wanted: Grant, identity: str) -> Answer:
+async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answer:
     async with session.admin() as admin:
         answer = await AccessControl(admin).check(wanted, identity)
     what = f"{answer.identity} {wanted.role} {wanted.resource}"
@@ -173,7 +173,7 @@ def create(
     session.run(_create(session, identity, file))
 
 
-async def _create(session: Session, identity: str, file: Path | None) -> None:
+async def _create(session: CommandSession, identity: str, file: Path | None) -> None:
     if file is not None:  # before there is a token that would be lost
         await asyncio.to_thread(file.touch, 0o600, exist_ok=False)
     try:
@@ -189,7 +189,7 @@ async def _create(session: Session, identity: str, file: Path | None) -> None:
         session.output.line({**item, "file": str(file)}, f"token {made.token_id} is in {file}")
     else:
         session.output.line({**item, "token": token}, token)
-        if session.output.form is not Form.JSON:  # beside it: the token may go into a file
+        if session.output.form is not OutputFormat.JSON:  # beside it: the token may go into a file
             print(f"token {made.token_id} of {identity}: it is not shown again", file=sys.stderr)
 
 
@@ -206,7 +206,7 @@ def revoke_token(
     session.run(_revoke_token(session, token_id))
 
 
-async def _revoke_token(session: Session, token_id: str) -> None:
+async def _revoke_token(session: CommandSession, token_id: str) -> None:
     async with session.admin() as admin:
         revoked = await AccessControl(admin).revoke_token(token_id)
     text = f"token {token_id} revoked" if revoked else f"there is no token {token_id}"

@@ -14,12 +14,12 @@ import typer
 from batonmq._core.records import BODY_BYTES_MAX
 from batonmq._producer.settings import Durability, ProducerSettings
 from batonmq.admin.admin import Admin
-from batonmq.cli.complete import topics_that_begin
-from batonmq.cli.measuring import SIZE_BYTES_MIN, Bench, Load, Measured, Told, own_topic
+from batonmq.cli.benchmark import SIZE_BYTES_MIN, Bench, BenchLoad, BenchResult, Told, own_topic
+from batonmq.cli.completion import topics_that_begin
 from batonmq.cli.output import Columns, Item
 from batonmq.cli.produce import Compressed, CompressionOption
 from batonmq.cli.progress import progress
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_rate
 from batonmq.errors import InvalidArgument
 
@@ -180,7 +180,7 @@ def consume(
 class _Place:
     """Where it is measured."""
 
-    session: Session
+    session: CommandSession
     topic: str
     queues: int
     keep: bool
@@ -196,7 +196,10 @@ class _Place:
 
 
 async def _measure(
-    place: _Place, what: str, load: Load, measure: Callable[[Bench, str], Awaitable[Measured]]
+    place: _Place,
+    what: str,
+    load: BenchLoad,
+    measure: Callable[[Bench, str], Awaitable[BenchResult]],
 ) -> None:
     name, session = f"bench-{secrets.token_hex(4)}", place.session
     total = load.count or (round(load.per_s * load.seconds) if load.per_s else None)
@@ -212,7 +215,7 @@ async def _consume(place: _Place, size: int, count: int, form: Literal["batch", 
         if not place.topic:
             with progress("messages written", count) as told:
                 filling = _bench(session, admin, topic, told)
-                await filling.produce(Load(size_bytes=size, count=count))
+                await filling.produce(BenchLoad(size_bytes=size, count=count))
         detail = await admin.describe_topic(topic)
         session.output.problems(detail.problems)
         there = sum((q.next_offset or 0) - (q.first_offset or 0) for q in detail.queues)
@@ -224,11 +227,13 @@ async def _consume(place: _Place, size: int, count: int, form: Literal["batch", 
     _show(session, "consume", topic, measured, {"handler": form})
 
 
-def _bench(session: Session, admin: Admin, topic: str, told: Told) -> Bench:
+def _bench(session: CommandSession, admin: Admin, topic: str, told: Told) -> Bench:
     return Bench(admin, session.nameserver, topic, told, security=session.security)
 
 
-def _show(session: Session, what: str, topic: str, measured: Measured, load: Item) -> None:
+def _show(
+    session: CommandSession, what: str, topic: str, measured: BenchResult, load: Item
+) -> None:
     item = (
         {"bench": what, "topic": topic}
         | asdict(measured)
@@ -245,12 +250,12 @@ def _show(session: Session, what: str, topic: str, measured: Measured, load: Ite
 
 def _load(
     size: int, count: int | None, seconds: float, rate: str, producers: int, senders: int
-) -> Load:
+) -> BenchLoad:
     try:
         per_s = parse_rate(rate) if rate else None
     except InvalidArgument as error:
         raise typer.BadParameter(f"{error.message}. {error.remedy}") from error
-    return Load(
+    return BenchLoad(
         size_bytes=size,
         count=count,
         seconds=seconds,

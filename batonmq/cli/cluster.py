@@ -17,9 +17,9 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.diagnostics import describe_broker
 from batonmq.admin.replication import ElectionPlan, Replica, elect, replicas
 from batonmq.admin.reports import Node
-from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
+from batonmq.cli.change_options import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, Item, counted, duration, wall_time
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.errors import BatonError
 
 app = typer.Typer(help="Look at the processes of the cluster.", no_args_is_help=True)
@@ -67,7 +67,7 @@ _BROKER_COLUMNS: Columns = {
     "LOG-BYTES": lambda item: _extent(item, "first_position", "next_position"),
     "QUEUES": "queue_count",
     "MSG-IN/S": lambda item: _rounded(item["appended_per_s"]),
-    "PARKED-PULLS": "parked_pull_count",
+    "LONG-POLLS": "long_poll_count",
     "SCHEDULED": "scheduled_count",
     "DAMAGED": "damaged_batch_count",
 }
@@ -112,7 +112,7 @@ def status(
     session.run(_status(session))
 
 
-async def _status(session: Session) -> None:
+async def _status(session: CommandSession) -> None:
     async with session.admin() as admin:
         found = await admin.cluster()
         copies, problems = await replicas(admin, found.nodes)
@@ -175,7 +175,7 @@ def brokers(
     session.run(_brokers(session, seconds))
 
 
-async def _brokers(session: Session, seconds: float) -> None:
+async def _brokers(session: CommandSession, seconds: float) -> None:
     now_s = asyncio.get_running_loop().time
     async with session.admin() as admin:
         nodes = _leaders((await admin.cluster()).nodes)
@@ -213,7 +213,7 @@ def replication(
     session.run(_replication(session))
 
 
-async def _replication(session: Session) -> None:
+async def _replication(session: CommandSession) -> None:
     async with session.admin() as admin:
         nodes = (await admin.cluster()).nodes
         brokers, problems = await _described(admin, _leaders(nodes))
@@ -281,7 +281,7 @@ def elect_node(
     session.output.note(f"{node_id} may be elected, by {by}")
 
 
-async def _elect(session: Session, whom: tuple[str, str, str], by: str) -> ElectionPlan:
+async def _elect(session: CommandSession, whom: tuple[str, str, str], by: str) -> ElectionPlan:
     async with session.admin() as admin:
         return await elect(admin, *whom, by=by)
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from batonmq.cli.output import Columns, Item
-from batonmq.cli.services import SERVICES, settings_of
-from batonmq.cli.session import FormatOption, Session, open_session
+from batonmq.cli.service_settings import SERVICES, settings_of
+from batonmq.cli.session import CommandSession, FormatOption, open_session
 from batonmq.errors import InvalidArgument
 
 app = typer.Typer(
@@ -144,7 +144,7 @@ def _named(name: str, found: dict[str, dict[str, Any]]) -> Iterator[Item]:
 
 
 def _found(
-    session: Session, service: Service | None, file: Path | None, env_file: Path | None
+    session: CommandSession, service: Service | None, file: Path | None, env_file: Path | None
 ) -> dict[str, dict[str, Any]]:
     """What the services say, by service."""
     if file is not None and service is None:

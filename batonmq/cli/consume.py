@@ -20,10 +20,10 @@ from batonmq._core.retries import retry_topic
 from batonmq._core.start_offset import ConsumeFrom
 from batonmq._core.subscription import parse_filter
 from batonmq.admin.admin import Admin
-from batonmq.cli.complete import groups_that_begin
+from batonmq.cli.arguments import TopicArgument
+from batonmq.cli.completion import groups_that_begin
 from batonmq.cli.output import Item, printable, wall_time
-from batonmq.cli.places import TopicArgument
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import GroupNotFound, InvalidArgument, Unreachable
 
@@ -31,7 +31,7 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartPosition:
     """Where a group without progress starts.
 
     Attributes:
@@ -42,10 +42,10 @@ class Start:
     unix_ms: int = 0
 
 
-FIRST = Start("first")
+FIRST = StartPosition("first")
 
 
-def parse_start(text: str, now_unix_ms: int) -> Start:
+def parse_start(text: str, now_unix_ms: int) -> StartPosition:
     """A start as people type it: first, last, timestamp, a time, or a span before now.
 
     Raises:
@@ -54,12 +54,12 @@ def parse_start(text: str, now_unix_ms: int) -> Start:
     if text == "first":
         return FIRST
     if text == "last":
-        return Start("last")
+        return StartPosition("last")
     if text == "timestamp":
-        return Start("timestamp")
+        return StartPosition("timestamp")
     if text[:1].isdecimal() and text[-1:].isalpha() and not text.endswith("Z"):
-        return Start("timestamp", now_unix_ms - parse_duration_ms(text))
-    return Start("timestamp", parse_unix_ms(text))
+        return StartPosition("timestamp", now_unix_ms - parse_duration_ms(text))
+    return StartPosition("timestamp", parse_unix_ms(text))
 
 
 def consume(
@@ -115,11 +115,11 @@ def consume(
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    session: Session
+    session: CommandSession
     group: str
     topic: str
     expression: str
-    start: Start | None
+    start: StartPosition | None
     count: int | None
 
     async def run(self, *, follow: bool) -> None:

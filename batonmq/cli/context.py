@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from batonmq.cli import context_file
-from batonmq.cli.complete import contexts_that_begin
+from batonmq.cli.completion import contexts_that_begin
 from batonmq.cli.context_file import SECURITY, ContextError, Contexts
-from batonmq.cli.output import Columns, Form
-from batonmq.cli.session import Defaults, FormatOption, Session, open_session
+from batonmq.cli.output import Columns, OutputFormat
+from batonmq.cli.session import CommandSession, FormatOption, GlobalOptions, open_session
 
 app = typer.Typer(help="Name clusters, and choose one.", no_args_is_help=True)
 NameArgument = Annotated[
@@ -81,7 +81,7 @@ def set_(
         typer.Option(metavar="HOST:PORT", help="Several separated by commas; empty for none."),
     ] = None,
     form: Annotated[
-        Form | None, typer.Option("--format", help="What commands print with it.")
+        OutputFormat | None, typer.Option("--format", help="What commands print with it.")
     ] = None,
     by: Annotated[
         str | None, typer.Option(help="Who is recorded with changes; empty for user@host.")
@@ -129,20 +129,22 @@ def delete(context: typer.Context, name: NameArgument, *, form: FormatOption = N
     session.output.line({"name": name, "deleted": True}, f"context {name} is deleted")
 
 
-def _opened(context: typer.Context, form: Form | None) -> tuple[Session, Path]:
-    defaults = context.find_object(Defaults)
+def _opened(context: typer.Context, form: OutputFormat | None) -> tuple[CommandSession, Path]:
+    defaults = context.find_object(GlobalOptions)
     assert defaults is not None
     return open_session(context, None, form), defaults.config
 
 
-def _read(session: Session, path: Path) -> Contexts:
+def _read(session: CommandSession, path: Path) -> Contexts:
     try:
         return context_file.read(path)
     except ContextError as error:
         raise _failed(session, error) from error
 
 
-def _change(session: Session, path: Path, change: Callable[[Contexts], Contexts]) -> Contexts:
+def _change(
+    session: CommandSession, path: Path, change: Callable[[Contexts], Contexts]
+) -> Contexts:
     contexts = _read(session, path)
     try:
         changed = change(contexts)
@@ -152,14 +154,14 @@ def _change(session: Session, path: Path, change: Callable[[Contexts], Contexts]
     return changed
 
 
-def _looked_up(session: Session, contexts: Contexts, name: str) -> dict[str, Any]:
+def _looked_up(session: CommandSession, contexts: Contexts, name: str) -> dict[str, Any]:
     try:
         return _item(contexts, name)
     except ContextError as error:
         raise _failed(session, error) from error
 
 
-def _failed(session: Session, error: Exception) -> typer.Exit:
+def _failed(session: CommandSession, error: Exception) -> typer.Exit:
     session.output.failure("BAD_CONTEXT", str(error), "")
     return typer.Exit(1)
 

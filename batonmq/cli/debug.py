@@ -13,8 +13,8 @@ from batonmq._common.clock import Clock
 from batonmq.admin.diagnostics import Diagnostics
 from batonmq.cli.output import counted
 from batonmq.cli.progress import progress
-from batonmq.cli.services import settings_of_services
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.service_settings import settings_of_services
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 
 app = typer.Typer(help="Collect what somebody needs who helps from afar.", no_args_is_help=True)
 
@@ -71,7 +71,7 @@ def bundle(
         session.output.note(f"  {problem}")
 
 
-async def _collected(session: Session, data_dir: Path | None) -> Diagnostics:
+async def _collected(session: CommandSession, data_dir: Path | None) -> Diagnostics:
     with progress("files") as told:
         found = Diagnostics(session.nameserver, told, security=session.security)
         if data_dir is not None:

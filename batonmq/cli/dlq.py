@@ -16,13 +16,13 @@ import typer
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.dead_letters import Criteria, DeadLetter, DeadLetters, Redrive, Redriven
-from batonmq.cli.changes import ByOption, ReasonOption, operation
+from batonmq.cli.arguments import GroupArgument
+from batonmq.cli.change_options import ByOption, ReasonOption, operation
+from batonmq.cli.group_resets import ExecuteOption
 from batonmq.cli.message import body_of
 from batonmq.cli.output import Columns, Item, counted, described, printable, wall_time
-from batonmq.cli.places import GroupArgument
 from batonmq.cli.progress import progress
-from batonmq.cli.resets import ExecuteOption
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import BadExpression, InvalidArgument, LimitExceeded
 
@@ -209,14 +209,14 @@ def export(
     session.run(_export(session, group, _criteria(cause, since, tag, key, sql), out))
 
 
-async def _list(session: Session) -> None:
+async def _list(session: CommandSession) -> None:
     async with session.admin() as admin:
         found = await DeadLetters(admin).groups()
     session.output.items([asdict(one) for one in found.groups], _GROUPS)
     session.output.problems(found.problems)
 
 
-async def _show(session: Session, group: str, criteria: Criteria, limit: int) -> None:
+async def _show(session: CommandSession, group: str, criteria: Criteria, limit: int) -> None:
     items, more = list[Item](), False
     async with (
         session.admin() as admin,
@@ -232,7 +232,7 @@ async def _show(session: Session, group: str, criteria: Criteria, limit: int) ->
         session.output.note("there are more: see --limit")
 
 
-async def _plan(session: Session, group: str, criteria: Criteria, order: Redrive) -> None:
+async def _plan(session: CommandSession, group: str, criteria: Criteria, order: Redrive) -> None:
     output, rows, causes, passed = session.output, list[Item](), Counter[str](), 0
     async with session.admin() as admin:
         with progress("dead letters looked at") as seen:
@@ -264,7 +264,7 @@ async def _plan(session: Session, group: str, criteria: Criteria, order: Redrive
     output.note("nothing was changed: --execute does it")
 
 
-async def _execute(session: Session, group: str, criteria: Criteria, order: Redrive) -> None:
+async def _execute(session: CommandSession, group: str, criteria: Criteria, order: Redrive) -> None:
     output, outcomes, replay_id = session.output, Counter[str](), order.operation.op_id
     print(
         f"replay {replay_id}: if this ends early, --replay-id {replay_id} goes on with it",
@@ -283,7 +283,7 @@ async def _execute(session: Session, group: str, criteria: Criteria, order: Redr
         output.problems([f"{counted(outcomes['refused'], 'dead letter')} refused"])
 
 
-async def _export(session: Session, group: str, criteria: Criteria, out: Path) -> None:
+async def _export(session: CommandSession, group: str, criteria: Criteria, out: Path) -> None:
     count = 0
     async with session.admin() as admin:
         with out.open("w", encoding="utf-8") as file, progress("dead letters written") as written:

@@ -12,10 +12,10 @@ import typer
 from batonmq.admin.admin import Strategy
 from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
 from batonmq.admin.placement import Place, locate_group
-from batonmq.cli.changes import ByOption, YesOption, check_can_ask, confirm
+from batonmq.cli.arguments import GroupArgument
+from batonmq.cli.change_options import ByOption, YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, counted, described, differences, wall_time
-from batonmq.cli.places import GroupArgument
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.errors import BatonError, GroupNotFound
 
 app = typer.Typer(
@@ -122,7 +122,7 @@ def list_(
     session.run(_list(session))
 
 
-async def _list(session: Session) -> None:
+async def _list(session: CommandSession) -> None:
     async with session.admin() as admin:
         groups = await admin.list_groups()
     session.output.items([asdict(group) for group in groups], _COLUMNS, _SETTINGS_MORE)
@@ -144,7 +144,7 @@ def describe(
     session.run(_describe(session, name))
 
 
-async def _describe(session: Session, name: str) -> None:
+async def _describe(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         progress = await admin.group_progress(name)
         problems, place = list(progress.problems), None
@@ -181,7 +181,7 @@ def members(
     session.run(_members(session, name))
 
 
-async def _members(session: Session, name: str) -> None:
+async def _members(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         group = await admin.describe_group(name)
     items = [
@@ -231,7 +231,7 @@ def update(
 
 
 async def _update(
-    session: Session,
+    session: CommandSession,
     name: str,
     policy: Policy | None,
     ownership: Ownership | None,
@@ -269,7 +269,7 @@ def pause(
     session.run(_pause(session, name, by, reason))
 
 
-async def _pause(session: Session, name: str, by: str, reason: str) -> None:
+async def _pause(session: CommandSession, name: str, by: str, reason: str) -> None:
     async with session.admin() as admin:
         _show(session, await admin.pause_group(name, by, reason))
 
@@ -289,7 +289,7 @@ def resume(
     session.run(_resume(session, name, by, reason))
 
 
-async def _resume(session: Session, name: str, by: str, reason: str) -> None:
+async def _resume(session: CommandSession, name: str, by: str, reason: str) -> None:
     async with session.admin() as admin:
         _show(session, await admin.resume_group(name, by, reason))
 
@@ -314,7 +314,7 @@ def delete(
     session.run(_delete(session, name))
 
 
-async def _delete(session: Session, name: str) -> None:
+async def _delete(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         count = await admin.delete_group(name)
     item = {"name": name, "deleted": True, "queue_count": count}
@@ -362,7 +362,7 @@ def about(progress: GroupProgress, place: Place | None) -> Iterator[str]:
         yield from (f"  {line}" for line in differences(refused.error))
 
 
-def _show(session: Session, group: Group) -> None:
+def _show(session: CommandSession, group: Group) -> None:
     session.output.detail(asdict(group), [asdict(group)], _SETTINGS_COLUMNS)
 
 

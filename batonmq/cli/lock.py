@@ -11,10 +11,10 @@ import typer
 from batonmq._core.queues import QueueRef
 from batonmq.admin.locks import LockDetail, Locks
 from batonmq.admin.operation import Operation
-from batonmq.cli.changes import ByOption, OpIdOption, ReasonOption, operation
+from batonmq.cli.arguments import GroupArgument, TopicArgument
+from batonmq.cli.change_options import ByOption, OpIdOption, ReasonOption, operation
 from batonmq.cli.output import Columns, counted, described, duration
-from batonmq.cli.places import GroupArgument, TopicArgument
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 
 app = typer.Typer(help="Look at the locks on queues, and break them.", no_args_is_help=True)
 BrokerArgument = Annotated[str, typer.Argument(metavar="BROKER", help="The queue's broker.")]
@@ -59,10 +59,10 @@ def list_(
     session.run(_list(session, group, topic))
 
 
-async def _list(session: Session, group: str, topic: str) -> None:
+async def _list(session: CommandSession, group: str, topic: str) -> None:
     async with session.admin() as admin:
-        locks = await admin.list_locks(group, topic)
-    session.output.items([asdict(lock) for lock in locks], _COLUMNS, _MORE_COLUMNS)
+        pages = ([asdict(lock) for lock in page] async for page in admin.lock_pages(group, topic))
+        await session.output.item_pages(pages, _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()
@@ -81,7 +81,7 @@ def show(
     session.run(_show(session, group, QueueRef(topic, broker, queue_id)))
 
 
-async def _show(session: Session, group: str, queue: QueueRef) -> None:
+async def _show(session: CommandSession, group: str, queue: QueueRef) -> None:
     async with session.admin() as admin:
         detail = await Locks(admin).describe(group, queue)
     lock = asdict(detail.lock)
@@ -136,7 +136,9 @@ def release(
     session.output.note("nothing was changed; take it away with --force --reason WHY")
 
 
-async def _force_release(session: Session, group: str, queue: QueueRef, done: Operation) -> None:
+async def _force_release(
+    session: CommandSession, group: str, queue: QueueRef, done: Operation
+) -> None:
     async with session.admin() as admin:
         taken = await Locks(admin).force_release(group, queue, done)
     named = {
@@ -173,7 +175,7 @@ def release_all(
     session.run(_release_all(session, client_id, group))
 
 
-async def _release_all(session: Session, client_id: str, group: str) -> None:
+async def _release_all(session: CommandSession, client_id: str, group: str) -> None:
     async with session.admin() as admin:
         released = await Locks(admin).release_all(client_id, group)
     kept = [{"group": group} | asdict(queue) for group, queue in released.kept]

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from batonmq._core.dead_letters import DeadLetter
 from batonmq._core.queues import QueueRef
-from batonmq._core.redriving import DeadLetter
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.cli.output import Item, printable, wall_time
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument, MessageNotFound, QueueNotFound
 
@@ -72,12 +72,12 @@ def get(
         session.run(_read(session, QueueRef(topic, broker, queue), offset, time))
 
 
-async def _get(session: Session, message_id: str) -> None:
+async def _get(session: CommandSession, message_id: str) -> None:
     async with session.admin() as admin:
         _show(session, await Queries(admin).message(message_id))
 
 
-async def _find(session: Session, topic: str, key: str, count: int) -> None:
+async def _find(session: CommandSession, topic: str, key: str, count: int) -> None:
     async with session.admin() as admin:
         found = await Queries(admin).with_key(topic, key, count_max=count)
     if not found.messages:
@@ -88,7 +88,7 @@ async def _find(session: Session, topic: str, key: str, count: int) -> None:
         session.output.note("there may be more: see --count")
 
 
-async def _read(session: Session, asked: QueueRef, offset: int | None, time: str) -> None:
+async def _read(session: CommandSession, asked: QueueRef, offset: int | None, time: str) -> None:
     async with session.admin() as admin:
         queue = await find_queue(admin, asked)
         queries = Queries(admin)
@@ -121,7 +121,7 @@ async def find_queue(admin: Admin, asked: QueueRef) -> QueueRef:
     return queues[0]
 
 
-def _show(session: Session, message: StoredMessage) -> None:
+def _show(session: CommandSession, message: StoredMessage) -> None:
     session.output.line(_item(message), _text(message))
 
 

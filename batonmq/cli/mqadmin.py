@@ -18,11 +18,11 @@ from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
-from batonmq.cli.changes import YesOption, named
-from batonmq.cli.complete import groups_that_begin, topics_that_begin
+from batonmq.cli.change_options import YesOption, resolve_by
+from batonmq.cli.completion import groups_that_begin, topics_that_begin
+from batonmq.cli.group_resets import ExecuteOption, reset_offsets
 from batonmq.cli.output import Columns
-from batonmq.cli.resets import ExecuteOption, reset_offsets
-from batonmq.cli.session import FormatOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, open_session
 from batonmq.cli.topic import Permission
 from batonmq.cli.topic_stats import stats
 from batonmq.errors import TopicNotFound
@@ -120,7 +120,7 @@ def update_topic(
         )
 
 
-async def _exists(session: Session, name: str) -> bool:
+async def _exists(session: CommandSession, name: str) -> bool:
     async with session.admin() as admin:
         try:
             await admin.describe_topic(name)
@@ -243,7 +243,7 @@ def reset_offset_by_time(
         to_datetime=to_datetime,
         execute=execute,
         reason="mqadmin resetOffsetByTime",
-        by=named(context, ""),
+        by=resolve_by(context, ""),
         nameserver=nameserver,
         form=form,
     )
@@ -345,7 +345,12 @@ def send_message(
 
 
 async def _send(
-    session: Session, name: str, body: bytes, tag: str, keys: list[str], queue: QueueRef | None
+    session: CommandSession,
+    name: str,
+    body: bytes,
+    tag: str,
+    keys: list[str],
+    queue: QueueRef | None,
 ) -> None:
     settings = ProducerSettings(security=session.security)
     async with Producer(session.nameserver, settings) as producer:

@@ -18,10 +18,17 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Pending, Receipt
 from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
 from batonmq._producer.settings import ProducerSettings
-from batonmq.cli.inputs import Parcel, Parse, from_json, from_text, parse_properties, when
-from batonmq.cli.lines import read_lines
-from batonmq.cli.output import Form, Output, counted, wall_time
-from batonmq.cli.places import TopicArgument, parse_queue
+from batonmq.cli.arguments import TopicArgument, parse_queue
+from batonmq.cli.line_reader import read_lines
+from batonmq.cli.outgoing_message import (
+    OutgoingMessage,
+    ParseLine,
+    from_json,
+    from_text,
+    parse_properties,
+    when,
+)
+from batonmq.cli.output import Output, OutputFormat, counted, wall_time
 from batonmq.cli.progress import progress
 from batonmq.cli.session import FormatOption, NameserverOption, open_session
 from batonmq.cli.times import parse_rate
@@ -101,7 +108,7 @@ def produce(
     session = open_session(context, nameserver, form)
     place = parse_queue(topic, queue)
     try:
-        template = Parcel(
+        template = OutgoingMessage(
             Message(b"", tag, tuple(key or ()), parse_properties(properties or [])),
             ordering_key,
             QueueRef(topic, *place) if place else None,
@@ -133,7 +140,7 @@ class _Summary:
             return
         self._offsets.setdefault(receipt.queue, []).append(receipt.offset)
         self._durabilities.add(receipt.durability.name)
-        if self._output.form is Form.JSON:
+        if self._output.form is OutputFormat.JSON:
             self._output.line(
                 {
                     "topic": receipt.queue.topic,
@@ -175,7 +182,7 @@ class _Summary:
         count = sum(map(len, self._offsets.values()))
         words = [f"{counted(count, 'message')} stored", *sorted(self._durabilities)]
         self._output.note(" ".join(words))
-        if self._output.form is not Form.JSON and self._offsets:
+        if self._output.form is not OutputFormat.JSON and self._offsets:
             self._output.items(
                 [
                     {
@@ -209,7 +216,7 @@ class _Sending:
     """Lines on their way: one task hands them over, one waits for the receipts."""
 
     topic: str
-    parse: Parse
+    parse: ParseLine
     per_s: float | None
     summary: _Summary
     pending: asyncio.Queue[Pending | PendingSchedule | None] = field(default_factory=asyncio.Queue)

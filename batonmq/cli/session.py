@@ -18,10 +18,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from batonmq._common.aio import interruptible
-from batonmq._connection.handshake import refused
 from batonmq._connection.security import Security
+from batonmq._connection.tls_probe import find_tls_failure
 from batonmq.admin.admin import Admin
-from batonmq.cli.output import Form, Output
+from batonmq.cli.output import Output, OutputFormat
 from batonmq.errors import BatonError, Unreachable
 
 DEFAULT_NAMESERVER = "127.0.0.1:9876"
@@ -37,12 +37,12 @@ NameserverOption = Annotated[
     ),
 ]
 FormatOption = Annotated[
-    Form | None, typer.Option("--format", help="What to print.", show_default=False)
+    OutputFormat | None, typer.Option("--format", help="What to print.", show_default=False)
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
+class GlobalOptions:
     """What the options in front of the command say, or else the context; those behind it win.
 
     Attributes:
@@ -52,14 +52,14 @@ class Defaults:
     """
 
     nameserver: str
-    form: Form
+    form: OutputFormat
     by: str = ""
     config: Path = Path()
     security: Security | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class CommandSession:
     """The shared options of one command."""
 
     nameserver: str
@@ -97,20 +97,22 @@ class Session:
         """The error, or what TLS has to do with it."""
         addresses = self.nameserver.split(",") if isinstance(error, Unreachable) else []
         for address in addresses:
-            found = refused(address.strip(), self.security)
+            found = find_tls_failure(address.strip(), self.security)
             if found is not None:
                 return Unreachable(f"{address}: {found.reason}", remedy=found.remedy)
         return error
 
 
-def open_session(context: typer.Context, nameserver: str | None, form: Form | None) -> Session:
+def open_session(
+    context: typer.Context, nameserver: str | None, form: OutputFormat | None
+) -> CommandSession:
     """The session of a command.
 
     Args:
         nameserver: The command's own option.
         form: The command's own option.
     """
-    defaults = context.find_object(Defaults)
+    defaults = context.find_object(GlobalOptions)
     assert defaults is not None
     address = nameserver or defaults.nameserver
     for part in filter(None, map(str.strip, address.split(","))):
@@ -118,7 +120,7 @@ def open_session(context: typer.Context, nameserver: str | None, form: Form | No
             raise typer.BadParameter(
                 f"{part!r} has no port: give HOST:PORT", param_hint="nameserver"
             )
-    return Session(address, Output(form or defaults.form), defaults.security)
+    return CommandSession(address, Output(form or defaults.form), defaults.security)
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -17,12 +17,13 @@ from rich.live import Live
 
 from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._common.clock import Clock
-from batonmq._core.board import Board, Place, Standing
+from batonmq._core.queues import QueueRef
+from batonmq._core.top_board import Board, GroupQueueStatus
 from batonmq.admin.admin import Admin
 from batonmq.admin.event_watch import EventWatch
-from batonmq.cli.output import Form
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
-from batonmq.cli.top_view import Frame, item_of
+from batonmq.cli.output import OutputFormat
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.top_screen import Frame, item_of
 from batonmq.errors import BatonError
 
 GROUPS_MAX = 50
@@ -48,12 +49,12 @@ def top(
     terminal, one frame is printed; with --format json as one object.
     """
     session = open_session(context, nameserver, form)
-    still = once or session.output.form is Form.JSON or not sys.stdout.isatty()
+    still = once or session.output.form is OutputFormat.JSON or not sys.stdout.isatty()
     session.run(_Top(session).run(seconds if still else None), endless=not still)
 
 
 class _Top:
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: CommandSession) -> None:
         self._session, self._clock = session, Clock()
         self._watch = EventWatch(session.nameserver, self._take, security=session.security)
 
@@ -81,7 +82,7 @@ class _Top:
         return Frame(self._board.snapshot(self._clock.monotonic_ms()), len(self._watch.following))
 
     def _print(self) -> None:
-        if self._session.output.form is Form.JSON:
+        if self._session.output.form is OutputFormat.JSON:
             snapshot = self._board.snapshot(self._clock.monotonic_ms())
             item = item_of(snapshot, len(self._watch.following))
             self._session.output.detail(item, (), {})
@@ -122,19 +123,19 @@ def _keys(ended: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-async def _standings(admin: Admin) -> tuple[list[Standing], dict[str, int]]:
+async def _standings(admin: Admin) -> tuple[list[GroupQueueStatus], dict[str, int]]:
     """Where the queues of the groups stand, and how many members they have."""
     groups = await admin.list_groups()
-    found: list[Standing] = []
+    found: list[GroupQueueStatus] = []
     for group in groups[:GROUPS_MAX]:
         try:
             progress = await admin.group_progress(group.name)
         except BatonError:
             continue  # deleted meanwhile, or nobody answers: then events tell
         found += [
-            Standing(
+            GroupQueueStatus(
                 group=group.name,
-                place=Place(queue.topic, queue.broker, queue.queue_id),
+                place=QueueRef(queue.topic, queue.broker, queue.queue_id),
                 committed_offset=_or_unknown(queue.committed_offset),
                 next_offset=_or_unknown(queue.log_end_offset),
                 owner=queue.client_id or "",

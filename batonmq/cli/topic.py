@@ -11,10 +11,10 @@ import typer
 
 from batonmq._core.names import is_system_topic
 from batonmq.admin.reports import Topic
-from batonmq.cli.changes import YesOption, check_can_ask, confirm
+from batonmq.cli.arguments import TopicArgument
+from batonmq.cli.change_options import YesOption, check_can_ask, confirm
 from batonmq.cli.output import Columns, wall_time
-from batonmq.cli.places import TopicArgument
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 
 app = typer.Typer(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
 
@@ -70,7 +70,7 @@ def create(
     session.run(_create(session, name, queues))
 
 
-async def _create(session: Session, name: str, queues: int) -> None:
+async def _create(session: CommandSession, name: str, queues: int) -> None:
     async with session.admin() as admin:
         done = await admin.create_topic(name, queues)
     if not done.created:
@@ -94,7 +94,7 @@ def list_(
     session.run(_list(session, all_=all_))
 
 
-async def _list(session: Session, *, all_: bool) -> None:
+async def _list(session: CommandSession, *, all_: bool) -> None:
     async with session.admin() as admin:
         topics = [one for one in await admin.list_topics() if all_ or not is_system_topic(one.name)]
     session.output.items([_item(topic) for topic in topics], _COLUMNS, _MORE_COLUMNS)
@@ -113,7 +113,7 @@ def describe(
     session.run(_describe(session, name))
 
 
-async def _describe(session: Session, name: str) -> None:
+async def _describe(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         detail = await admin.describe_topic(name)
     queues = [
@@ -162,7 +162,7 @@ def update(
 
 
 async def _update(
-    session: Session,
+    session: CommandSession,
     name: str,
     queues: int,
     permission: Permission | None,
@@ -197,7 +197,7 @@ def delete(
     session.run(_delete(session, name))
 
 
-async def _delete(session: Session, name: str) -> None:
+async def _delete(session: CommandSession, name: str) -> None:
     async with session.admin() as admin:
         await admin.delete_topic(name)
     session.output.line({"name": name, "deleted": True}, f"topic {name} is deleted")

@@ -10,9 +10,9 @@ import typer
 
 from batonmq._common.clock import Clock
 from batonmq.admin.topic_stats import QueueStats, TopicStats
+from batonmq.cli.arguments import TopicArgument
 from batonmq.cli.output import Columns, duration, wall_time
-from batonmq.cli.places import TopicArgument
-from batonmq.cli.session import FormatOption, NameserverOption, Session, open_session
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
 
 _COLUMNS: Columns = {
     "TOPIC": "topic",
@@ -49,7 +49,7 @@ def stats(
     session.run(_stats(session, topic, interval if watch else None), endless=watch)
 
 
-async def _stats(session: Session, topic: str, interval_s: float | None) -> None:
+async def _stats(session: CommandSession, topic: str, interval_s: float | None) -> None:
     async with session.admin() as admin:
         looks = TopicStats(admin, topic)
         while True:

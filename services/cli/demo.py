@@ -21,15 +21,15 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from batonmq.cli.output import Form
-from batonmq.cli.session import FormatOption, Session, open_session
-from batonmq_server.demo.crew import MemberFailed
+from batonmq.cli.output import OutputFormat
+from batonmq.cli.session import CommandSession, FormatOption, open_session
+from batonmq_server.demo.demo_run import CARRIERS, SIZES, DemoResult, DemoStalled, run_demo
 from batonmq_server.demo.flights import DatasetMissing, load_flights
-from batonmq_server.demo.play import CARRIERS, SIZES, Result, Stalled, play
+from batonmq_server.demo.member_processes import MemberFailed
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster
-from batonmq_server.local.etcd import NoEtcd
+from batonmq_server.local.etcd import EtcdNotFound
 from batonmq_server.local.layout import ClusterOptions
-from batonmq_server.local.ports import DataDirInUse, NoFreePort
+from batonmq_server.local.ports import ClusterDirInUse, NoFreePort
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,17 @@ def demo(
     session = open_session(context, nameserver, form)
     with tempfile.TemporaryDirectory(prefix="baton-demo-") as folder:
         try:
-            results: list[Result] = []
+            results: list[DemoResult] = []
             stage = Stage(nameserver, data_dir, Path(folder), pace)
             session.run(_demo(session, stage, results))
-        except (Stalled, MemberFailed, ClusterFailed, NoEtcd, NoFreePort, DataDirInUse) as error:
+        except (
+            DemoStalled,
+            MemberFailed,
+            ClusterFailed,
+            EtcdNotFound,
+            NoFreePort,
+            ClusterDirInUse,
+        ) as error:
             session.output.failure("DEMO_FAILED", str(error), "")
             raise typer.Exit(1) from error
         except DatasetMissing as error:
@@ -84,7 +91,7 @@ def demo(
         raise typer.Exit(1)
 
 
-async def _demo(session: Session, stage: Stage, results: list[Result]) -> None:
+async def _demo(session: CommandSession, stage: Stage, results: list[DemoResult]) -> None:
     flights = load_flights()
     async with AsyncExitStack() as stack:
         nameserver = stage.nameserver
@@ -103,7 +110,7 @@ async def _demo(session: Session, stage: Stage, results: list[Result]) -> None:
 
         journals = stage.folder / "journals"
         security = session.security if stage.nameserver else None
-        played = play(nameserver, flights, journals, tell, pace=stage.pace, security=security)
+        played = run_demo(nameserver, flights, journals, tell, pace=stage.pace, security=security)
         results.append(await played)
 
 
@@ -117,8 +124,8 @@ def _progress() -> Progress:
     )
 
 
-def _show(session: Session, result: Result) -> None:
-    if session.output.form is Form.JSON:
+def _show(session: CommandSession, result: DemoResult) -> None:
+    if session.output.form is OutputFormat.JSON:
         print(json.dumps(result.as_dict(), indent=2))
         return
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from batonmq.cli.output import Form
+from batonmq.cli.output import OutputFormat
 from batonmq.cli.session import FormatOption, open_session
 
 
@@ -42,7 +42,7 @@ def fsck(
         "batonmq_server.storage.fsck",
         str(folder),
         "--format",
-        "json" if chosen is Form.JSON else "table",
+        "json" if chosen is OutputFormat.JSON else "table",
     ]
     # Not an import: the command is installed where services are not. -P: a folder called
     # `services` where the command was given is not ours.

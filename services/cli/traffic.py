@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from batonmq.cli.session import NameserverOption, open_session
-from batonmq_server.demo.crew import MemberFailed
-from batonmq_server.demo.traffic import Plan, run
+from batonmq_server.demo.member_processes import MemberFailed
+from batonmq_server.demo.traffic import TrafficPlan, run
 
 
 def traffic(
@@ -33,7 +33,7 @@ def traffic(
     """
     session = open_session(context, nameserver, None)
     with tempfile.TemporaryDirectory(prefix="baton-traffic-") as folder:
-        plan = Plan(
+        plan = TrafficPlan(
             nameserver=session.nameserver,
             rate=rate,
             members=members,

@@ -13,14 +13,19 @@ import typer
 
 from batonmq.cli import context_file
 from batonmq.cli.context_file import ContextError
-from batonmq.cli.output import Form, Output
-from batonmq.cli.session import Defaults, FormatOption, Session, open_session
-from batonmq_server.local.child import NotReady
+from batonmq.cli.output import Output, OutputFormat
+from batonmq.cli.session import CommandSession, FormatOption, GlobalOptions, open_session
+from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
-from batonmq_server.local.etcd import NoEtcd
-from batonmq_server.local.layout import ClusterOptions, NotSecured, highly_available
-from batonmq_server.local.ports import DataDirInUse, NoFreePort
-from batonmq_server.local.prometheus import NoPrometheus, Prometheus, find_prometheus, targets
+from batonmq_server.local.etcd import EtcdNotFound
+from batonmq_server.local.layout import ClusterOptions, TlsSetupFailed, highly_available
+from batonmq_server.local.ports import ClusterDirInUse, NoFreePort
+from batonmq_server.local.prometheus import (
+    Prometheus,
+    PrometheusNotFound,
+    find_prometheus,
+    scrape_targets,
+)
 
 NAMESERVER_PORT = 9876
 
@@ -76,7 +81,7 @@ def up(
 
     Without --secure whoever is on this machine can read and write everything.
     """
-    session, defaults = open_session(context, None, form), context.find_object(Defaults)
+    session, defaults = open_session(context, None, form), context.find_object(GlobalOptions)
     assert defaults is not None
     options = ClusterOptions(
         etcd=etcd,
@@ -94,17 +99,17 @@ def up(
             _up(session.output, LocalCluster(data_dir, options), defaults, observe=observe),
             endless=True,
         )
-    except DataDirInUse as error:
+    except ClusterDirInUse as error:
         _fail(session, "DATA_DIR_IN_USE", error, "Stop it, or give another --data-dir.")
     except ClusterFailed as error:
         _fail(session, "CLUSTER_FAILED", error, f"The logs are in {data_dir / 'logs'}.")
-    except NoEtcd as error:
+    except EtcdNotFound as error:
         _fail(session, "NO_ETCD", error, "")
-    except NoPrometheus as error:
+    except PrometheusNotFound as error:
         _fail(session, "NO_PROMETHEUS", error, "Leave out --observe, or install it.")
     except NotReady as error:
         _fail(session, "NOT_READY", error, f"The log is in {data_dir / 'prometheus'}.")
-    except NotSecured as error:
+    except TlsSetupFailed as error:
         _fail(session, "NOT_SECURED", error, "")
     except ContextError as error:
         _fail(session, "BAD_CONTEXT", error, "")
@@ -112,14 +117,16 @@ def up(
         _fail(session, "NOT_STARTED", error, "")
 
 
-async def _up(output: Output, cluster: LocalCluster, defaults: Defaults, *, observe: bool) -> None:
+async def _up(
+    output: Output, cluster: LocalCluster, defaults: GlobalOptions, *, observe: bool
+) -> None:
     if observe:
         find_prometheus()  # before anything is started
     to_stderr(f"starting a cluster on {cluster.data_dir}")
     async with cluster, AsyncExitStack() as exits:
         name = _write_context(cluster, defaults.config)
         if observe:
-            prometheus = Prometheus(cluster.data_dir / "prometheus", targets(cluster))
+            prometheus = Prometheus(cluster.data_dir / "prometheus", scrape_targets(cluster))
             await exits.enter_async_context(prometheus)
             to_stderr(f"Prometheus is at http://{prometheus.address}, with alerts at /alerts")
         reach = reached_by(cluster.nameserver, name, secured=defaults.security is not None)
@@ -174,7 +181,7 @@ def _announce(output: Output, cluster: LocalCluster, name: str, reach: str) -> N
         reach: Variables by which other commands find it.
     """
     endpoints = [asdict(endpoint) for endpoint in cluster.endpoints()]
-    if output.form is Form.JSON:
+    if output.form is OutputFormat.JSON:
         item = {"nameserver": cluster.nameserver, "context": name or None, "endpoints": endpoints}
         output.line(item, "")
         return
@@ -184,6 +191,6 @@ def _announce(output: Output, cluster: LocalCluster, name: str, reach: str) -> N
     to_stderr(f"logs are in {cluster.data_dir / 'logs'}; Ctrl-C stops everything")
 
 
-def _fail(session: Session, reason: str, error: Exception, remedy: str) -> NoReturn:
+def _fail(session: CommandSession, reason: str, error: Exception, remedy: str) -> NoReturn:
     session.output.failure(reason, str(error), remedy)
     raise typer.Exit(1) from error

@@ -1,4 +1,4 @@
-"""What a member of the demo writes down, and what can be told from all of it together.
+"""The journal of a demo member: which messages it handled and which queues it owned.
 
 A journal is a text file with one line per fact, written before the fact is acknowledged, so
 that it survives whatever happens to its writer:
@@ -12,8 +12,7 @@ A queue is `<broker>/<queue id>`; all are of one topic.
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -62,7 +61,7 @@ def _name(queue: QueueRef) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
+class HandledMessage:
     """One handled message."""
 
     queue: str
@@ -73,7 +72,7 @@ class Handled:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class OwnershipRecord:
     """One change of ownership, and who saw it."""
 
     member: str
@@ -83,7 +82,7 @@ class Event:
     monotonic_ms: int
 
 
-def read(paths: Iterable[Path]) -> tuple[list[Handled], list[Event]]:
+def read(paths: Iterable[Path]) -> tuple[list[HandledMessage], list[OwnershipRecord]]:
     """Everything in the journals; the file name is the member. A torn last line is left out."""
     handled, events = [], []
     for path in paths:
@@ -93,88 +92,10 @@ def read(paths: Iterable[Path]) -> tuple[list[Handled], list[Event]]:
             what, *fields = line.split()
             if what == "H":
                 offset, token, redelivered = map(int, fields[1:4])
-                handled.append(Handled(fields[0], offset, token, bool(redelivered), fields[4]))
+                handled.append(
+                    HandledMessage(fields[0], offset, token, bool(redelivered), fields[4])
+                )
             else:
                 token, at_ms = map(int, fields[2:])
-                events.append(Event(path.stem, fields[0], fields[1], token, at_ms))
+                events.append(OwnershipRecord(path.stem, fields[0], fields[1], token, at_ms))
     return handled, events
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of the messages of one group.
-
-    Attributes:
-        consumed: Different messages that were handled.
-        lost: Messages that nobody handled.
-        duplicated: Handlings beyond the first of a message.
-        unflagged: Those of them that were not marked as redelivered.
-        misordered: First handlings of a message after one that stands behind it in its queue.
-        foreign: Handled messages that were never sent, or not meant for the group.
-    """
-
-    consumed: int
-    lost: int
-    duplicated: int
-    unflagged: int
-    misordered: int
-    foreign: int
-
-
-def judge(handled: Sequence[Handled], sent: Mapping[str, int]) -> Verdict:
-    """Compare what was handled with what was sent.
-
-    Args:
-        sent: Keys of all messages meant for the group, with their place in the order of sending.
-    """
-    times = Counter(h.key for h in handled)
-    repeats = Counter(h.key for h in handled if h.redelivered)
-    duplicated = sum(n - 1 for key, n in times.items() if key in sent)
-    unflagged = sum(
-        max(n - 1 - repeats[key], 0) for key, n in times.items() if n > 1 and key in sent
-    )
-    return Verdict(
-        consumed=sum(key in sent for key in times),
-        lost=sum(key not in times for key in sent),
-        duplicated=duplicated,
-        unflagged=unflagged,
-        misordered=_misordered(handled, sent),
-        foreign=sum(key not in sent for key in times),
-    )
-
-
-def _misordered(handled: Sequence[Handled], sent: Mapping[str, int]) -> int:
-    """Owners follow each other by token; within one token the journal has the order."""
-    by_queue: dict[str, list[Handled]] = defaultdict(list)
-    for h in handled:
-        by_queue[h.queue].append(h)
-    count = 0
-    for messages in by_queue.values():
-        messages.sort(key=lambda h: h.token)
-        seen: set[str] = set()
-        offset = order = -1
-        for h in messages:
-            if h.key in seen:
-                continue
-            seen.add(h.key)
-            place = sent.get(h.key, -1)
-            count += h.offset < offset or place < order
-            offset, order = max(offset, h.offset), max(order, place)
-    return count
-
-
-def handovers_ms(events: Iterable[Event]) -> list[int]:
-    """How long each queue that changed hands was without anybody handling it, in ms, ascending.
-
-    From the moment the old owner started nothing more to the grant of the next one.
-    """
-    took = []
-    let_go: dict[str, Event] = {}
-    for event in sorted(events, key=lambda e: (e.token, e.monotonic_ms)):
-        if event.kind == "draining":
-            let_go[event.queue] = event
-        elif event.kind == "granted":
-            before = let_go.pop(event.queue, None)
-            if before is not None and before.member != event.member:
-                took.append(max(event.monotonic_ms - before.monotonic_ms, 0))
-    return sorted(took)

@@ -22,8 +22,9 @@ from batonmq._producer.receipts import Pending
 from batonmq._producer.settings import ProducerSettings
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError, TopicExists
-from batonmq_server.demo.crew import Crew, Part
-from batonmq_server.demo.journal import Verdict, judge, read
+from batonmq_server.demo.delivery_report import DeliveryReport, compare_deliveries
+from batonmq_server.demo.journal import read
+from batonmq_server.demo.member_processes import MemberGroup, MemberOptions
 
 TOPIC, GROUP, QUEUE_COUNT = "traffic", "drivers", 8
 TICKS_PER_S = 10
@@ -35,7 +36,7 @@ PATIENT = ProducerSettings(delivery_timeout_ms=600_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TrafficPlan:
     """What is to flow.
 
     Attributes:
@@ -55,7 +56,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Flow:
+class TrafficProducer:
     """What was sent, as it happens.
 
     Attributes:
@@ -67,7 +68,7 @@ class Flow:
     unsure: set[str] = field(default_factory=set)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def produce(self, plan: Plan) -> None:
+    async def produce(self, plan: TrafficPlan) -> None:
         """Send until told to stop, and wait for all outcomes."""
         waiting: asyncio.Queue[tuple[str, int, Pending] | None] = asyncio.Queue(WAITING_MAX)
         number = 0
@@ -97,7 +98,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrafficResult:
     """The balance; see `batonmq_server.demo.journal.Verdict` for the words."""
 
     sent: int
@@ -119,24 +120,26 @@ class Outcome:
         return self.lost == twice == self.misordered == self.foreign == 0 < self.sent
 
 
-def balance(flow: Flow, journals: list[Path]) -> Outcome:
+def balance(flow: TrafficProducer, journals: list[Path]) -> TrafficResult:
     """Compare the journals with what was sent."""
     handled, _ = read(journals)
-    verdict: Verdict = judge([h for h in handled if h.key not in flow.unsure], flow.sent)
-    return Outcome(sent=len(flow.sent), unsure=len(flow.unsure), **asdict(verdict))
+    verdict: DeliveryReport = compare_deliveries(
+        [h for h in handled if h.key not in flow.unsure], flow.sent
+    )
+    return TrafficResult(sent=len(flow.sent), unsure=len(flow.unsure), **asdict(verdict))
 
 
-async def run(plan: Plan) -> Outcome:
+async def run(plan: TrafficPlan) -> TrafficResult:
     """Let messages flow on a cluster that is up, until told to stop; a line a second says how."""
     async with Admin(plan.nameserver, security=plan.security) as admin:
         try:
             await admin.create_topic(TOPIC, QUEUE_COUNT)
         except TopicExists:
             print("the topic is there already", file=sys.stderr)
-    flow = Flow()
+    flow = TrafficProducer()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, flow.stop.set)
-    part = Part(
+    part = MemberOptions(
         nameserver=plan.nameserver,
         group=GROUP,
         topic=TOPIC,
@@ -144,7 +147,7 @@ async def run(plan: Plan) -> Outcome:
         folder=plan.folder,
         security=plan.security,
     )
-    async with Crew(part, plan.members) as crew, asyncio.TaskGroup() as tasks:
+    async with MemberGroup(part, plan.members) as crew, asyncio.TaskGroup() as tasks:
         for member in crew.members:
             member.join()
         telling = tasks.create_task(_tell(flow, crew))
@@ -159,7 +162,7 @@ async def run(plan: Plan) -> Outcome:
         return balance(flow, crew.journals)
 
 
-async def _handled(flow: Flow, crew: Crew) -> None:
+async def _handled(flow: TrafficProducer, crew: MemberGroup) -> None:
     """Until everything sent is handled, or nothing has been for long."""
     loop = asyncio.get_running_loop()
     before, moved_s = -1, loop.time()
@@ -171,13 +174,13 @@ async def _handled(flow: Flow, crew: Crew) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _tell(flow: Flow, crew: Crew) -> None:
+async def _tell(flow: TrafficProducer, crew: MemberGroup) -> None:
     while True:
         print(json.dumps({"sent": len(flow.sent), "handled": crew.handled}), flush=True)
         await asyncio.sleep(1)
 
 
-async def _end(flow: Flow, seconds: float) -> None:
+async def _end(flow: TrafficProducer, seconds: float) -> None:
     if seconds:
         await asyncio.sleep(seconds)
         flow.stop.set()

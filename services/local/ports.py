@@ -26,7 +26,7 @@ _CLAIM_S = 120
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-class DataDirInUse(Exception):
+class ClusterDirInUse(Exception):
     """Another process runs on the data directory."""
 
 
@@ -123,7 +123,7 @@ def lock_data_dir(data_dir: Path) -> Iterator[None]:
     """Hold the directory for this process; the kernel lets go when the process ends.
 
     Raises:
-        DataDirInUse: Another process holds it.
+        ClusterDirInUse: Another process holds it.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     with (data_dir / "lock").open("a+") as file:
@@ -132,7 +132,7 @@ def lock_data_dir(data_dir: Path) -> Iterator[None]:
         except OSError as error:
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise DataDirInUse(f"process {holder} runs on {data_dir}") from error
+            raise ClusterDirInUse(f"process {holder} runs on {data_dir}") from error
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

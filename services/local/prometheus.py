@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from batonmq_server.local.child import Child, Program
+from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.ports import HOST, keep_ports
 
@@ -25,7 +25,7 @@ _BARE = "scrape_configs:\n- job_name: baton\n  file_sd_configs:\n  - files: [tar
 _RUNBOOK = re.compile(r"(?<=runbook_url: )(?=docs/)")
 
 
-class NoPrometheus(Exception):
+class PrometheusNotFound(Exception):
     """There is no Prometheus to start."""
 
 
@@ -33,15 +33,17 @@ def find_prometheus() -> Path:
     """The `prometheus` on PATH.
 
     Raises:
-        NoPrometheus: There is none.
+        PrometheusNotFound: There is none.
     """
     found = shutil.which("prometheus")
     if found is None:
-        raise NoPrometheus("there is no prometheus on PATH; Debian: apt-get install prometheus")
+        raise PrometheusNotFound(
+            "there is no prometheus on PATH; Debian: apt-get install prometheus"
+        )
     return Path(found)
 
 
-def targets(cluster: LocalCluster) -> list[Mapping[str, Any]]:
+def scrape_targets(cluster: LocalCluster) -> list[Mapping[str, Any]]:
     """The services of a cluster, for Prometheus, with the labels that rules ask for."""
     addresses = {endpoint.name: endpoint.metrics_address for endpoint in cluster.endpoints()}
     return [
@@ -53,7 +55,7 @@ def targets(cluster: LocalCluster) -> list[Mapping[str, Any]]:
                 "node_id": member.node_id,
             },
         }
-        for member in cluster.options.members
+        for member in cluster.options.instances
     ]
 
 
@@ -62,7 +64,7 @@ class Prometheus:
 
     Args:
         data_dir: Its own: configuration, rules, targets, series and log.
-        told: What it is to look at; see `targets`.
+        told: What it is to look at; see `scrape_targets`.
         port: What it gets if that is free and none was kept; 0 for any.
     """
 
@@ -74,7 +76,7 @@ class Prometheus:
         ports = keep_ports(self._data_dir / "ports.json", ["prometheus"], preferred)
         self.address = f"{HOST}:{ports['prometheus']}"
         """host:port of its pages and its API."""
-        self._child = Child(
+        self._child = ChildProcess(
             Program(
                 name="prometheus",
                 command=[

@@ -10,7 +10,7 @@ from random import Random
 
 from batonmq._common.backoff import Backoff
 from batonmq._common.clock import Clock
-from batonmq_server.local.child import Child, NotReady, describe_exit, until
+from batonmq_server.local.child_process import ChildProcess, NotReady, describe_exit, until
 
 READY_S = 45.0
 STOP_GRACE_S = 15.0
@@ -19,7 +19,7 @@ DEATHS_WINDOW_MS = 60_000
 _LOG_LINES = 12
 
 
-class GivenUp(Exception):
+class RestartLimitExceeded(Exception):
     """A child keeps ending."""
 
 
@@ -37,7 +37,7 @@ class Supervisor:
         self.auto_restart = auto_restart
         self._report = report
         self._clock, self._random, self._backoff = Clock(), Random(), backoff or Backoff()
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._deaths: dict[str, deque[int]] = {}
 
@@ -45,7 +45,7 @@ class Supervisor:
         """Names of the children."""
         return iter(self._children)
 
-    def add(self, child: Child) -> None:
+    def add(self, child: ChildProcess) -> None:
         """Start a child for the first time."""
         self._children[child.name] = child
         self._changing[child.name] = asyncio.Lock()
@@ -122,7 +122,7 @@ class Supervisor:
         """See to one child for ever; to be run as one task.
 
         Raises:
-            GivenUp: It ended more than `DEATHS_MAX` times within `DEATHS_WINDOW_MS`.
+            RestartLimitExceeded: It ended more than `DEATHS_MAX` times within `DEATHS_WINDOW_MS`.
         """
         child = self._children[name]
         while True:
@@ -133,7 +133,7 @@ class Supervisor:
             else:
                 child.wanted = False
 
-    async def _revive(self, child: Child) -> None:
+    async def _revive(self, child: ChildProcess) -> None:
         delay_ms = self._count_death(child.name)
         self._report(f"{child.name} starts again in {delay_ms} ms")
         await asyncio.sleep(delay_ms / 1000)
@@ -156,14 +156,14 @@ class Supervisor:
         while deaths[0] <= now_ms - DEATHS_WINDOW_MS:
             deaths.popleft()
         if len(deaths) > DEATHS_MAX:
-            raise GivenUp(
+            raise RestartLimitExceeded(
                 f"{name} ended {len(deaths)} times within {DEATHS_WINDOW_MS // 1000} s; "
                 f"its log is {self._children[name].program.log_path}"
             )
         return self._backoff.delay_ms(len(deaths) - 1, self._random)
 
 
-def _log_end(child: Child) -> str:
+def _log_end(child: ChildProcess) -> str:
     lines = child.last_lines(_LOG_LINES)
     if not lines:
         return "; it has printed nothing"

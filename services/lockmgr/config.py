@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from batonmq_server.lockmgr.core.locks import Policy, Profile
+from batonmq_server.lockmgr.core.lock_entry import DecisionProfile, LockPolicy
 from batonmq_server.runtime.settings import ServiceSettings
 
 CLIENT_MARGIN_MS = 3_000
@@ -45,10 +45,10 @@ class LockmgrSettings(ServiceSettings):
             )
         return lease_ms
 
-    def policy(self) -> Policy:
+    def policy(self) -> LockPolicy:
         """The times of the decision table."""
-        return Policy(
-            profile=Profile(self.profile),
+        return LockPolicy(
+            profile=DecisionProfile(self.profile),
             lease_ms=self.lock_lease_ms,
             slot_ms=self.slot_ms,
             slots_min=self.slots_min,

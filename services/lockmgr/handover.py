@@ -36,26 +36,43 @@ from batonmq.errors import (
     Unacked,
     Unreachable,
 )
-from batonmq_server.lockmgr.core.access import Condition, Grant, held
-from batonmq_server.lockmgr.core.locks import Asker, Entry, Lock, Pending, Policy, Step
-from batonmq_server.lockmgr.core.table import LockTable
-from batonmq_server.lockmgr.core.tenures import End, HandOver, Passed, Tenures
-from batonmq_server.lockmgr.metrics import Recorder
-from batonmq_server.lockmgr.offsets import Fenced, Offsets, Verdict, unreachable
-from batonmq_server.lockmgr.store import BACKOFF, Change, Conflict, LockStore
-from batonmq_server.lockmgr.translate import incarnation_to_pb, key_to_pb
-from batonmq_server.runtime.etcd import Compare
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.gates import Gate
+from batonmq_server.lockmgr.core.decision import FenceCondition, GrantDecision, held_error
+from batonmq_server.lockmgr.core.handover_timing import (
+    HandOverTimes,
+    HandOverTimings,
+    NextOwner,
+    OwnershipEnd,
+)
+from batonmq_server.lockmgr.core.lock_entry import (
+    ChangeStep,
+    LockEntry,
+    LockPolicy,
+    LockRecord,
+    PendingChange,
+    Requester,
+)
+from batonmq_server.lockmgr.core.lock_table import LockTable
+from batonmq_server.lockmgr.lock_proto import incarnation_to_pb, key_to_pb
+from batonmq_server.lockmgr.lock_store import BACKOFF, LockStore, LockWrite, WriteConflict
+from batonmq_server.lockmgr.metrics import LockmgrMetrics
+from batonmq_server.lockmgr.offsets_client import (
+    FencedQueue,
+    FenceOutcome,
+    OffsetsClient,
+    offsets_unreachable,
+)
+from batonmq_server.runtime.etcd.session import Compare
+from batonmq_server.runtime.group_gates import GATES_PREFIX as GATES
+from batonmq_server.runtime.group_gates import GroupGate
 
 log = logging.getLogger(__name__)
 
-_TO_NOBODY = Condition.CLOSED_OR_DRAINED
+_TO_NOBODY = FenceCondition.CLOSED_OR_DRAINED
 """Passes on what is closed from the start, since nobody holds it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class QueueRequest:
     """One queue that somebody asks for, with what it brings along as an earlier owner.
 
     `gate`: the group's, by which the asker was admitted; etcd has to have it still when the grant
@@ -63,12 +80,12 @@ class Wish:
     """
 
     key: GroupQueue
-    asker: Asker
+    asker: Requester
     resume: Sequence[queue_pb2.OffsetRange] = ()
     reset_epoch: int = 0
     initial_offset: int = 0
     topic_id: int = 0
-    gate: Gate | None = None
+    gate: GroupGate | None = None
 
     @property
     def subscription_generation(self) -> int:
@@ -76,11 +93,11 @@ class Wish:
         gate = self.gate
         return gate.subscription_generation if gate is not None and gate.bound else 0
 
-    def change(self, lock: Lock, revision: int) -> Change:
+    def change(self, lock: LockRecord, revision: int) -> LockWrite:
         """What to persist over the entry of `revision`."""
         assert self.gate is not None, "nobody gets a queue who was not admitted"
         unchanged = Compare(GATES + self.key.group, mod_revision=self.gate.revision)
-        return Change(self.key, lock, revision, unchanged)
+        return LockWrite(self.key, lock, revision, unchanged)
 
     def fence(self) -> pb.FenceItem:
         """What is the same in every fence for it."""
@@ -96,7 +113,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Force:
+class ForceRequest:
     """An operator takes a queue from its owner; `op_id` is the same when that is repeated."""
 
     key: GroupQueue
@@ -115,7 +132,7 @@ class Force:
 
 
 @dataclass(frozen=True, slots=True)
-class Clear:
+class ClearRequest:
     """A queue that goes to nobody because the subscription of its group changes."""
 
     key: GroupQueue
@@ -126,7 +143,7 @@ class Clear:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class HandOverRefusal:
     """No grant. `clears`: waiting makes sense; `again`: looking anew at once does; `stale_gate`:
     it does once the group's new gate is here."""
 
@@ -146,26 +163,26 @@ class Term:
     """
 
     number: int
-    policy: Policy
+    policy: LockPolicy
     table: LockTable
-    offsets: Offsets
+    offsets: OffsetsClient
     store: LockStore
     clock: Clock
     random: Random
-    recorder: Recorder
-    tenures: Tenures = field(default_factory=Tenures)
+    recorder: LockmgrMetrics
+    tenures: HandOverTimings = field(default_factory=HandOverTimings)
 
 
 @dataclass(frozen=True, slots=True)
-class _Passed:
+class _FencePassed:
     """A fence that succeeded."""
 
     attempt: str
-    condition: Condition
-    fenced: Fenced
+    condition: FenceCondition
+    fenced: FencedQueue
 
 
-class HandOvers:
+class HandOverExecutor:
     """Carries out what the decision table has granted."""
 
     def __init__(self, term: Term) -> None:
@@ -173,8 +190,8 @@ class HandOvers:
         self._attempts = 0
 
     async def carry_out(
-        self, wish: Wish, grant: Grant, pending: Pending
-    ) -> lockmgr_pb.Grant | Refusal:
+        self, wish: QueueRequest, grant: GrantDecision, pending: PendingChange
+    ) -> lockmgr_pb.Grant | HandOverRefusal:
         """Fence, persist, and settle the entry, which `pending` has marked.
 
         If the term turns out to be over, the entry stays pending: nobody is renewed any more.
@@ -184,11 +201,11 @@ class HandOvers:
         before, start_ms = entry.lock, self._now_ms()
         waiter = entry.waiters.get(wish.asker.incarnation)
         passed = await self._fence(wish, grant, pending, entry)
-        if isinstance(passed, Refusal):
+        if isinstance(passed, HandOverRefusal):
             return self._not_fenced(wish.key, passed)
-        fenced_ms, pending.step = self._now_ms(), Step.PERSIST
+        fenced_ms, pending.step = self._now_ms(), ChangeStep.PERSIST
         owner = wish.asker.incarnation
-        lock = Lock(
+        lock = LockRecord(
             owner=owner,
             token=passed.fenced.answer.token,
             acquire_seq=wish.asker.acquire_seq,
@@ -198,7 +215,7 @@ class HandOvers:
             forced_op_id=entry.lock.forced_op_id,
         )
         outcome = await self._term.store.persist(wish.change(lock, entry.revision))
-        if isinstance(outcome, Conflict):
+        if isinstance(outcome, WriteConflict):
             return self._not_persisted(wish.key, outcome)
         self._granted(wish, grant, passed, lock, outcome)
         end_ms = self._now_ms()
@@ -207,8 +224,8 @@ class HandOvers:
         )
         handed = self._term.tenures.passed(
             wish.key,
-            End(before.owner, before.token, start_ms) if before.owner else None,
-            Passed(owner, waiter.since_ms if waiter else None, start_ms),
+            OwnershipEnd(before.owner, before.token, start_ms) if before.owner else None,
+            NextOwner(owner, waiter.since_ms if waiter else None, start_ms),
         )
         if handed is not None:
             self._term.recorder.handed_over(
@@ -218,24 +235,26 @@ class HandOvers:
         return self.answer(passed.fenced, lock, newly_acquired=grant.newly_acquired)
 
     async def free(
-        self, taking: Force | Clear, grant: Grant, pending: Pending
-    ) -> pb.Fenced | Refusal:
+        self, taking: ForceRequest | ClearRequest, grant: GrantDecision, pending: PendingChange
+    ) -> pb.Fenced | HandOverRefusal:
         """As `carry_out`, to nobody: what any gate allows."""
         entry = self._table.get(taking.key)
         assert entry is not None
         passed = await self._fence(taking, grant, pending, entry)
-        if isinstance(passed, Refusal):
+        if isinstance(passed, HandOverRefusal):
             return self._not_fenced(taking.key, passed)
-        pending.step = Step.PERSIST
-        op_id = taking.op_id if isinstance(taking, Force) else entry.lock.forced_op_id
+        pending.step = ChangeStep.PERSIST
+        op_id = taking.op_id if isinstance(taking, ForceRequest) else entry.lock.forced_op_id
         lock = replace(entry.lock.freed(), token=passed.fenced.answer.token, forced_op_id=op_id)
-        outcome = await self._term.store.persist(Change(taking.key, lock, entry.revision))
-        if isinstance(outcome, Conflict):
+        outcome = await self._term.store.persist(LockWrite(taking.key, lock, entry.revision))
+        if isinstance(outcome, WriteConflict):
             return self._not_persisted(taking.key, outcome)
         self._table.freed(taking.key, lock, outcome)
         return passed.fenced.answer
 
-    async def repeat(self, wish: Wish, entry: Entry) -> lockmgr_pb.Grant | Refusal:
+    async def repeat(
+        self, wish: QueueRequest, entry: LockEntry
+    ) -> lockmgr_pb.Grant | HandOverRefusal:
         """Answer the grant once more, if offsets confirms that its token is in force.
 
         The fence's own attempt is asked again: offsets repeats its answer and does nothing. The
@@ -244,22 +263,24 @@ class HandOvers:
         lock, stamp = entry.lock, entry.stamp
         item = wish.fence()
         item.MergeFrom(
-            self._try_of(Condition.SAME_HOLDER, lock.token - 1, lock.attempt, lock.token)
+            self._try_of(FenceCondition.SAME_HOLDER, lock.token - 1, lock.attempt, lock.token)
         )
         try:
             verdict = await self._term.offsets.fence(item)
         except BatonError as error:
-            return Refusal(unreachable(error))
+            return HandOverRefusal(offsets_unreachable(error))
         if entry.stamp != stamp or entry.pending is not None:
-            return Refusal(self._pending_error(wish.key), clears=True, again=True)
+            return HandOverRefusal(self._pending_error(wish.key), clears=True, again=True)
         if isinstance(verdict, BatonError) or verdict.answer.token != lock.token:
             self._table.distrust(wish.key)
-            return Refusal(self._pending_error(wish.key), clears=True, again=True)
+            return HandOverRefusal(self._pending_error(wish.key), clears=True, again=True)
         self._table.renew(wish.key, self._now_ms())
         self._term.recorder.repeated()
         return self.answer(verdict, lock, newly_acquired=entry.newly_acquired)
 
-    def answer(self, fenced: Fenced, lock: Lock, *, newly_acquired: bool) -> lockmgr_pb.Grant:
+    def answer(
+        self, fenced: FencedQueue, lock: LockRecord, *, newly_acquired: bool
+    ) -> lockmgr_pb.Grant:
         """What the new owner is told."""
         start = fenced.answer
         return lockmgr_pb.Grant(
@@ -277,17 +298,17 @@ class HandOvers:
 
     async def _fence(
         self,
-        taking: Wish | Force | Clear,
-        grant: Grant,
-        pending: Pending,
-        entry: Entry,
-    ) -> _Passed | Refusal:
+        taking: QueueRequest | ForceRequest | ClearRequest,
+        grant: GrantDecision,
+        pending: PendingChange,
+        entry: LockEntry,
+    ) -> _FencePassed | HandOverRefusal:
         """Try the conditions in order; each under an attempt id of its own."""
         conditions, expected_token = deque(grant.conditions), grant.expected_token
         refused: list[BatonError] = []
         while conditions:
             condition = conditions.popleft()
-            if isinstance(taking, Force) and condition is Condition.FORCED:
+            if isinstance(taking, ForceRequest) and condition is FenceCondition.FORCED:
                 pending.attempt = taking.attempt
             else:
                 pending.attempt = self._next_attempt()
@@ -297,22 +318,22 @@ class HandOvers:
             )
             verdict = await self._until_known(item)
             if not isinstance(verdict, BatonError):
-                return _Passed(pending.attempt, condition, verdict)
+                return _FencePassed(pending.attempt, condition, verdict)
             if isinstance(verdict, TokenMismatch):
                 if verdict.detail.attempt != pending.attempt:
-                    return Refusal(self._pending_error(taking.key), clears=True, again=True)
+                    return HandOverRefusal(self._pending_error(taking.key), clears=True, again=True)
                 # Ours, and its answer is lost: fence once more, from the holder that we made.
-                ours = Condition.SAME_HOLDER if item.HasField("holder") else _TO_NOBODY
+                ours = FenceCondition.SAME_HOLDER if item.HasField("holder") else _TO_NOBODY
                 conditions = deque([ours])
                 expected_token = verdict.detail.token
             elif isinstance(verdict, Superseded):
-                return Refusal(self._pending_error(taking.key), clears=True, again=True)
+                return HandOverRefusal(self._pending_error(taking.key), clears=True, again=True)
             elif not isinstance(verdict, Unacked | NotIdle | NotHolder):
-                return Refusal(verdict)
+                return HandOverRefusal(verdict)
             refused.append(verdict)
-        return Refusal(self._why(entry, refused), clears=True)
+        return HandOverRefusal(self._why(entry, refused), clears=True)
 
-    async def _until_known(self, item: pb.FenceItem) -> Verdict:
+    async def _until_known(self, item: pb.FenceItem) -> FenceOutcome:
         tries, unknown = 0, False
         while True:
             try:
@@ -327,7 +348,7 @@ class HandOvers:
             except BatonError as error:
                 if not unknown:
                     plain = isinstance(error, OffsetsUnreachable | Overloaded | InvalidArgument)
-                    return error if plain else unreachable(error)
+                    return error if plain else offsets_unreachable(error)
             await asyncio.sleep(BACKOFF.delay_ms(tries, self._term.random) / 1000)
             tries += 1
 
@@ -341,23 +362,23 @@ class HandOvers:
         return True
 
     def _try_of(
-        self, condition: Condition, expected_token: int, attempt: str, token_min: int
+        self, condition: FenceCondition, expected_token: int, attempt: str, token_min: int
     ) -> pb.FenceItem:
         """What one try adds to a fence."""
         return pb.FenceItem(
             attempt=attempt,
             expected_token=expected_token,
             condition=pb.FenceCondition.Value(f"FENCE_CONDITION_{condition.value}"),
-            idle_ms=self._term.policy.silence_ms if condition is Condition.IDLE else 0,
+            idle_ms=self._term.policy.silence_ms if condition is FenceCondition.IDLE else 0,
             token_min=token_min,
         )
 
-    def _why(self, entry: Entry, refused: Sequence[BatonError]) -> BatonError:
+    def _why(self, entry: LockEntry, refused: Sequence[BatonError]) -> BatonError:
         """The refusal that tells an asker most, in the words of the decision table."""
         unacked = next((error for error in refused if isinstance(error, Unacked)), None)
         slot_ms = self._term.policy.slot_ms
         if unacked is None:
-            return held(entry, self._now_ms(), self._term.policy)
+            return held_error(entry, self._now_ms(), self._term.policy)
         owner = entry.lock.owner
         return Unacked(
             f"{entry.key}: {unacked.message}",
@@ -365,26 +386,33 @@ class HandOvers:
             facts={**unacked.facts, "owner": owner.client_id if owner else ""},
         )
 
-    def _not_fenced(self, key: GroupQueue, refusal: Refusal) -> Refusal:
+    def _not_fenced(self, key: GroupQueue, refusal: HandOverRefusal) -> HandOverRefusal:
         if not isinstance(refusal.error, NotLeader):
             self._table.refused(key)
         if refusal.again:
             self._table.distrust(key)
         return refusal
 
-    def _not_persisted(self, key: GroupQueue, conflict: Conflict) -> Refusal:
+    def _not_persisted(self, key: GroupQueue, conflict: WriteConflict) -> HandOverRefusal:
         if conflict.deposed:
-            return Refusal(NotLeader("another lock manager leads", retry_after_ms=200))
+            return HandOverRefusal(NotLeader("another lock manager leads", retry_after_ms=200))
         if conflict.gate:
             log.info("grant overtaken by a change of the group key=%s", key)
         else:
             log.error("lock changed behind the leader's back key=%s", key)
         self._table.reloaded(key, conflict.lock, conflict.revision, fenced=True)
         error = self._pending_error(key)
-        return Refusal(error, clears=True, again=not conflict.gate, stale_gate=conflict.gate)
+        return HandOverRefusal(
+            error, clears=True, again=not conflict.gate, stale_gate=conflict.gate
+        )
 
     def _granted(
-        self, wish: Wish, grant: Grant, passed: _Passed, lock: Lock, revision: int
+        self,
+        wish: QueueRequest,
+        grant: GrantDecision,
+        passed: _FencePassed,
+        lock: LockRecord,
+        revision: int,
     ) -> None:
         entry = self._table.get(wish.key)
         assert entry is not None
@@ -397,7 +425,7 @@ class HandOvers:
             token=lock.token,
             previous_client_id=before.client_id if before else "",
             wait_ms=wait_ms,
-            stolen=passed.condition is Condition.IDLE
+            stolen=passed.condition is FenceCondition.IDLE
             and before not in (None, wish.asker.incarnation),
         )
         log.info(
@@ -423,7 +451,7 @@ class HandOvers:
 
 
 def _handed_over(
-    handed: HandOver, passed: _Passed, lock: Lock, fence_ms: int, persist_ms: int
+    handed: HandOverTimes, passed: _FencePassed, lock: LockRecord, fence_ms: int, persist_ms: int
 ) -> metrics_pb.HandedOver:
     manner = handed.manner(passed.condition, unfinished=bool(passed.fenced.answer.maybe_seen))
     return metrics_pb.HandedOver(

@@ -1,141 +1,287 @@
-"""Leadership: campaign, take over what the leader before left, serve, step down."""
+"""What one leader answers during its term: requests held, owners renewed, queues freed.
+
+Whatever has been begun for a queue runs in the leader's task group and comes to its end even if
+the call that asked for it is gone; a call only waits for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
-from batonmq.errors import BatonError, NotLeader, NotServing
-from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.lockmgr.core.table import LockTable
-from batonmq_server.lockmgr.desk import Desk
-from batonmq_server.lockmgr.handover import Term
+from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
+from batonmq._core.queues import GroupQueue, Incarnation
+from batonmq.errors import BatonError, HandoverPending, SubscriptionDraining
+from batonmq_server.lockmgr.core.decision import DenyDecision, GrantDecision
+from batonmq_server.lockmgr.core.lock_entry import ChangeStep, LockEntry, PendingChange
+from batonmq_server.lockmgr.core.lock_table import HoldReport, HoldState, KeepAliveCall
+from batonmq_server.lockmgr.entry_changes import EntryChanges, term_ended, wait_for_outcome
+from batonmq_server.lockmgr.handover import HandOverExecutor, HandOverRefusal, QueueRequest, Term
+from batonmq_server.lockmgr.lock_proto import WatchNotice
 from batonmq_server.lockmgr.membership import Membership
-from batonmq_server.lockmgr.metrics import Recorder
-from batonmq_server.lockmgr.offsets import Offsets, OffsetsPeers
-from batonmq_server.lockmgr.store import BACKOFF, LockStore
-from batonmq_server.lockmgr.taking_over import TakingOver
-from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.places import Places
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.registration import Registration
+from batonmq_server.lockmgr.queue_notifier import QueueNotifier
+from batonmq_server.lockmgr.queue_observer import QueueObserver
+from batonmq_server.lockmgr.queue_releaser import QueueReleaser
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_LOOKS_MAX = 4
+"""Looks at one queue before a request waits for the next slot."""
+_HOUSEKEEPING_S = 1.0
+
+AcquireOutcome = tuple[GroupQueue, pb.Grant | BatonError]
 
 
 class Leader:
-    """This node's part in the election; while it leads there is a desk.
+    """Answers for one term.
 
     Args:
-        members: Of the groups, by live copies.
-        peers: Where offsets is, and `places` which of its sets keeps which group.
+        leads: Whether this node may still answer (protocol section 8).
+        tasks: Lives as long as the term.
+        watchers_max: More streams of Watch than this are refused.
     """
 
     def __init__(
         self,
-        settings: LockmgrSettings,
-        runtime: Runtime,
+        term: Term,
         members: Membership,
-        peers: OffsetsPeers,
-        places: Places,
+        leads: Callable[[], bool],
+        tasks: asyncio.TaskGroup,
+        watchers_max: int,
     ) -> None:
-        self._settings, self._runtime = settings, runtime
-        self._members, self._peers, self._places = members, peers, places
-        self._recorder = Recorder(runtime.registry, runtime.hub)
-        self._election = Election(
-            runtime.etcd, "lockmgr", settings.node_id, ttl_ms=settings.leader_lease_ms
+        self._term, self._table, self._members = term, term.table, members
+        self._leads, self._tasks = leads, tasks
+        self._hand_overs = HandOverExecutor(term)
+        self._changes = EntryChanges(tasks)
+        self._looks = QueueObserver(term.table, term.offsets, term.clock)
+        self._waiting = QueueNotifier(term, members, self._looks.look, watchers_max)
+        self.freeing = QueueReleaser(
+            term, members, self._looks, self._waiting, self._changes, self._hand_overs
         )
-        self._desk: Desk | None = None
-        self.registration = Registration(runtime)
+        for loop in (
+            self._waiting.watch_parked,
+            self._waiting.follow_groups,
+            self._waiting.follow_gates,
+            self.freeing.clear_draining,
+            self._keep_house,
+        ):
+            tasks.create_task(loop())
 
-    def desk(self) -> Desk:
-        """Who answers.
+    # Calls
+
+    async def acquire(
+        self, wishes: Sequence[QueueRequest], hold_ms: int
+    ) -> AsyncGenerator[AcquireOutcome, None]:
+        """An outcome per wish, as soon as it is decided. Closing it gives up what still waits.
 
         Raises:
-            NotLeader: another node, or nobody, leads.
-            NotServing: this node leads and has not taken over yet.
+            NotLeader: the term is over; what has not been answered is open.
         """
-        if not self._election.valid():
-            leader = self._other_leader()
-            raise NotLeader(
-                f"{self._settings.node_id} does not lead",
-                retry_after_ms=200,
-                facts={"leader": leader} if leader else {},
-            )
-        if self._desk is None:
-            raise NotServing("the new leader is reading the locks", retry_after_ms=200)
-        return self._desk
+        self.check_leads()
+        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]] = asyncio.Queue(len(wishes))
+        until_ms = self._now_ms() + hold_ms
+        started = [self._tasks.create_task(self._answer(w, until_ms, decided)) for w in wishes]
+        try:
+            for _ in wishes:
+                key, outcome = await decided.get()
+                if not isinstance(outcome, pb.Grant | BatonError):
+                    raise outcome
+                self.check_leads()
+                yield key, outcome
+        finally:
+            for task in started:
+                task.cancel()
 
-    async def run(self) -> None:
-        """Campaign and lead for ever; to be run as one task."""
-        await self._election.run(self._lead)
+    def keep_alive(
+        self, incarnation: Incarnation, acquire_seq: int, holds: Sequence[tuple[GroupQueue, int]]
+    ) -> list[HoldReport]:
+        """Renew what matches."""
+        groups = {key.group for key, _ in holds}
+        call = KeepAliveCall(
+            incarnation=incarnation,
+            acquire_seq=acquire_seq,
+            holds=holds,
+            evicted_groups=frozenset(
+                group for group in groups if not self._members.is_member(group, incarnation)
+            ),
+            draining_groups=frozenset(filter(self._members.is_draining, groups)),
+        )
+        now_ms = self._now_ms()
+        reports = self._table.keep_alive(call, now_ms)
+        self._note(call, reports, now_ms)
+        self._term.recorder.kept_alive(reports)
+        return reports
+
+    async def watch(self, incarnation: Incarnation) -> AsyncGenerator[WatchNotice, None]:
+        """What concerns the client, as it happens.
+
+        Raises:
+            NotLeader: the term is over.
+            Overloaded: too many watch already.
+        """
+        self.check_leads()
+        async with aclosing(self._waiting.watch(incarnation)) as notices:
+            async for notice in notices:
+                self.check_leads()
+                yield notice
+        self.check_leads()
+
+    def describe(self, key: GroupQueue) -> tuple[LockEntry, bool]:
+        """The entry, and whether its owner is no member of the group any more."""
+        entry = self._table.get(key) or LockEntry(key)
+        owner = entry.lock.owner
+        return entry, owner is not None and not self._members.is_member(key.group, owner)
+
+    def entries(self, group: str, topic: str, after: GroupQueue | None) -> Iterator[LockEntry]:
+        """Yield the entries of a listing; see `LockTable.entries`."""
+        return self._table.entries(group, topic, after)
+
+    @property
+    def term(self) -> int:
+        """The term that is answered for."""
+        return self._term.number
+
+    @property
+    def lease_ms(self) -> int:
+        """Length of a lease."""
+        return self._term.policy.lease_ms
+
+    @property
+    def silence_ms(self) -> int:
+        """How long an owner may be silent before it may lose a queue."""
+        return self._term.policy.silence_ms
+
+    def check_leads(self) -> None:
+        """Refuse to answer once the leader's lease is nearly over.
+
+        Raises:
+            NotLeader: it is.
+        """
+        if not self._leads():
+            raise term_ended()
 
     async def settle(self) -> None:
-        """Wait, but not for long, until no change is under way; for a drain."""
-        if self._desk is not None:
-            await self._desk.settle()
+        """Wait, but not for long, until no change is under way."""
+        await self._changes.settle()
 
-    async def _lead(self, number: int) -> None:
-        """Load, announce, confirm, and only then serve (protocol section 12)."""
-        term = self._term(number)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(term.store.run())
-                tasks.create_task(term.offsets.run())
-                taking_over = await self._take_over(term)
-                limit = self._settings.watchers_max
-                self._desk = Desk(term, self._members, self._election.valid, tasks, limit)
-                tasks.create_task(taking_over.run(self._desk.confirmed))
-                self.registration.leads(number)
-        finally:
-            if self._desk is not None:
-                self._desk.close()
-            self._desk = None
-            self.registration.leads(0)
-            self._recorder.standing(0, LockTable(term.policy).counts(), watchers=0)
+    def confirmed(self, key: GroupQueue) -> None:
+        """A lock of the leader before counts now."""
+        self._waiting.settled(key)
 
-    def _term(self, number: int) -> Term:
-        runtime, policy = self._runtime, self._settings.policy()
-        return Term(
-            number=number,
-            policy=policy,
-            table=LockTable(policy),
-            offsets=Offsets(self._peers, self._places, number),
-            store=LockStore(runtime.etcd, self._election.compare(), runtime.random),
-            clock=runtime.clock,
-            random=runtime.random,
-            recorder=self._recorder,
-        )
+    def close(self) -> None:
+        """End the streams: the term is over."""
+        self._waiting.watchers.close()
 
-    async def _take_over(self, term: Term) -> TakingOver:
-        await self._members.ready()
-        await self._places.ready()
-        entries = await self._until_answered("load", term.store.load)
-        taking_over = TakingOver(term, entries)
-        await taking_over.begin()
-        log.info("leading term=%d locks=%d", term.number, len(entries))
-        return taking_over
-
-    async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
-        tries = 0
+    async def _keep_house(self) -> None:
+        """Forget old waiters and publish what the table holds, for ever."""
         while True:
-            try:
-                return await ask()
-            except BatonError as error:
-                log.warning("taking over waits what=%s error=%s", what, error)
-            await asyncio.sleep(BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
-            tries += 1
+            self._table.forget_waiters(self._now_ms())
+            watchers = len(self._waiting.watchers)
+            self._term.recorder.standing(self._term.number, self._table.counts(), watchers)
+            await asyncio.sleep(_HOUSEKEEPING_S)
 
-    def _other_leader(self) -> str:
-        """Address of a registered leader other than this node; empty if there is none."""
-        for key, stored in self._runtime.nodes.values.items():
-            if key.startswith("lockmgr/") and key != f"lockmgr/{self._settings.node_id}":
-                node = nameserver_pb.Node.FromString(stored.value)
-                if node.leader:
-                    return node.address
-        return ""
+    # One wish
+
+    async def _answer(
+        self,
+        wish: QueueRequest,
+        until_ms: int,
+        decided: asyncio.Queue[tuple[GroupQueue, pb.Grant | Exception]],
+    ) -> None:
+        outcome: pb.Grant | Exception = term_ended()
+        try:
+            outcome = await self._acquire(wish, until_ms)
+        except BatonError as error:
+            self._term.recorder.denied(wish.key, wish.asker.incarnation, error)
+            self._table.denied(wish.key, wish.asker.incarnation, error, self._now_ms())
+            outcome = error
+        except Exception as error:  # noqa: BLE001  raised in the call that asked
+            outcome = error
+        finally:
+            decided.put_nowait((wish.key, outcome))
+
+    async def _acquire(self, wish: QueueRequest, until_ms: int) -> pb.Grant:
+        await self._members.arrive(wish.key.group, wish.asker.generation)
+        while True:
+            self.check_leads()
+            answer = await self._admitted(wish)
+            if isinstance(answer, pb.Grant):
+                return answer
+            if answer.stale_gate:
+                continue
+            asker = wish.asker.incarnation
+            if not answer.clears or not await self._waiting.park(wish.key, asker, until_ms):
+                raise answer.error
+
+    async def _admitted(self, wish: QueueRequest) -> pb.Grant | HandOverRefusal:
+        """Try by the gate that the group has now.
+
+        Raises:
+            NotMember, NotSubscribed, ModeChanged: the asker may not have the queue.
+        """
+        try:
+            gate = self._members.admit(wish.key, wish.asker)
+        except SubscriptionDraining as error:
+            return HandOverRefusal(error, clears=True)
+        answer = await self._try(replace(wish, gate=gate))
+        overtaken = isinstance(answer, HandOverRefusal) and answer.stale_gate
+        if overtaken and not await self._members.passed(wish.key.group, gate):
+            return HandOverRefusal(_pending(wish.key))
+        return answer
+
+    async def _try(self, wish: QueueRequest) -> pb.Grant | HandOverRefusal:
+        """Look if need be, decide, and do it; once more if offsets knew better."""
+        answer: pb.Grant | HandOverRefusal | None = None
+        for _ in range(_LOOKS_MAX):
+            if self._table.needs_look(wish.key, wish.asker, self._now_ms()):
+                await self._looks.look(wish.key)
+            decision = self._table.decide(wish.key, wish.asker, self._now_ms())
+            if isinstance(decision, DenyDecision):
+                return HandOverRefusal(decision.error, clears=decision.clears)
+            if isinstance(decision, GrantDecision):
+                answer = await self._hand_over(wish, decision)
+            elif decision is not None:
+                entry = self._table.get(wish.key)
+                assert entry is not None
+                answer = await self._hand_overs.repeat(wish, entry)
+            if isinstance(answer, pb.Grant) or (answer is not None and not answer.again):
+                return answer
+        return answer or HandOverRefusal(_pending(wish.key), clears=True)
+
+    async def _hand_over(
+        self, wish: QueueRequest, grant: GrantDecision
+    ) -> pb.Grant | HandOverRefusal:
+        self.check_leads()
+        pending = self._table.begin(wish.key, ChangeStep.FENCE)
+        change = self._changes.start(wish.key, self._carry_out(wish, grant, pending))
+        return await wait_for_outcome(change) or HandOverRefusal(_pending(wish.key))
+
+    async def _carry_out(
+        self, wish: QueueRequest, grant: GrantDecision, pending: PendingChange
+    ) -> pb.Grant | HandOverRefusal:
+        answer = await self._hand_overs.carry_out(wish, grant, pending)
+        if isinstance(answer, pb.Grant):
+            self._waiting.settled(wish.key)
+        return answer
+
+    def _note(self, call: KeepAliveCall, reports: Sequence[HoldReport], now_ms: int) -> None:
+        """Who was told, and who should have given its queue back long ago."""
+        tenures = self._term.tenures
+        for report, (key, token) in zip(reports, call.holds, strict=False):
+            if report.wanted is not None:
+                tenures.told(key, now_ms)
+            elif key.group in call.evicted_groups and report.state is HoldState.NOT_OWNER:
+                entry = self._table.get(key)
+                owns = self._table.owns(key, call.incarnation, token)
+                if owns and entry is not None and not entry.phantom:
+                    tenures.overdue(key)
+
+    def _now_ms(self) -> int:
+        return self._term.clock.monotonic_ms()
+
+
+def _pending(key: GroupQueue) -> HandoverPending:
+    return HandoverPending(f"{key} is changing hands", retry_after_ms=100)

@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import NotMember, NotSubscribed, SubscriptionDraining
-from batonmq_server.lockmgr.core.locks import Asker
-from batonmq_server.runtime.gates import Gate, Gates
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.lockmgr.core.lock_entry import Requester
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.group_gates import GroupGate, GroupGates
 
 PREFIX = "groups/"
 WAIT_S = 2.0
@@ -20,7 +20,7 @@ WAIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupMembers:
     """What the lock manager needs to know of a group."""
 
     generation: int = 0
@@ -35,9 +35,9 @@ class Membership:
         groups, gates: Run by somebody else.
     """
 
-    def __init__(self, groups: Mirror, gates: Mirror) -> None:
-        self._groups, self._gates, self._open = groups, gates, Gates(gates)
-        self._known: dict[str, tuple[int, Group]] = {}
+    def __init__(self, groups: EtcdMirror, gates: EtcdMirror) -> None:
+        self._groups, self._gates, self._open = groups, gates, GroupGates(gates)
+        self._known: dict[str, tuple[int, GroupMembers]] = {}
         self._changed = asyncio.Event()
         groups.on_change.append(self._tell)
         gates.on_change.append(self._tell)
@@ -47,12 +47,12 @@ class Membership:
         await self._groups.ready()
         await self._gates.ready()
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> GroupMembers:
         """The group as it is here; without members if it is unknown."""
         stored = self._groups.values.get(name)
         if stored is None:
             self._known.pop(name, None)
-            return Group()
+            return GroupMembers()
         known = self._known.get(name)
         if known is None or known[0] != stored.mod_revision:
             known = self._known[name] = stored.mod_revision, _group(stored.value)
@@ -67,7 +67,7 @@ class Membership:
         gate = self._open.get(name)
         return gate is not None and gate.draining
 
-    def admit(self, key: GroupQueue, asker: Asker) -> Gate:
+    def admit(self, key: GroupQueue, asker: Requester) -> GroupGate:
         """The gate that a grant to the asker has to find unchanged.
 
         Raises:
@@ -112,7 +112,7 @@ class Membership:
             lambda: self.group(name).generation >= generation and self._open.get(name) is not None
         )
 
-    async def passed(self, name: str, gate: Gate) -> bool:
+    async def passed(self, name: str, gate: GroupGate) -> bool:
         """Wait, but not for long, until the group has another gate here; whether it has."""
         await self._until(lambda: self._open.get(name) != gate)
         return self._open.get(name) != gate
@@ -136,9 +136,9 @@ class Membership:
         changed.set()
 
 
-def _group(value: bytes) -> Group:
-    group = pb.Group.FromString(value)
-    return Group(
+def _group(value: bytes) -> GroupMembers:
+    group = StoredGroup.FromString(value)
+    return GroupMembers(
         generation=group.generation,
         members=frozenset(
             Incarnation(member.incarnation.client_id, member.incarnation.incarnation_id)

@@ -12,14 +12,14 @@ from baton.metrics.v1 import metrics_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError
-from batonmq_server.lockmgr.core.locks import LockState
-from batonmq_server.lockmgr.core.table import Report
-from batonmq_server.lockmgr.translate import key_to_pb
+from batonmq_server.lockmgr.core.lock_entry import LockState
+from batonmq_server.lockmgr.core.lock_table import HoldReport
+from batonmq_server.lockmgr.lock_proto import key_to_pb
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
-class Recorder:
+class LockmgrMetrics:
     """Counts and publishes decisions."""
 
     def __init__(self, registry: CollectorRegistry, hub: EventHub) -> None:
@@ -115,7 +115,7 @@ class Recorder:
         """A queue of a group whose subscription changes was freed."""
         self._cleared.inc()
 
-    def kept_alive(self, reports: Sequence[Report]) -> None:
+    def kept_alive(self, reports: Sequence[HoldReport]) -> None:
         """An owner's keep-alive was judged."""
         self._keep_alives.inc()
         for state, count in Counts(report.state for report in reports).items():

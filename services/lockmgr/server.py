@@ -15,10 +15,11 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.names import check_group, check_topic
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import InvalidArgument
-from batonmq_server.lockmgr import translate
-from batonmq_server.lockmgr.core.locks import Asker
-from batonmq_server.lockmgr.handover import Force, Wish
-from batonmq_server.lockmgr.leader import Leader
+from batonmq_server.lockmgr import lock_proto as translate
+from batonmq_server.lockmgr.candidate import Candidate
+from batonmq_server.lockmgr.core.lock_entry import Requester
+from batonmq_server.lockmgr.handover import ForceRequest, QueueRequest
+from batonmq_server.runtime.paging import page_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -26,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
     """Holds no rules of its own."""
 
-    def __init__(self, leader: Leader, clock: Clock, hold_ms_max: int) -> None:
+    def __init__(self, leader: Candidate, clock: Clock, hold_ms_max: int) -> None:
         self._leader, self._clock, self._hold_ms_max = leader, clock, hold_ms_max
 
     async def Acquire(
@@ -88,7 +89,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         self, request: pb.ForceReleaseRequest, context: Context
     ) -> pb.ForceReleaseResponse:
         """See the proto."""
-        force = Force(
+        force = ForceRequest(
             translate.key_from_pb(request.queue),
             translate.check_op_id(request.op_id),
             by=translate.check_text("by", request.by, translate.BY_MAX),
@@ -137,17 +138,22 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         """See the proto."""
         group = check_group(request.group) if request.group else ""
         topic = check_topic(request.topic) if request.topic else ""
+        after = translate.key_from_page_token(request.page_token)
         desk, now_ms = self._leader.desk(), self._clock.monotonic_ms()
-        entries = [translate.entry_to_pb(entry, now_ms) for entry in desk.entries(group, topic)]
-        return pb.ListResponse(entries=entries, term=desk.term)
+        entries = (
+            (str(entry.key), translate.entry_to_pb(entry, now_ms))
+            for entry in desk.entries(group, topic, after)
+        )
+        page, next_page_token = page_of(entries, request.page_size)
+        return pb.ListResponse(entries=page, term=desk.term, next_page_token=next_page_token)
 
-    def _wishes(self, request: pb.AcquireRequest) -> list[Wish]:
+    def _wishes(self, request: pb.AcquireRequest) -> list[QueueRequest]:
         """What the request asks for.
 
         Raises:
             InvalidArgument, InvalidName, LimitExceeded: a field is malformed.
         """
-        asker = Asker(
+        asker = Requester(
             translate.incarnation_from_pb(request.incarnation),
             request.acquire_seq,
             request.generation,
@@ -157,7 +163,7 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         translate.check_at_most("hold_ms", request.hold_ms, self._hold_ms_max)
         translate.check_any("items", len(request.items))
         translate.check_at_most("items", len(request.items), translate.ITEMS_MAX)
-        wishes: dict[GroupQueue, Wish] = {}
+        wishes: dict[GroupQueue, QueueRequest] = {}
         for item in request.items:
             wish = _wish(asker, item)
             translate.check_new("items", wish.key, wishes)
@@ -167,10 +173,12 @@ class LockmgrServicer(pb_grpc.LockmgrServiceServicer):
         return list(wishes.values())
 
 
-def _wish(asker: Asker, item: pb.AcquireItem) -> Wish:
+def _wish(asker: Requester, item: pb.AcquireItem) -> QueueRequest:
     translate.check_ranges(item.resume)
     translate.check_number("reset_epoch", item.reset_epoch)
     translate.check_number("initial_offset", item.initial_offset)
     translate.check_number("topic_id", item.topic_id)
     key = translate.key_from_pb(item.queue)
-    return Wish(key, asker, item.resume, item.reset_epoch, item.initial_offset, item.topic_id)
+    return QueueRequest(
+        key, asker, item.resume, item.reset_epoch, item.initial_offset, item.topic_id
+    )

@@ -13,21 +13,22 @@ from batonmq._core.names import check_group
 from batonmq.errors import BatonError, ClientIdInUse, SubscriptionConflict
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.config import NameserverSettings
-from batonmq_server.nameserver.convert_groups import (
+from batonmq_server.nameserver.core.group_transaction import ACCEPTED, SubscriptionVerdict
+from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
+from batonmq_server.nameserver.group_events import GroupEvents
+from batonmq_server.nameserver.group_proto import (
     group_to_pb,
+    group_to_stored,
     heartbeat_from_pb,
     incarnation_from_pb,
     settings_from_pb,
     verdict_to_pb,
 )
-from batonmq_server.nameserver.core.groups import Group, Heartbeat, hash_of
-from batonmq_server.nameserver.core.ledger import ACCEPTED, Verdict
 from batonmq_server.nameserver.group_store import GroupStore, group_not_found
-from batonmq_server.nameserver.placing import Placing
-from batonmq_server.nameserver.progress import Progress
-from batonmq_server.nameserver.refusals import Refusals
-from batonmq_server.nameserver.sessions import SessionKey, Sessions
-from batonmq_server.nameserver.telemetry import Telemetry
+from batonmq_server.nameserver.member_sessions import MemberSessions, SessionKey
+from batonmq_server.nameserver.placement_calls import PlacementCalls
+from batonmq_server.nameserver.progress_deleter import ProgressDeleter
+from batonmq_server.nameserver.refused_clients import RefusedClients
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.runtime.paging import key_of_token, page_of
 
@@ -43,11 +44,11 @@ class GroupCalls:
     catalog: Catalog
     store: GroupStore
     topics: TopicCalls
-    sessions: Sessions
-    refusals: Refusals
-    progress: Progress
-    placing: Placing
-    telemetry: Telemetry
+    sessions: MemberSessions
+    refused: RefusedClients
+    progress_deleter: ProgressDeleter
+    placement: PlacementCalls
+    events: GroupEvents
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """See the proto."""
@@ -58,11 +59,11 @@ class GroupCalls:
             if verdict is None:
                 verdict = await self._join(heartbeat)
         except BatonError as error:
-            self.telemetry.refused(error)
+            self.events.heartbeat_refused(error)
             raise
         self.sessions.heard(_session(heartbeat))
         group = self.catalog.message(heartbeat.group)
-        self.telemetry.accepted(heartbeat, group.generation if group else 0)
+        self.events.heartbeat_accepted(heartbeat, group.generation if group else 0)
         kind, differences = verdict_to_pb(verdict)
         return pb.HeartbeatResponse(
             group=group,
@@ -123,7 +124,7 @@ class GroupCalls:
         """See the proto."""
         group = await self.group(request.group)
         return pb.DescribeGroupResponse(
-            group=self.catalog.message(group.name), refused=self.refusals.of(group.name)
+            group=self.catalog.message(group.name), refused=self.refused.of_group(group.name)
         )
 
     async def update(self, request: pb.UpdateGroupRequest) -> pb.UpdateGroupResponse:
@@ -131,7 +132,7 @@ class GroupCalls:
         name = check_group(request.group)
         settings = settings_from_pb(request, self.clock.unix_ms())
         self.catalog.check_ready()
-        await self.placing.given_if_possible(name)
+        await self.placement.place_if_possible(name)
         outcome = await self.store.update(name, settings)
         await self.catalog.caught_up(groups=outcome.group_revision)
         assert outcome.group is not None
@@ -146,13 +147,13 @@ class GroupCalls:
                 request.by,
                 request.reason,
             )
-        return pb.UpdateGroupResponse(group=group_to_pb(outcome.group))
+        return pb.UpdateGroupResponse(group=group_to_pb(group_to_stored(outcome.group)))
 
     async def delete(self, request: pb.DeleteGroupRequest) -> pb.DeleteGroupResponse:
         """See the proto."""
         name = check_group(request.group)
         self.catalog.check_ready()
-        revision, queue_count = await self.store.delete(name, self.progress.forget_group)
+        revision, queue_count = await self.store.delete(name, self.progress_deleter.delete_group)
         await self.catalog.caught_up(groups=revision)
         log.info("group deleted group=%s queues=%d", name, queue_count)
         return pb.DeleteGroupResponse(queue_count=queue_count)
@@ -173,7 +174,7 @@ class GroupCalls:
         await self.catalog.caught_up(groups=found[1])
         return found[0]
 
-    async def _stay(self, heartbeat: Heartbeat) -> Verdict | None:
+    async def _stay(self, heartbeat: Heartbeat) -> SubscriptionVerdict | None:
         """The verdict, if the sender is a member on the group's terms and its lease was renewed.
 
         Nothing is written, so this is all that most heartbeats cost.
@@ -191,16 +192,16 @@ class GroupCalls:
             return None
         return ACCEPTED if await self.store.refresh(live) else None
 
-    async def _join(self, heartbeat: Heartbeat) -> Verdict:
+    async def _join(self, heartbeat: Heartbeat) -> SubscriptionVerdict:
         await self._check_topics_exist(heartbeat)
-        await self.placing.given_if_possible(heartbeat.group)
+        await self.placement.place_if_possible(heartbeat.group)
         try:
             outcome = await self.store.join(heartbeat)
         except (SubscriptionConflict, ClientIdInUse) as error:
             if isinstance(error, SubscriptionConflict):
-                self.telemetry.conflict(heartbeat, error)
+                self.events.subscription_refused(heartbeat, error)
             log.warning("member refused group=%s error=%s", heartbeat.group, error)
-            await self.refusals.note(heartbeat, error)
+            await self.refused.record(heartbeat, error)
             raise
         await self.catalog.caught_up(groups=outcome.group_revision, live=outcome.live_revision)
         assert outcome.verdict is not None

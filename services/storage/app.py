@@ -1,4 +1,4 @@
-"""Puts a storage node together: alone, or as a node of a replica set."""
+"""Builds the app of a storage node: a single node, or a member of a replica set."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2_grpc as replication_grpc
 from baton.storage.v1 import schedule_service_pb2_grpc as schedule_grpc
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
-from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.places import PREFIX as PLACES_PREFIX
-from batonmq_server.runtime.process import App, Runtime
-from batonmq_server.runtime.replicas import check_alone
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
+from batonmq_server.runtime.group_gates import GATES_PREFIX, GroupGates
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES_PREFIX
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.replication.replica_set import check_single_node
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.access import RULES
+from batonmq_server.storage.components import (
+    StorageComponents,
+    StorageEnvironment,
+    build_components,
+)
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.copies import Copy
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.core.recovery import RecoveryReport
-from batonmq_server.storage.deliveries import Deliveries
-from batonmq_server.storage.delivery_sets import DeliverySets
+from batonmq_server.storage.delivery_recorder import DeliveryRecorder
+from batonmq_server.storage.delivery_router import DeliveryRouter
 from batonmq_server.storage.disk import RealDisk, locked
-from batonmq_server.storage.flush import InThread, in_thread
-from batonmq_server.storage.following import Following
-from batonmq_server.storage.guarantee import Alone
+from batonmq_server.storage.flusher import InThread, in_thread
+from batonmq_server.storage.log_copy import LogCopy
+from batonmq_server.storage.log_follower import LogFollower
+from batonmq_server.storage.metric_stream import StorageMetricStream
 from batonmq_server.storage.metrics import StorageMetrics
-from batonmq_server.storage.node import Node, opened, recovered
-from batonmq_server.storage.replication_server import Front, ReplicationServicer
-from batonmq_server.storage.role import Role
-from batonmq_server.storage.serving import Serving, Surroundings, serve
-from batonmq_server.storage.stream import StorageStream
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.node import StorageNode, opened, recovered
+from batonmq_server.storage.node_role import StandaloneRole
+from batonmq_server.storage.replica import StorageReplica
+from batonmq_server.storage.replication_server import CurrentServicer, ReplicationServicer
+from batonmq_server.storage.topic_cache import TopicCache
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +57,15 @@ REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
 
 @asynccontextmanager
 async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """Recover the data directory and give the app that serves it."""
+    """Recover the data directory and yield the app that serves it."""
     with ExitStack() as stack:
         if len(settings.members) > 1:
             stack.enter_context(locked(settings.data_dir))
             async with replicated(settings, runtime, RealDisk(settings.data_dir)) as app:
                 yield app
             return
-        await runtime.patiently(
-            check_alone(runtime.etcd, "storage", settings.broker_name, settings.node_id)
+        await runtime.unless_stopped(
+            check_single_node(runtime.etcd, "storage", settings.broker_name, settings.node_id)
         )
         directory = opened(
             settings.data_dir,
@@ -77,29 +81,29 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 
 @asynccontextmanager
 async def served(
-    settings: StorageSettings, runtime: Runtime, node: Node, in_thread: InThread = in_thread
+    settings: StorageSettings, runtime: Runtime, node: StorageNode, in_thread: InThread = in_thread
 ) -> AsyncIterator[App]:
-    """The app that serves `node`, which has no replicas.
+    """Yield the app of `node`, a node without replicas.
 
     Args:
-        in_thread: Calls what blocks away from the event loop.
+        in_thread: Runs blocking calls outside the event loop.
     """
-    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        serving = serve(node, around, Alone(node.store))
-        mirrors.wake(serving)
+    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+        components = build_components(node, environment, StandaloneRole(node.store))
+        mirrors.wake(components)
 
         async def drain() -> None:
-            await serving.drain()
+            await components.drain()
             log.info("log closed position=%d", node.store.log.next_position)
 
         yield App(
             servicers={
-                SERVICE: partial(pb_grpc.add_StorageServiceServicer_to_server, serving.servicer),
+                SERVICE: partial(pb_grpc.add_StorageServiceServicer_to_server, components.servicer),
                 QUERY_SERVICE: partial(
-                    query_grpc.add_QueryServiceServicer_to_server, serving.queries
+                    query_grpc.add_QueryServiceServicer_to_server, components.queries
                 ),
                 SCHEDULE_SERVICE: partial(
-                    schedule_grpc.add_ScheduleServiceServicer_to_server, serving.scheduling
+                    schedule_grpc.add_ScheduleServiceServicer_to_server, components.scheduling
                 ),
             },
             rules=RULES,
@@ -107,11 +111,11 @@ async def served(
                 mirrors.topics.run,
                 mirrors.gates.run,
                 mirrors.places.run,
-                around.deliveries.run,
-                *serving.loops,
-                serving.due.run,
+                environment.deliveries.run,
+                *components.loops,
+                components.due.run,
             ),
-            held=frozenset({"Pull"}),
+            long_polls=frozenset({"Pull"}),
             epoch=node.store.epoch,
             room=settings.room,
             replica_set=settings.broker_name,
@@ -126,31 +130,31 @@ async def replicated(
     runtime: Runtime,
     disk: Disk,
     in_thread: InThread = in_thread,
-    on_open: Callable[[Node], None] = lambda _: None,
+    on_open: Callable[[StorageNode], None] = lambda _: None,
 ) -> AsyncIterator[App]:
-    """The app of a node that is leader at times, and follower at others.
+    """Yield the app of a member of a replica set: a leader or a follower, as elected.
 
     Args:
-        disk: Nobody else uses it.
-        in_thread: Calls what blocks away from the event loop.
-        on_open: Told of the directory each time it is open, before anything works on it.
+        disk: Disk of this node; nothing else may use it.
+        in_thread: Runs blocking calls outside the event loop.
+        on_open: Called with the node each time its directory is opened, before any component runs.
     """
-    peer = Peer(
+    peer = LeaderChannel(
         runtime.nodes,
         "storage",
         replication_grpc.ReplicationServiceStub,
         runtime.connect,
         replica_set=settings.broker_name,
     )
-    async with _surroundings(settings, runtime, in_thread) as (around, mirrors):
-        role = Role(settings, runtime, around.metrics, around.stream, in_thread)
+    async with _environment(settings, runtime, in_thread) as (environment, mirrors):
+        role = StorageReplica(settings, runtime, environment.metrics, environment.stream, in_thread)
 
-        def on(node: Node) -> Serving:
+        def on(node: StorageNode) -> StorageComponents:
             _log_report(node.report)
             on_open(node)
-            serving = serve(node, around, role, role.followed)
-            mirrors.wake(serving)
-            return serving
+            components = build_components(node, environment, role, role.leader_first_position)
+            mirrors.wake(components)
+            return components
 
         opening = partial(
             recovered,
@@ -160,8 +164,10 @@ async def replicated(
             accept_loss=settings.accept_loss,
             replicated=True,
         )
-        copy = Copy(disk, opening, on, in_thread)
-        following = Following(copy, peer, settings, runtime, Stuck(around.metrics.stuck))
+        copy = LogCopy(disk, opening, on, in_thread)
+        following = LogFollower(
+            copy, peer, settings, runtime, FollowProblem(environment.metrics.stuck)
+        )
         role.begin(copy, following)
         try:
             await copy.open()
@@ -171,7 +177,7 @@ async def replicated(
                         pb_grpc.add_StorageServiceServicer_to_server,
                         cast(
                             pb_grpc.StorageServiceServicer,
-                            Front(
+                            CurrentServicer(
                                 role,
                                 lambda one: one.servicer,
                                 anywhere=frozenset({"Describe", "Pull"}),
@@ -182,14 +188,14 @@ async def replicated(
                         query_grpc.add_QueryServiceServicer_to_server,
                         cast(
                             query_grpc.QueryServiceServicer,
-                            Front(role, lambda one: one.queries, anywhere=_QUERIES),
+                            CurrentServicer(role, lambda one: one.queries, anywhere=_QUERIES),
                         ),
                     ),
                     SCHEDULE_SERVICE: partial(
                         schedule_grpc.add_ScheduleServiceServicer_to_server,
                         cast(
                             schedule_grpc.ScheduleServiceServicer,
-                            Front(role, lambda one: one.scheduling),
+                            CurrentServicer(role, lambda one: one.scheduling),
                         ),
                     ),
                     REPLICATION_SERVICE: partial(
@@ -202,18 +208,18 @@ async def replicated(
                     mirrors.topics.run,
                     mirrors.gates.run,
                     mirrors.places.run,
-                    around.deliveries.run,
+                    environment.deliveries.run,
                     copy.run,
                     role.run,
                     role.member.registration.run,
                     following.run,
                 ),
-                held=frozenset({"Pull", "Fetch"}),
+                long_polls=frozenset({"Pull", "Fetch"}),
                 leader=False,
                 room=settings.room,
                 replica_set=settings.broker_name,
                 caught_up=role.member.in_sync,
-                leave=role.member.leave,
+                resign=role.member.resign,
                 drain=copy.drain,
             )
         finally:
@@ -222,49 +228,51 @@ async def replicated(
 
 
 class _Mirrors:
-    """Copies of what etcd has, which wake the pulls of whatever serves at the moment."""
+    """The mirrors of etcd; a change wakes the long polls of the current components."""
 
-    def __init__(self, topics: Mirror, gates: Mirror, places: Mirror) -> None:
+    def __init__(self, topics: EtcdMirror, gates: EtcdMirror, places: EtcdMirror) -> None:
         self.topics, self.gates, self.places = topics, gates, places
-        self._serving: Serving | None = None
+        self._components: StorageComponents | None = None
         self.topics.on_change.append(self._topics_changed)
         self.gates.on_change.append(self._gates_changed)
 
-    def wake(self, serving: Serving) -> None:
-        """From now on the pulls of `serving`."""
-        self._serving = serving
+    def wake(self, components: StorageComponents) -> None:
+        """Wake the long polls of `serving`."""
+        self._components = components
 
     def _topics_changed(self, names: frozenset[str]) -> None:
-        if self._serving is not None:
-            self._serving.pulls.wake_topics(names)
+        if self._components is not None:
+            self._components.pulls.wake_topics(names)
 
     def _gates_changed(self, names: frozenset[str]) -> None:
-        if self._serving is not None:
-            self._serving.pulls.wake_groups(names)
+        if self._components is not None:
+            self._components.pulls.wake_groups(names)
 
 
 @asynccontextmanager
-async def _surroundings(
+async def _environment(
     settings: StorageSettings, runtime: Runtime, in_thread: InThread
-) -> AsyncIterator[tuple[Surroundings, _Mirrors]]:
-    peers = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
+) -> AsyncIterator[tuple[StorageEnvironment, _Mirrors]]:
+    peers = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
+    )
     topics_mirror, gates_mirror, places_mirror = (
-        Mirror(runtime.etcd, "topics/"),
-        Mirror(runtime.etcd, GATES_PREFIX),
-        Mirror(runtime.etcd, PLACES_PREFIX),
+        EtcdMirror(runtime.etcd, "topics/"),
+        EtcdMirror(runtime.etcd, GATES_PREFIX),
+        EtcdMirror(runtime.etcd, PLACES_PREFIX),
     )
 
-    def deliveries(offsets_set: str) -> Deliveries:
-        return Deliveries(
+    def deliveries(offsets_set: str) -> DeliveryRecorder:
+        return DeliveryRecorder(
             partial(peers.stub, offsets_set),
             runtime.clock,
-            age_ms_max=settings.verdict_age_ms_max,
+            age_ms_max=settings.record_age_ms_max,
             offsets_set=offsets_set,
         )
 
-    topics = Topics(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
+    topics = TopicCache(topics_mirror, runtime.etcd, settings.broker_name, runtime.clock)
     mirrors = _Mirrors(topics_mirror, gates_mirror, places_mirror)
-    gates, metrics = Gates(gates_mirror), StorageMetrics(runtime.registry)
+    gates, metrics = GroupGates(gates_mirror), StorageMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
     traffic = metrics.traffic
     topics_mirror.on_change.append(
@@ -273,24 +281,24 @@ async def _surroundings(
     gates_mirror.on_change.append(
         lambda _: traffic.keep_groups(lambda name: gates.get(name) is not None)
     )
-    around = Surroundings(
+    environment = StorageEnvironment(
         settings=settings,
         runtime=runtime,
         metrics=metrics,
-        stream=StorageStream(runtime.hub, settings.broker_name),
+        stream=StorageMetricStream(runtime.hub, settings.broker_name),
         topics=topics,
         gates=gates,
-        deliveries=DeliverySets(Places(places_mirror, runtime.nodes), deliveries),
+        deliveries=DeliveryRouter(GroupPlacements(places_mirror, runtime.nodes), deliveries),
         in_thread=in_thread,
     )
     try:
-        yield around, mirrors
+        yield environment, mirrors
     finally:
         await peers.close()
 
 
 def _monotonic_ms() -> Callable[[], int]:
-    """The clock of this loop, for any thread."""
+    """Return the monotonic clock of this event loop, which any thread may read."""
     loop = asyncio.get_running_loop()
     return lambda: int(loop.time() * 1000)
 

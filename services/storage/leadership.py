@@ -1,7 +1,7 @@
-"""What the leader of a replica set does for its followers: hand out the log, and wait for them.
+"""What the leader of a replica set does for its followers: it sends the log and counts progress.
 
-A message is answered for, and seen by readers, once every member of the in-sync set has it on
-disk. A follower says how far it has come by asking for what follows (protocol section 12).
+A message is acknowledged, and visible to consumers, once every member of the in-sync set has it on
+disk. The position in a follower's fetch tells how far its log has come (protocol section 12).
 """
 
 from __future__ import annotations
@@ -16,129 +16,140 @@ from typing import Any
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
+from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
-from batonmq_server.storage.core.commitlog import Range
-from batonmq_server.storage.core.epochs import History, common_point
-from batonmq_server.storage.core.shipping import read_whole
-from batonmq_server.storage.flush import InThread
-from batonmq_server.storage.serving import Serving
-from batonmq_server.storage.stream import REPLICATION, StorageStream
+from batonmq_server.storage.core.commitlog import PositionRange
+from batonmq_server.storage.core.epochs import EpochHistory, common_point
+from batonmq_server.storage.core.log_transfer import read_whole_batches
+from batonmq_server.storage.flusher import InThread
+from batonmq_server.storage.metric_stream import REPLICATION, StorageMetricStream
 
 log = logging.getLogger(__name__)
 
 PRODUCER_QUEUES_MAX = 50_000
-"""Of so many pairs of producer and queue a follower that begins anew gets the sequences: 10 MB."""
+"""A follower that starts an empty copy gets the sequences of at most this many pairs of producer
+and queue, about 10 MB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
-    """What a follower gets.
+class FetchResult:
+    """The answer to one fetch of a follower.
 
     Attributes:
-        position: Where `data` begins.
-        segment: Holds `position`, or will.
-        floors: Set if the follower has to begin anew,
-        producers: and what it then has to know of producers, as a checkpoint.
+        position: Position of `data`; less than the follower's end if it must cut its log.
+        segment: The segment that contains, or will contain, `position`.
+        floors: Set if the follower must discard its copy: the next offsets of the queues.
+        producers: With `floors`: the state of the producers, as a checkpoint.
     """
 
     position: int
     data: bytes
-    segment: Range
+    segment: PositionRange
     floors: bytes | None = None
     producers: bytes = b""
 
 
-class Leadership:
-    """One node's time as leader.
+class StorageLeadership:
+    """One leadership of this node, from its election to its end.
 
-    In the keeper's books positions are one higher than in the log, for those who have the history
-    up to this epoch: so even of an empty log it shows who has heard of the epoch.
+    In the keeper's books a member that has adopted this epoch counts one position more than its log
+    has. So even with an empty log the books show which members have adopted the epoch.
 
     Args:
-        serving: What works on this node's copy; nobody else writes to it meanwhile.
+        components: The components of this node's copy; nothing else writes to it meanwhile.
     """
 
     def __init__(
-        self, keeper: Keeper, serving: Serving, clock: Clock, stream: StorageStream
+        self,
+        keeper: InSyncSet,
+        components: StorageComponents,
+        clock: Clock,
+        stream: StorageMetricStream,
     ) -> None:
-        self.keeper, self.serving, self._clock = keeper, serving, clock
+        self.keeper, self.components, self._clock = keeper, components, clock
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
-        self._node, self._log = serving.node, serving.node.store.log
+        self._node, self._log = components.node, components.node.store.log
         self._grown = asyncio.Event()
-        self._over = False
+        self._ended = False
 
     @property
     def epoch(self) -> int:
-        """Of this leadership."""
+        """Epoch of this leadership."""
         return self.keeper.epoch
 
     @property
-    def history(self) -> History:
-        """Of the log."""
+    def history(self) -> EpochHistory:
+        """Epoch history of the log."""
         return self._node.history
 
     async def begin(self, in_thread: InThread) -> None:
-        """Begin the epoch, on this node's disk.
+        """Record the begin of the epoch on this node's disk.
 
         Raises:
-            OSError: it is not known whether it has begun.
+            OSError: the disk has failed; it is unknown whether the epoch is recorded.
         """
         begin: Callable[[Any], None] = lambda _: self._node.begin_epoch(self.epoch)  # noqa: E731
         await in_thread(begin, None)
 
-    async def settled(self) -> None:
-        """Return once the in-sync set has the epoch, and all that was before, and etcd knows."""
-        self.keeper.on_news.append(self._tell)
-        self.serving.flusher.on_sync.append(self._synced)
+    async def wait_settled(self) -> None:
+        """Wait until the in-sync set has this epoch and everything before it, and etcd says so."""
+        self.keeper.on_news.append(self._confirm)
+        self.components.flusher.on_sync.append(self._synced)
         self._synced(self._log.next_position)
         await self.keeper.begun(self._log.next_position + 1)
         await self.keeper.serve()
 
     def end(self) -> None:
-        """The leadership is over: nothing is confirmed by it any more, nor handed out."""
-        self._over = True
+        """End the leadership: nothing more is confirmed, and no log is sent to followers."""
+        self._ended = True
         self._grown.set()
-        flusher = self.serving.flusher
+        flusher = self.components.flusher
         if self._synced in flusher.on_sync:
             flusher.on_sync.remove(self._synced)
         self.keeper.on_news.clear()
 
-    async def fetch(self, name: str, end: int, theirs: History, wish: Wish) -> Shipment:
-        """What follower `name` is to do next, whose log with that history ends at `end`.
+    async def fetch(
+        self, name: str, end: int, theirs: EpochHistory, limits: FetchLimits
+    ) -> FetchResult:
+        """Return what follower `name` must do next.
+
+        Args:
+            end: End of the follower's log.
+            theirs: Epoch history of the follower's log.
 
         Raises:
             NotLeader: the leadership has ended meanwhile.
-            DataLoss: the log is damaged there.
+            DataLoss: the leader's log is damaged at `end`.
         """
         mine, log_ = self.history, self._log
         point = common_point(mine, log_.next_position, theirs, end)
         if point < log_.first_position:
             self.keeper.books.forget(name)
-            return self._beginning()
+            return self._reset_result()
         if point < end:
             self.keeper.books.forget(name)
-            return Shipment(point, b"", (0, 0))
+            return FetchResult(point, b"", (0, 0))
         has_epoch = theirs.epoch == self.epoch
         self.keeper.books.heard(name, end + has_epoch, self._clock.monotonic_ms())
         self.keeper.looked_at()
         grown = self._grown
         if has_epoch and end >= log_.synced_position:
-            await wait_until(grown, wish.hold_ms)
-            if self._over:  # and somebody else may be at work on the log
-                raise NotLeader("this node is not the leader any more", retry_after_ms=200)
+            await wait_until(grown, limits.hold_ms)
+            if self._ended:  # a new leader may have the log cut meanwhile
+                raise NotLeader("this node is no longer the leader", retry_after_ms=200)
         try:
-            data = read_whole(log_, self.history, end, wish.bytes_max)
+            data = read_whole_batches(log_, self.history, end, limits.bytes_max)
         except DataLoss as error:
-            self.serving.damage.met(error)
+            self.components.damage.report_error(error)
             raise
-        return Shipment(end, data, self._segment(end))
+        return FetchResult(end, data, self._segment(end))
 
-    def _beginning(self) -> Shipment:
+    def _reset_result(self) -> FetchResult:
         store = self._node.store
         position = store.log.first_position
         known = store.producers.below(position, PRODUCER_QUEUES_MAX)
-        return Shipment(
+        return FetchResult(
             position,
             b"",
             self._segment(position),
@@ -146,7 +157,7 @@ class Leadership:
             checkpoint.of_producers(position, known),
         )
 
-    def _segment(self, position: int) -> Range:
+    def _segment(self, position: int) -> PositionRange:
         if position >= self._log.end_position:
             return position, self._log.segment_end(position)
         return self._log.segment_of(position)[1:]
@@ -159,16 +170,16 @@ class Leadership:
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
 
-    def _tell(self) -> None:
+    def _confirm(self) -> None:
         safe = max(self.keeper.safe - 1, 0)
-        self.serving.flusher.confirmed(safe)
+        self.components.flusher.confirmed(safe)
         while self._synced_s and self._synced_s[0][0] <= safe:
-            self._stream.took(REPLICATION, self._synced_s.popleft()[1])
+            self._stream.observe_since(REPLICATION, self._synced_s.popleft()[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """How a follower wants to be answered: how long held if there is nothing, how much at most."""
+class FetchLimits:
+    """Limits of one fetch: time to wait for new bytes, in ms, and the maximum answer size."""
 
     hold_ms: int
     bytes_max: int

@@ -1,4 +1,4 @@
-"""The servicer that looks messages up: reads requests, asks the core, answers."""
+"""The servicer of QueryService: looks up messages by offset, time, key and id."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ from batonmq.errors import (
     TopicNotFound,
     WrongBroker,
 )
-from batonmq_server.runtime.access import consume
-from batonmq_server.runtime.guard import Require
-from batonmq_server.storage import requests
+from batonmq_server.runtime.access.guard import PermissionCheck
+from batonmq_server.runtime.access.permissions import consume
+from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
-from batonmq_server.storage.core.query import Match, Matches, Queries, Window
-from batonmq_server.storage.core.store import Reading, Store, Wanted, check_queue, check_readable
-from batonmq_server.storage.damage import Damage
-from batonmq_server.storage.topics import Topics
+from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
+from batonmq_server.storage.core.store import (
+    ReadResult,
+    ReadSpec,
+    Store,
+    check_queue,
+    check_readable,
+)
+from batonmq_server.storage.damage_tracker import DamageTracker
+from batonmq_server.storage.topic_cache import TopicCache
 
 FOUND_MAX = 1_000
 FOUND_DEFAULT = 64
@@ -43,7 +49,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class MessageId:
-    """Where a message id says that the message is."""
+    """The place of a message, as its id says: broker, position of its batch, index."""
 
     broker: str
     position: int
@@ -51,10 +57,10 @@ class MessageId:
 
     @classmethod
     def parse(cls, text: str) -> MessageId:
-        """Inverse of what a producer's receipt shows.
+        """Parse a message id, as a producer's receipt shows it.
 
         Raises:
-            InvalidArgument: it is no message id.
+            InvalidArgument: `text` is not a message id.
         """
         broker, *numbers = text.rsplit("-", 2)
         try:
@@ -62,7 +68,7 @@ class MessageId:
             position, index = (_hex(number) for number in numbers)
         except ValueError as error:
             raise InvalidArgument(
-                f"{text[:140]!r} is no message id",
+                f"{text[:140]!r} is not a message id",
                 remedy="Use the id of a producer's receipt: broker-position-index.",
                 facts={"field": "message_id"},
             ) from error
@@ -70,27 +76,27 @@ class MessageId:
 
 
 class QueryServicer(pb_grpc.QueryServiceServicer):
-    """See the proto.
+    """Serves QueryService; see the proto.
 
     Args:
-        broker: Name of the replica set, or of a node without replicas.
-        is_follower: Whether this node may lag behind another.
-        require: Asks whether the caller may read the topic of a message that it names by its id;
-            None where nobody is asked who calls.
+        broker: Broker name: the replica set, or a node without replicas.
+        is_follower: Returns whether this node is a follower, which may lag behind the leader.
+        require: Raises unless the caller may read the topic of a message that it names by its id;
+            None if authorization is off.
     """
 
     def __init__(
         self,
         broker: str,
         store: Store,
-        topics: Topics,
-        damage: Damage,
+        topics: TopicCache,
+        damage: DamageTracker,
         is_follower: Callable[[], bool] = lambda: False,
-        require: Require | None = None,
+        require: PermissionCheck | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._is_follower, self._require = is_follower, require
-        self._queries = Queries(store)
+        self._queries = MessageQueries(store)
 
     async def SearchOffset(
         self, request: pb.SearchOffsetRequest, context: Context
@@ -100,15 +106,15 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         try:
             offset = self._queries.search_offset(key, request.unix_ms)
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
         return pb.SearchOffsetResponse(offset=offset)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadResponse:
         """See the proto."""
-        wanted = requests.wanted(request)
+        spec = validation.parse_read(request)
         key = await self._queue(request, readable=True)
-        reading = self._read(key, wanted)
+        reading = self._read(key, spec)
         held = self._store.offsets(key)
         return pb.ReadResponse(
             batches=reading.batches if reading else (),
@@ -123,9 +129,9 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         """See the proto."""
         check_topic(request.topic)
         _check_key(request.key)
-        requests.limit("messages_max", request.messages_max, FOUND_MAX)
+        validation.check_limit("messages_max", request.messages_max, FOUND_MAX)
         topic = await self._topics.find(request.topic)
-        window = Window(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
+        window = TimeWindow(request.from_unix_ms, request.to_unix_ms or _UNBOUNDED_MS)
         found = self._find(topic.topic_id, request.key, window, request.messages_max)
         return pb.FindByKeyResponse(messages=map(_message, found.messages), more=found.more)
 
@@ -133,16 +139,16 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         self, request: pb.GetMessageRequest, context: Context
     ) -> pb.GetMessageResponse:
         """See the proto."""
-        wanted = MessageId.parse(request.message_id)
-        if wanted.broker != self._broker:
+        spec = MessageId.parse(request.message_id)
+        if spec.broker != self._broker:
             raise WrongBroker(
-                f"this is broker {self._broker}, not {wanted.broker}",
-                facts={"asked": wanted.broker, "actual": self._broker},
+                f"this is broker {self._broker}, not {spec.broker}",
+                facts={"asked": spec.broker, "actual": self._broker},
             )
         try:
-            found = self._queries.message(wanted.position, wanted.index)
+            found = self._queries.message(spec.position, spec.index)
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
         header = read_header(found.batch)
         if self._require is not None:
@@ -153,7 +159,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
             topic = None
         if topic is None or topic.topic_id != header.topic_id:
             raise MessageNotFound(
-                f"the topic {header.topic} of message {request.message_id} is deleted"
+                f"topic {header.topic} of message {request.message_id} was deleted"
             )
         return pb.GetMessageResponse(message=_message(found))
 
@@ -161,27 +167,27 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         self, request: pb.SearchOffsetRequest | pb.ReadRequest, *, readable: bool
     ) -> QueueKey:
         if not request.HasField("queue"):
-            raise InvalidArgument("a request names a queue", facts={"field": "queue"})
-        queue = requests.check_queue_name(request.queue, self._broker)
+            raise InvalidArgument("queue is required", facts={"field": "queue"})
+        queue = validation.check_queue_name(request.queue, self._broker)
         topic = await self._topics.find(queue.topic)
         if readable:
             check_readable(queue.topic, topic)
         return check_queue(queue.topic, topic, queue.queue_id)
 
-    def _read(self, key: QueueKey, wanted: Wanted) -> Reading | None:
+    def _read(self, key: QueueKey, spec: ReadSpec) -> ReadResult | None:
         try:
-            return self._store.read(key, wanted)
+            return self._store.read(key, spec)
         except OffsetAheadOfLog as error:
             if self._is_follower():
                 raise NotLeader(
-                    f"this follower lags: {error.message}", retry_after_ms=100
+                    f"this follower lags behind the leader: {error.message}", retry_after_ms=100
                 ) from error
             raise OffsetOutOfRange(error.message, facts=error.facts) from error
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
 
-    def _find(self, topic_id: int, key: str, window: Window, messages_max: int) -> Matches:
+    def _find(self, topic_id: int, key: str, window: TimeWindow, messages_max: int) -> KeyMatches:
         try:
             return self._queries.find(
                 topic_id,
@@ -191,11 +197,11 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
                 bytes_max=FOUND_BYTES_MAX,
             )
         except DataLoss as error:
-            self._damage.met(error)
+            self._damage.report_error(error)
             raise
 
 
-def _message(match: Match) -> pb.StoredMessage:
+def _message(match: MessageMatch) -> pb.StoredMessage:
     return pb.StoredMessage(batch=match.batch, index=match.index)
 
 
@@ -206,17 +212,18 @@ def _check_key(key: str) -> None:
             f"key has {len(raw)} bytes; the limit is {KEYS_BYTES_MAX}",
             facts={"field": "key", "limit": KEYS_BYTES_MAX, "actual": len(raw)},
         )
-    if raw.split() != [raw]:  # as a producer splits them
+    if raw.split() != [raw]:  # a producer splits keys at white space
         raise InvalidArgument(
-            "a key has at least one character and no white space", facts={"field": "key"}
+            f"key must have at least one character and no white space, got {key!r}",
+            facts={"field": "key"},
         )
 
 
 def _hex(text: str) -> int:
-    """A number as a receipt shows it: lower case hex without signs or zeros before it.
+    """Parse a number as a receipt shows it: lower case hex without a sign or leading zeros.
 
     Raises:
-        ValueError: it is none, or too large.
+        ValueError: it is not such a number, or too large.
     """
     number = int(text, 16)
     if f"{number:x}" != text or number > POSITION_MAX:

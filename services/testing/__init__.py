@@ -11,8 +11,8 @@ async def test_bills_are_sent():
 
 from __future__ import annotations
 
-from batonmq_server.testing.broker import MemoryBroker
-from batonmq_server.testing.network import Faults
+from batonmq_server.testing.memory_broker import MemoryBroker
+from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.virtual_time import Deadlock, Livelock, run_virtual
 
 __all__ = ["Deadlock", "Faults", "Livelock", "MemoryBroker", "run_virtual"]

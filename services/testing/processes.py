@@ -12,20 +12,21 @@ from typing import Any
 
 from batonmq._common.aio import only_error
 from batonmq._common.clock import Clock
-from batonmq._connection.directory import Surroundings
+from batonmq._connection.directory import ClientEnvironment
 from batonmq.errors import NoQuorum
-from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.events import watchable
+from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.event_publisher import event_publisher
+from batonmq_server.runtime.event_stream_server import add_event_stream
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.runtime.streaming import publisher_of
-from batonmq_server.storage.node import Node
-from batonmq_server.testing.disks import MemoryDisk, OffsetsDisk
-from batonmq_server.testing.etcd import EtcdTwin, TwinSession
-from batonmq_server.testing.network import Network, Watcher
-from batonmq_server.testing.virtual_time import Host, VirtualTimeLoop
-from batonmq_server.testing.wire import Server, connector
+from batonmq_server.storage.node import StorageNode
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
+from batonmq_server.testing.memory_etcd import MemoryEtcd, MemoryEtcdSession
+from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
+from batonmq_server.testing.memory_network import MemoryNetwork, NetworkObserver
+from batonmq_server.testing.virtual_time import VirtualHost, VirtualTimeLoop
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class LoopClock(Clock):
         return START_UNIX_MS + self.monotonic_ms() + self.ahead_ms
 
 
-class World(Watcher):
+class MemoryEnvironment(NetworkObserver):
     """The network, etcd and disks of one cluster. They outlive processes.
 
     Args:
@@ -61,11 +62,11 @@ class World(Watcher):
     def __init__(self, seed: str) -> None:
         self.loop, self.seed = asyncio.get_running_loop(), seed
         self.virtual = isinstance(self.loop, VirtualTimeLoop)
-        self.network = Network(self.random("network"), self)
-        self.etcd = EtcdTwin(self.network)
-        self.offsets_disks: dict[str, OffsetsDisk] = {}
+        self.network = MemoryNetwork(self.random("network"), self)
+        self.etcd = MemoryEtcd(self.network)
+        self.offsets_disks: dict[str, MemoryOffsetsDisk] = {}
         self.storage_disks: dict[str, MemoryDisk] = {}
-        self.hosts: list[Host] = []
+        self.hosts: list[VirtualHost] = []
 
     def now_ms(self) -> int:
         """Time of the loop."""
@@ -75,9 +76,9 @@ class World(Watcher):
         """A stream of chance of its own, so that one use does not shift another."""
         return Random(f"{self.seed}/{purpose}")
 
-    def host(self, name: str) -> Host:
+    def host(self, name: str) -> VirtualHost:
         """Where a new process runs."""
-        host = Host(name)
+        host = VirtualHost(name)
         self.hosts.append(host)
         return host
 
@@ -89,11 +90,11 @@ class World(Watcher):
         """How long a synced write takes, in seconds."""
         return 0
 
-    def offsets_disk_of(self, node_id: str) -> OffsetsDisk:
+    def offsets_disk_of(self, node_id: str) -> MemoryOffsetsDisk:
         """The disk of a node of offsets."""
         if node_id not in self.offsets_disks:
             random = self.random(f"offsets disk {node_id}")
-            self.offsets_disks[node_id] = OffsetsDisk(random, self.write_s)
+            self.offsets_disks[node_id] = MemoryOffsetsDisk(random, self.write_s)
         return self.offsets_disks[node_id]
 
     def crash_disk(self, name: str) -> None:
@@ -103,10 +104,10 @@ class World(Watcher):
 
     # ---- what happens to processes
 
-    def offsets_opened(self, offsets: Offsets) -> None:
+    def offsets_opened(self, offsets: OffsetsEpoch) -> None:
         """A life of offsets, or a leadership, begins to serve what is on its disk."""
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         """A life of storage has; or a replica has opened its copy, again if it was cut."""
 
     def thawed(self) -> None:
@@ -118,7 +119,7 @@ class World(Watcher):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceSpec:
     """How a service is started.
 
     Attributes:
@@ -132,7 +133,7 @@ class Service:
     build: Build
 
 
-class Process:
+class SimulatedProcess:
     """One life of one process.
 
     Attributes:
@@ -141,7 +142,7 @@ class Process:
         leaving: Whether it was told to stop; `stopping` is set once it has noticed.
     """
 
-    def __init__(self, world: World, name: str, life: int) -> None:
+    def __init__(self, world: MemoryEnvironment, name: str, life: int) -> None:
         self.world, self.name, self.life = world, name, life
         self.clock = world.clock()
         self.host = world.host(name)
@@ -196,10 +197,12 @@ class Process:
             self.world.thawed()
             self.host.thaw()
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> ClientEnvironment:
         """What its clients take from outside."""
-        return Surroundings(
-            clock=self.clock, random=self.random, connect=connector(self.world.network, self.host)
+        return ClientEnvironment(
+            clock=self.clock,
+            random=self.random,
+            connect=memory_connector(self.world.network, self.host),
         )
 
     async def _live(self, main: Callable[[], Awaitable[None]]) -> None:
@@ -213,23 +216,23 @@ class Process:
             self.alive = False
 
 
-class ServiceProcess(Process):
+class SimulatedService(SimulatedProcess):
     """A life of a service, as `batonmq_server.runtime.process` leads it."""
 
-    def __init__(self, world: World, service: Service, life: int) -> None:
+    def __init__(self, world: MemoryEnvironment, service: ServiceSpec, life: int) -> None:
         super().__init__(world, service.name, life)
         self.service = service
-        self.server: Server | None = None
+        self.server: MemoryServer | None = None
         self.run(self._serve)
 
     def kill(self, *, noticed: bool = True) -> None:
-        """See Process."""
+        """See SimulatedProcess."""
         if self.server is not None:
             self.server.crash(noticed)
         super().kill(noticed=noticed)
 
     async def abort(self) -> None:
-        """See Process."""
+        """See SimulatedProcess."""
         if self.server is not None:
             self.server.crash(noticed=True)
         await super().abort()
@@ -238,35 +241,35 @@ class ServiceProcess(Process):
 
     async def _serve(self) -> None:
         world, settings = self.world, self.service.settings
-        etcd = TwinSession(world.etcd, self.host, self.clock, self.random)
+        etcd = MemoryEtcdSession(world.etcd, self.host, self.clock, self.random)
         runtime = Runtime(
             self.service.kind,
             settings,
             etcd,
             random=self.random,
-            connect=connector(world.network, self.host),
+            connect=memory_connector(world.network, self.host),
         )
         address = f"{self.name}:1"
         async with asyncio.TaskGroup() as following:
             nodes = following.create_task(runtime.nodes.run())
             async with self.service.build(settings, runtime) as app:
-                edge = EdgeInterceptor(self.clock, runtime.registry, app.held)
-                self.server = Server(world.network, self.host, address, edge)
+                edge = EdgeInterceptor(self.clock, runtime.registry, app.long_polls)
+                self.server = MemoryServer(world.network, self.host, address, edge)
                 for add in app.servicers.values():
                     add(self.server)  # type: ignore[arg-type]
-                watchable(runtime.hub, self.server)  # type: ignore[arg-type]
-                runtime.bound(address, "")
+                add_event_stream(runtime.hub, self.server)  # type: ignore[arg-type]
+                runtime.node_entry.set_addresses(address, "")
                 self.server.start()
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(loop()) for loop in app.loops]
                     if settings.metrics_stream:
-                        running.append(tasks.create_task(publisher_of(runtime).run()))
+                        running.append(tasks.create_task(event_publisher(runtime).run()))
                     await self._register(runtime, app)
-                    running.append(tasks.create_task(runtime.keep_registered()))
+                    running.append(tasks.create_task(runtime.node_entry.keep()))
                     await self.stopping.wait()
-                    app.leave()
+                    app.resign()
                     edge.drain()
-                    await runtime.unregister()
+                    await runtime.node_entry.remove()
                     await self.server.stop(GRACE_MS / 1000)
                     await app.drain()
                     for task in running:
@@ -275,9 +278,9 @@ class ServiceProcess(Process):
 
     @staticmethod
     async def _register(runtime: Runtime, app: App) -> None:
-        while not runtime.registered:
+        while not runtime.node_entry.defined:
             try:
-                await runtime.register(
+                await runtime.node_entry.write(
                     epoch=app.epoch,
                     leader=app.leader,
                     room=app.room,

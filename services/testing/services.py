@@ -10,16 +10,17 @@ from typing import Any
 
 from batonmq_server.lockmgr import app as lockmgr_app
 from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.nameserver import __main__ as nameserver_app
+from batonmq_server.nameserver import app as nameserver_app
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets import app as offsets_app
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage import app as storage_app
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import recovered
-from batonmq_server.testing.disks import MemoryDisk, away
-from batonmq_server.testing.processes import Service, World
+from batonmq_server.testing.memory_disks import MemoryDisk, delayed_sync
+from batonmq_server.testing.processes import MemoryEnvironment, ServiceSpec
 
 _SEGMENT_BYTES = 8 * 1024 * 1024
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -39,8 +40,8 @@ _NODE_LEASE_MS = 60_000
 
 
 def cluster(
-    world: World, brokers: Sequence[str], settings: Mapping[str, Mapping[str, object]]
-) -> list[Service]:
+    world: MemoryEnvironment, brokers: Sequence[str], settings: Mapping[str, Mapping[str, object]]
+) -> list[ServiceSpec]:
     """One of each service, but several brokers, in the order in which they start.
 
     They publish no metrics unless `settings` says so: an idle cluster is to be idle.
@@ -61,17 +62,17 @@ def cluster(
     ]
 
 
-def nameserver(settings: NameserverSettings) -> Service:
+def nameserver(settings: NameserverSettings) -> ServiceSpec:
     """A replica of the nameserver."""
-    return Service(settings.node_id, "nameserver", settings, nameserver_app.build)
+    return ServiceSpec(settings.node_id, "nameserver", settings, nameserver_app.build)
 
 
-def lockmgr(settings: LockmgrSettings) -> Service:
+def lockmgr(settings: LockmgrSettings) -> ServiceSpec:
     """A lock manager."""
-    return Service(settings.node_id, "lockmgr", settings, lockmgr_app.build)
+    return ServiceSpec(settings.node_id, "lockmgr", settings, lockmgr_app.build)
 
 
-def offsets(world: World, settings: OffsetsSettings) -> Service:
+def offsets(world: MemoryEnvironment, settings: OffsetsSettings) -> ServiceSpec:
     """A node of offsets, on the disk that `world` has for it."""
 
     @asynccontextmanager
@@ -80,16 +81,16 @@ def offsets(world: World, settings: OffsetsSettings) -> Service:
         async with offsets_app.served(settings, runtime, disk, world.offsets_opened) as app:
             yield app
 
-    return Service(settings.node_id, "offsets", settings, build)
+    return ServiceSpec(settings.node_id, "offsets", settings, build)
 
 
-def storage(world: World, settings: StorageSettings) -> Service:
+def storage(world: MemoryEnvironment, settings: StorageSettings) -> ServiceSpec:
     """A broker, or a node of its replica set, on the disk that `world` has for it by then."""
 
     @asynccontextmanager
     async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
         disk = world.storage_disks.setdefault(settings.node_id, MemoryDisk())
-        in_no_thread = away(runtime.random, world.write_s)
+        in_no_thread = delayed_sync(runtime.random, world.write_s)
         opened = partial(world.storage_opened, settings.node_id)
         if len(settings.members) > 1:
             async with storage_app.replicated(settings, runtime, disk, in_no_thread, opened) as app:
@@ -105,4 +106,4 @@ def storage(world: World, settings: StorageSettings) -> Service:
             async with storage_app.served(settings, runtime, node, in_no_thread) as app:
                 yield app
 
-    return Service(settings.node_id, "storage", settings, build)
+    return ServiceSpec(settings.node_id, "storage", settings, build)

@@ -1,9 +1,9 @@
 """An event loop whose clock jumps to the next timer instead of waiting for it.
 
-It can also play several processes: what a `Host` has begun, and whatever that begins, belongs to
-the host, and can be frozen and thawed like a process under SIGSTOP and SIGCONT. Everything in
-the loop happens in an order that depends on nothing outside: no thread, no socket, no hash of an
-address or a string.
+It can also simulate several processes: every task and timer that a `VirtualHost` starts, directly
+or indirectly, belongs to that host, and can be frozen and thawed like a process under SIGSTOP and
+SIGCONT. The order of events in the loop depends on nothing outside it: no thread, no socket, no
+hash of an address or of a string.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SPINS_MAX = 1_000_000
-_HOST: ContextVar[Host | None] = ContextVar("host", default=None)
+_HOST: ContextVar[VirtualHost | None] = ContextVar("host", default=None)
 
 
 class Deadlock(Exception):
@@ -85,7 +85,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return task
 
 
-class Host:
+class VirtualHost:
     """One process: its tasks and timers stand still while it is frozen.
 
     It can be frozen in a `VirtualTimeLoop` only.
@@ -154,7 +154,11 @@ class _Gate:
     handle: asyncio.Handle
 
     def __init__(
-        self, host: Host, callback: Callable[..., Any], args: tuple[Any, ...], context: Context
+        self,
+        host: VirtualHost,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
     ) -> None:
         self.host, self.callback, self.args, self.context = host, callback, args, context
 

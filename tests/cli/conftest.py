@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import Up, up
+from tests.cli.baton import RunningCluster, up
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """A cluster that the tests of this file share; each uses topics of its own."""
     with up(tmp_path_factory.mktemp("up") / "data") as running:
         yield running

@@ -11,7 +11,7 @@ import pytest
 
 from batonmq.cli.config import parse_env
 from batonmq.errors import InvalidArgument
-from tests.cli.running import baton
+from tests.cli.baton import baton
 
 
 def test_values_are_told_with_where_they_come_from(

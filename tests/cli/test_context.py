@@ -11,10 +11,10 @@ import pytest
 
 from batonmq.cli import context_file
 from batonmq.cli.context_file import Context, ContextError, Contexts
-from tests.cli.running import Finished, baton
+from tests.cli.baton import CommandResult, baton
 
 
-def _address(finished: Finished) -> str:
+def _address(finished: CommandResult) -> str:
     """The commas that a command was to take for a nameserver: refused without being asked."""
     assert finished.code == 1, finished
     return finished.err.partition("INVALID_ARGUMENT: '")[2].partition("' names no nameserver")[0]

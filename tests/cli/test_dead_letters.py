@@ -20,7 +20,7 @@ from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
 from batonmq._producer.producer import Producer
-from tests.cli.running import Up
+from tests.cli.baton import RunningCluster
 from tests.support.waiting import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -29,7 +29,7 @@ WHY = ("--reason", "the stock is back", "--by", "tester")
 
 
 @pytest.fixture
-def name(cluster: Up, request: pytest.FixtureRequest) -> str:
+def name(cluster: RunningCluster, request: pytest.FixtureRequest) -> str:
     """A topic of one queue, and the name of the group that reads it."""
     name = str(request.node.name.removeprefix("test_")[:60].rstrip("_"))
     assert cluster("topic", "create", name, "--queues", "1").code == 0
@@ -40,7 +40,7 @@ SETTINGS = ConsumerSettings(retries_max=1, consume_from="first")
 
 
 async def handle_all(
-    cluster: Up,
+    cluster: RunningCluster,
     name: str,
     handler: Callable[[ReceivedMessage], object],
     done: Callable[[], bool],
@@ -60,7 +60,7 @@ async def handle_all(
         await consumer.run(handle)
 
 
-def die(cluster: Up, name: str, bodies: list[bytes]) -> list[str]:
+def die(cluster: RunningCluster, name: str, bodies: list[bytes]) -> list[str]:
     """Messages that end as dead letters after two attempts; their ids."""
 
     async def run() -> list[str]:
@@ -90,20 +90,22 @@ def die(cluster: Up, name: str, bodies: list[bytes]) -> list[str]:
     return ids
 
 
-def dead(cluster: Up, name: str, *arguments: str) -> list[dict[str, Any]]:
+def dead(cluster: RunningCluster, name: str, *arguments: str) -> list[dict[str, Any]]:
     done = cluster("dlq", "show", name, *arguments, *JSON)
     found: list[dict[str, Any]] = done.json if done.code == 0 else []
     return found
 
 
-def handled(cluster: Up, name: str, count: int) -> list[ReceivedMessage]:
+def handled(cluster: RunningCluster, name: str, count: int) -> list[ReceivedMessage]:
     """What a member gets next."""
     seen: list[ReceivedMessage] = []
     asyncio.run(handle_all(cluster, name, seen.append, lambda: len(seen) == count, "b"))
     return seen
 
 
-def test_message_dies_is_traced_redriven_once_and_handled(cluster: Up, name: str) -> None:
+def test_message_dies_is_traced_redriven_once_and_handled(
+    cluster: RunningCluster, name: str
+) -> None:
     (message_id,) = die(cluster, name, [b"order"])
     (letter,) = dead(cluster, name)
     assert (letter["origin_id"], letter["cause"], letter["attempts"]) == (message_id, "failed", 2)
@@ -164,7 +166,7 @@ def test_message_dies_is_traced_redriven_once_and_handled(cluster: Up, name: str
         assert word in told.out
 
 
-def test_redrive_takes_those_that_are_meant_at_the_rate(cluster: Up, name: str) -> None:
+def test_redrive_takes_those_that_are_meant_at_the_rate(cluster: RunningCluster, name: str) -> None:
     die(cluster, name, [b"0", b"1", b"2"])
     assert [one["body"] for one in dead(cluster, name, "--key", "k1")] == ["1"]
     assert [one["body"] for one in dead(cluster, name, "--sql", "region <> 'r1'")] == ["0", "2"]
@@ -185,7 +187,7 @@ def test_redrive_takes_those_that_are_meant_at_the_rate(cluster: Up, name: str) 
     assert (rest["count"], rest["passed_over_count"], rest["causes"]) == (1, 2, {"failed": 1})
 
 
-def test_redrive_to_the_topic_reaches_other_groups(cluster: Up, name: str) -> None:
+def test_redrive_to_the_topic_reaches_other_groups(cluster: RunningCluster, name: str) -> None:
     (message_id,) = die(cluster, name, [b"order"])
     other = f"{name}-other"[-60:].lstrip("_")
     assert cluster("consume", name, "--group", other).code == 0
@@ -197,7 +199,9 @@ def test_redrive_to_the_topic_reaches_other_groups(cluster: Up, name: str) -> No
     assert all(one["copies"][-1]["kind"] == "redriven" for one in groups)
 
 
-def test_group_that_reads_no_retries_is_redriven_only_to_its_topic(cluster: Up, name: str) -> None:
+def test_group_that_reads_no_retries_is_redriven_only_to_its_topic(
+    cluster: RunningCluster, name: str
+) -> None:
     die(cluster, name, [b"order"])
     assert cluster("group", "delete", name, "--yes").code == 0
     refused = cluster("dlq", "redrive", name, "--execute", *WHY)
@@ -208,7 +212,7 @@ def test_group_that_reads_no_retries_is_redriven_only_to_its_topic(cluster: Up, 
     assert cluster("dlq", "redrive", name, "--to-topic", "--execute", *WHY).code == 0
 
 
-def test_export_writes_a_line_for_each(cluster: Up, name: str, tmp_path: Path) -> None:
+def test_export_writes_a_line_for_each(cluster: RunningCluster, name: str, tmp_path: Path) -> None:
     die(cluster, name, [b"text", b"\xff\x00"])
     out = tmp_path / "dead.jsonl"
     assert cluster("dlq", "export", name, "--out", str(out)).code == 0
@@ -217,7 +221,9 @@ def test_export_writes_a_line_for_each(cluster: Up, name: str, tmp_path: Path) -
     assert text["group"] == name
 
 
-def test_message_that_a_filter_keeps_back_is_told_so(cluster: Up, name: str, lines: Path) -> None:
+def test_message_that_a_filter_keeps_back_is_told_so(
+    cluster: RunningCluster, name: str, lines: Path
+) -> None:
     assert cluster("produce", name, "--file", str(lines), "--tag", "new").code == 0
     assert cluster("consume", name, "--group", name, "--filter", "paid").code == 0
     told = cluster("message", "trace", "--topic", name, "--queue", "0", "--offset", "1", *JSON)
@@ -227,13 +233,13 @@ def test_message_that_a_filter_keeps_back_is_told_so(cluster: Up, name: str, lin
     assert events == ["filtered", "passed_over", "now"]
 
 
-def test_dead_letters_of_a_group_without_any_are_not_found(cluster: Up) -> None:
+def test_dead_letters_of_a_group_without_any_are_not_found(cluster: RunningCluster) -> None:
     for command in ("show", "redrive"):
         done = cluster("dlq", command, "nobody")
         assert (done.code, "TOPIC_NOT_FOUND" in done.err) == (1, True)
 
 
-def test_redrive_that_is_carried_out_needs_a_reason(cluster: Up) -> None:
+def test_redrive_that_is_carried_out_needs_a_reason(cluster: RunningCluster) -> None:
     assert cluster("dlq", "redrive", "g", "--execute").code == 2
     assert cluster("dlq", "show", "g", "--sql", "a >").code == 2
     assert cluster("dlq", "show", "g", "--cause", "other").code == 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.running import BATON, Finished, Up, baton, up
+from tests.cli.baton import BATON, CommandResult, RunningCluster, baton, up
 from tests.support.waiting import lives, until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -52,7 +52,7 @@ def test_supervisor_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
         until_now(lambda: not any(map(lives, running.pids.values())))
 
 
-def test_killed_service_is_told_and_restarted(cluster: Up) -> None:
+def test_killed_service_is_told_and_restarted(cluster: RunningCluster) -> None:
     os.kill(cluster.pids["offsets"], signal.SIGKILL)
     until_now(lambda: "offsets serves again: pid " in cluster.told(), timeout_s=60)
     assert "offsets ended: SIGKILL; the end of " in cluster.told()
@@ -62,14 +62,14 @@ def test_killed_service_is_told_and_restarted(cluster: Up) -> None:
     assert pid != cluster.pids["offsets"]
 
 
-def test_second_up_on_the_directory_is_refused(cluster: Up) -> None:
+def test_second_up_on_the_directory_is_refused(cluster: RunningCluster) -> None:
     refused = baton("up", "--data-dir", str(cluster.stderr.with_name("data")))
     assert refused.code == 1
     assert f"DATA_DIR_IN_USE: process {cluster.process.pid} runs on " in refused.err
     assert lives(cluster.pids["etcd"])
 
 
-def test_topic_comes_and_goes(cluster: Up) -> None:
+def test_topic_comes_and_goes(cluster: RunningCluster) -> None:
     created = cluster("topic", "create", "come", "--queues", "2", "--format", "json")
     assert (created.code, created.json["created"], created.json["queue_count"]) == (0, True, 2)
     again = cluster("topic", "create", "come", "--queues", "2", "--format", "json")
@@ -84,7 +84,7 @@ def test_topic_comes_and_goes(cluster: Up) -> None:
     assert json.loads(gone.err)["error"]["reason"] == "TOPIC_NOT_FOUND"
 
 
-def test_topics_of_the_system_are_listed_if_asked_for(cluster: Up) -> None:
+def test_topics_of_the_system_are_listed_if_asked_for(cluster: RunningCluster) -> None:
     def listed(*more: str) -> set[str]:
         rows = cluster("topic", "list", *more).rows
         return {row["TOPIC"] for row in rows if row["TOPIC"].startswith("BATON_SYS_")}
@@ -93,7 +93,7 @@ def test_topics_of_the_system_are_listed_if_asked_for(cluster: Up) -> None:
     assert listed() == set()
 
 
-def test_top_prints_one_frame_if_nobody_looks(cluster: Up, lines: Path) -> None:
+def test_top_prints_one_frame_if_nobody_looks(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "shown", "--queues", "2")
     cluster("produce", "shown", "--file", str(lines))
     cluster("consume", "shown", "--group", "looked-at", "--from", "first")
@@ -105,7 +105,9 @@ def test_top_prints_one_frame_if_nobody_looks(cluster: Up, lines: Path) -> None:
     assert {row["group"]: row["lag"] for row in shown["groups"]}["looked-at"] == 0
 
 
-def test_topic_changes_its_size_and_what_may_be_done_with_it(cluster: Up, lines: Path) -> None:
+def test_topic_changes_its_size_and_what_may_be_done_with_it(
+    cluster: RunningCluster, lines: Path
+) -> None:
     lines.write_bytes(b"a\n")
     cluster("topic", "create", "change", "--queues", "2")
     grown = cluster("topic", "update", "change", "--queues", "4", "--format", "json")
@@ -125,7 +127,9 @@ def test_topic_changes_its_size_and_what_may_be_done_with_it(cluster: Up, lines:
     assert cluster("topic", "update", "change", "--permission", "x").code == 2
 
 
-def test_messages_are_looked_up_by_id_key_place_and_time(cluster: Up, lines: Path) -> None:
+def test_messages_are_looked_up_by_id_key_place_and_time(
+    cluster: RunningCluster, lines: Path
+) -> None:
     cluster("topic", "create", "look-up", "--queues", "1")
     sent = cluster(
         "produce", "look-up", "--file", str(lines), "--key", "k", "--key", "other",
@@ -173,7 +177,7 @@ def test_the_files_of_a_stopped_node_are_examined(tmp_path: Path) -> None:
     assert in_use.code == 1
 
 
-def test_receipts_say_where_the_lines_are(cluster: Up, lines: Path) -> None:
+def test_receipts_say_where_the_lines_are(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "receipts", "--queues", "2")
     lines.write_bytes(b"a\n\xff\n")
     receipts = cluster(
@@ -195,14 +199,14 @@ def test_receipts_say_where_the_lines_are(cluster: Up, lines: Path) -> None:
     assert [m["store_unix_ms"] for m in messages] == [r["store_unix_ms"] for r in receipts]
 
 
-def test_produce_to_a_missing_topic_is_refused(cluster: Up, lines: Path) -> None:
+def test_produce_to_a_missing_topic_is_refused(cluster: RunningCluster, lines: Path) -> None:
     refused = cluster("produce", "nowhere", "--file", str(lines))
     assert (refused.code, refused.out) == (1, "0 messages stored\n")
     assert refused.err.startswith("error: TOPIC_NOT_FOUND: ")
 
 
 def test_line_that_is_too_long_is_refused_and_those_before_it_are_stored(
-    cluster: Up, lines: Path
+    cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "long", "--queues", "1")
     lines.write_bytes(b"a\n" + b"x" * (5 * 1024 * 1024) + b"\nb\n")
@@ -212,7 +216,9 @@ def test_line_that_is_too_long_is_refused_and_those_before_it_are_stored(
     assert refused.err.startswith("error: LIMIT_EXCEEDED: ")
 
 
-def test_reader_that_goes_away_ends_the_command_quietly(cluster: Up, lines: Path) -> None:
+def test_reader_that_goes_away_ends_the_command_quietly(
+    cluster: RunningCluster, lines: Path
+) -> None:
     cluster("topic", "create", "pipe", "--queues", "1")
     cluster("produce", "pipe", "--file", str(lines))
     with cluster.started("consume", "pipe", "--group", "pipe", "--follow") as reading:
@@ -230,7 +236,7 @@ def test_reader_that_goes_away_ends_the_command_quietly(cluster: Up, lines: Path
         assert b"error" not in reading.stderr.read()
 
 
-def test_filter_leaves_out_other_tags_and_still_ends(cluster: Up, lines: Path) -> None:
+def test_filter_leaves_out_other_tags_and_still_ends(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "tags", "--queues", "2")
     for tag in ("A", "B", "C"):
         lines.write_text(f"{tag}1\n{tag}2\n")
@@ -242,7 +248,7 @@ def test_filter_leaves_out_other_tags_and_still_ends(cluster: Up, lines: Path) -
     assert sum(int(row["CURRENT-OFFSET"]) for row in rows) == 6
 
 
-def test_condition_leaves_out_what_it_is_not_true_of(cluster: Up, lines: Path) -> None:
+def test_condition_leaves_out_what_it_is_not_true_of(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "priced", "--queues", "2")
     for price in ("5", "20", "x"):
         lines.write_text(f"{price}\n")
@@ -255,7 +261,7 @@ def test_condition_leaves_out_what_it_is_not_true_of(cluster: Up, lines: Path) -
 
 
 def test_new_group_starts_first_and_a_known_one_where_its_members_do(
-    cluster: Up, lines: Path
+    cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "start", "--queues", "1")
     cluster("produce", "start", "--file", str(lines))
@@ -268,14 +274,14 @@ def test_new_group_starts_first_and_a_known_one_where_its_members_do(
         assert cluster(*late, "--from", "first").code == 1
 
 
-def test_bad_expression_is_refused(cluster: Up) -> None:
+def test_bad_expression_is_refused(cluster: RunningCluster) -> None:
     cluster("topic", "create", "expression", "--queues", "1")
     refused = cluster("consume", "expression", "--group", "expression", "--filter", "A||")
     assert refused.code == 1
     assert "BAD_EXPRESSION" in refused.err
 
 
-def test_another_subscription_is_refused_with_both_clients(cluster: Up) -> None:
+def test_another_subscription_is_refused_with_both_clients(cluster: RunningCluster) -> None:
     cluster("topic", "create", "conflict", "--queues", "1")
     arguments = ("consume", "conflict", "--group", "conflict")
     with cluster.started(*arguments, "--filter", "A", "--follow"):
@@ -288,16 +294,18 @@ def test_another_subscription_is_refused_with_both_clients(cluster: Up) -> None:
     assert (difference["newcomer_value"], difference["member_value"]) == ("B", "A")
 
 
-def _group_state(cluster: Up, group: str) -> str:
+def _group_state(cluster: RunningCluster, group: str) -> str:
     return next((r["STATE"] for r in cluster("group", "list").rows if r["GROUP"] == group), "")
 
 
-def _locks(cluster: Up, group: str) -> list[tuple[str, str | None]]:
+def _locks(cluster: RunningCluster, group: str) -> list[tuple[str, str | None]]:
     locks = cluster("lock", "list", "--group", group, "--format", "json").json
     return [(lock["state"], lock["client_id"]) for lock in locks]
 
 
-def test_group_and_locks_tell_the_truth_while_a_member_reads(cluster: Up, lines: Path) -> None:
+def test_group_and_locks_tell_the_truth_while_a_member_reads(
+    cluster: RunningCluster, lines: Path
+) -> None:
     cluster("topic", "create", "truth", "--queues", "2")
     arguments = ("consume", "truth", "--group", "truth", "--from", "first", "--follow")
     with cluster.started(*arguments) as reading:
@@ -318,9 +326,9 @@ def test_group_and_locks_tell_the_truth_while_a_member_reads(cluster: Up, lines:
     assert _group_state(cluster, "truth") == "Empty"
 
 
-def _settled(cluster: Up, group: str, total: int) -> dict[str, list[dict[str, Any]]]:
+def _settled(cluster: RunningCluster, group: str, total: int) -> dict[str, list[dict[str, Any]]]:
     """The group once its committed offsets add up to `total`."""
-    seen: list[Finished] = []
+    seen: list[CommandResult] = []
 
     def committed() -> bool:
         seen.append(cluster("group", "describe", group, "--format", "json"))
@@ -331,8 +339,8 @@ def _settled(cluster: Up, group: str, total: int) -> dict[str, list[dict[str, An
     return described
 
 
-def test_status_lists_every_service(cluster: Up) -> None:
-    seen: list[Finished] = []
+def test_status_lists_every_service(cluster: RunningCluster) -> None:
+    seen: list[CommandResult] = []
 
     def all_answer() -> bool:
         seen.append(cluster("cluster", "status", "--format", "json"))
@@ -350,7 +358,7 @@ def test_status_lists_every_service(cluster: Up) -> None:
         assert node["metrics_address"] == announced[name]["metrics_address"]
 
 
-def test_status_is_1_while_a_service_does_not_answer(cluster: Up) -> None:
+def test_status_is_1_while_a_service_does_not_answer(cluster: RunningCluster) -> None:
     pid = cluster.running("lockmgr")
     os.kill(pid, signal.SIGSTOP)
     try:

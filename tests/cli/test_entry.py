@@ -34,7 +34,9 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("module", ["batonmq.cli", "numpy", "grpc.aio", "batonmq.cli.trace"])
+@pytest.mark.parametrize(
+    "module", ["batonmq.cli", "numpy", "grpc.aio", "batonmq.cli.message_trace"]
+)
 def test_interrupt_while_it_loads_is_status_130_and_no_traceback(module: str) -> None:
     done = _run("-c", _INTERRUPTED, module)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -22,7 +22,8 @@ from batonmq.admin.group_reports import (
 from batonmq.admin.locks import Denial, LockDetail
 from batonmq.admin.placement import Place
 from batonmq.admin.reports import Lock
-from batonmq.cli import lock, stuck
+from batonmq.cli import group_lag as stuck
+from batonmq.cli import lock
 from batonmq.cli.group import about, state
 from batonmq.errors import Difference, Held, SubscriptionConflict
 

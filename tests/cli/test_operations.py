@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.running import Up
+from tests.cli.baton import RunningCluster
 from tests.support.waiting import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ JSON = ("--format", "json")
 
 
 @pytest.fixture
-def read(cluster: Up, lines: Path, request: pytest.FixtureRequest) -> str:
+def read(cluster: RunningCluster, lines: Path, request: pytest.FixtureRequest) -> str:
     """A topic and a group of the same name, which has read its 3 messages from the one queue."""
     name = request.node.name.removeprefix("test_")[:60].rstrip("_")
     assert cluster("topic", "create", name, "--queues", "1").code == 0
@@ -35,7 +35,9 @@ def read(cluster: Up, lines: Path, request: pytest.FixtureRequest) -> str:
 
 
 @contextmanager
-def member(cluster: Up, name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def member(
+    cluster: RunningCluster, name: str, *arguments: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A member that owns the queue, and leaves in good order."""
     with cluster.started("consume", name, "--group", name, "--follow", *arguments) as process:
 
@@ -49,13 +51,13 @@ def member(cluster: Up, name: str, *arguments: str) -> Iterator[subprocess.Popen
         assert process.wait(60) == 0
 
 
-def _lock(cluster: Up, name: str) -> dict[str, Any]:
+def _lock(cluster: RunningCluster, name: str) -> dict[str, Any]:
     locks = cluster("lock", "list", "--group", name, *JSON).json
     found: dict[str, Any] = locks[0] if locks else {"state": "none"}
     return found
 
 
-def _queue(cluster: Up, name: str) -> dict[str, Any]:
+def _queue(cluster: RunningCluster, name: str) -> dict[str, Any]:
     (queue,) = cluster("group", "describe", name, *JSON).json["queues"]
     found: dict[str, Any] = queue
     return found
@@ -65,7 +67,7 @@ def _reason(err: str) -> str:
     return err.split()[1].rstrip(":")
 
 
-def test_reset_tells_moves_records_and_is_undone(cluster: Up, read: str) -> None:
+def test_reset_tells_moves_records_and_is_undone(cluster: RunningCluster, read: str) -> None:
     why = ("--reason", "a bug", "--by", "tester")
     told = cluster("group", "reset-offsets", read, "--to-earliest")
     assert told.code == 0
@@ -89,7 +91,9 @@ def test_reset_tells_moves_records_and_is_undone(cluster: Up, read: str) -> None
     assert rows[0]["reason"] == f"undo of {moved['op_id']}"
 
 
-def test_exported_plan_is_what_a_file_brings_back(cluster: Up, read: str, tmp_path: Path) -> None:
+def test_exported_plan_is_what_a_file_brings_back(
+    cluster: RunningCluster, read: str, tmp_path: Path
+) -> None:
     exported = cluster("group", "reset-offsets", read, "--to-current", "--export")
     assert exported.out == f"{read},broker-0,0,3\n"
     kept = tmp_path / "kept.csv"
@@ -103,7 +107,9 @@ def test_exported_plan_is_what_a_file_brings_back(cluster: Up, read: str, tmp_pa
     assert _reason(cluster(*arguments[:-2]).err) == "QUEUE_NOT_FOUND"
 
 
-def test_reset_beyond_the_queue_ends_at_its_end_with_a_note(cluster: Up, read: str) -> None:
+def test_reset_beyond_the_queue_ends_at_its_end_with_a_note(
+    cluster: RunningCluster, read: str
+) -> None:
     moved = cluster(
         "group", "reset-offsets", read, "--to-offset", "9", "--reason", "r", "--execute"
     )
@@ -112,13 +118,13 @@ def test_reset_beyond_the_queue_ends_at_its_end_with_a_note(cluster: Up, read: s
     assert f"{read}/broker-0/0: offset 9 is past the end; 3 is the end" in moved.out
 
 
-def test_reset_goes_to_times(cluster: Up, read: str) -> None:
+def test_reset_goes_to_times(cluster: RunningCluster, read: str) -> None:
     far = cluster("group", "reset-offsets", read, "--by-duration", "1h", *JSON).json
     near = cluster("group", "reset-offsets", read, "--to-datetime", "2999-01-01", *JSON).json
     assert [done["steps"][0]["to_offset"] for done in (far, near)] == [0, 3]
 
 
-def test_reset_of_what_does_not_exist_is_1(cluster: Up, read: str) -> None:
+def test_reset_of_what_does_not_exist_is_1(cluster: RunningCluster, read: str) -> None:
     for arguments, reason in (
         (("nobody", "--to-latest"), "GROUP_NOT_FOUND"),
         ((read, "--to-latest", "--topic", "nothing"), "TOPIC_NOT_FOUND"),
@@ -129,7 +135,7 @@ def test_reset_of_what_does_not_exist_is_1(cluster: Up, read: str) -> None:
         assert (refused.code, refused.out, _reason(refused.err)) == (1, "", reason)
 
 
-def test_clone_starts_another_group_where_this_one_is(cluster: Up, read: str) -> None:
+def test_clone_starts_another_group_where_this_one_is(cluster: RunningCluster, read: str) -> None:
     other = f"{read}-2"
     done = cluster("group", "clone", read, other, "--reason", "r", "--execute", *JSON).json
     assert [(s["group"], s["to_offset"]) for s in done["steps"]] == [(other, 3)]
@@ -138,7 +144,7 @@ def test_clone_starts_another_group_where_this_one_is(cluster: Up, read: str) ->
 
 
 def test_paused_group_says_who_and_why_and_goes_on_when_resumed(
-    cluster: Up, lines: Path, read: str
+    cluster: RunningCluster, lines: Path, read: str
 ) -> None:
     paused = cluster("group", "pause", read, "--reason", "flood", "--by", "me", *JSON).json
     assert (paused["pause"]["by"], paused["pause"]["reason"]) == ("me", "flood")
@@ -163,7 +169,7 @@ def test_paused_group_says_who_and_why_and_goes_on_when_resumed(
 
 
 def test_group_without_members_tells_its_lag_in_messages_and_seconds(
-    cluster: Up, lines: Path, read: str
+    cluster: RunningCluster, lines: Path, read: str
 ) -> None:
     (idle,) = cluster("group", "why-stuck", read, *JSON).json
     assert (idle["reason"], idle["lag"], idle["lag_ms"]) == ("IDLE", 0, 0)
@@ -181,7 +187,9 @@ def test_group_without_members_tells_its_lag_in_messages_and_seconds(
     )
 
 
-def test_settings_change_and_ownership_only_without_members(cluster: Up, read: str) -> None:
+def test_settings_change_and_ownership_only_without_members(
+    cluster: RunningCluster, read: str
+) -> None:
     changed = cluster(
         "group", "update", read, "--policy", "staged-latest", "--strategy", "average-by-circle",
         *JSON,
@@ -197,7 +205,7 @@ def test_settings_change_and_ownership_only_without_members(cluster: Up, read: s
     assert f"group {read}-new is new" in new.out
 
 
-def test_refused_client_is_shown_with_what_it_wants(cluster: Up, read: str) -> None:
+def test_refused_client_is_shown_with_what_it_wants(cluster: RunningCluster, read: str) -> None:
     with member(cluster, read):
         assert cluster("consume", read, "--group", read, "--filter", "A").code == 1
         until_now(lambda: cluster("group", "describe", read, *JSON).json["refused"])
@@ -208,7 +216,7 @@ def test_refused_client_is_shown_with_what_it_wants(cluster: Up, read: str) -> N
         assert f"{read} expression: {refused['client_id']} has 'A'" in described
 
 
-def test_assignments_name_the_member(cluster: Up, read: str) -> None:
+def test_assignments_name_the_member(cluster: RunningCluster, read: str) -> None:
     with member(cluster, read):
         described = cluster("group", "describe", read, *JSON).json
         (joined,) = described["members"]
@@ -217,7 +225,9 @@ def test_assignments_name_the_member(cluster: Up, read: str) -> None:
         assert described["queues"][0]["assigned"] == joined["client_id"]
 
 
-def test_group_with_members_is_not_deleted_and_one_without_is(cluster: Up, read: str) -> None:
+def test_group_with_members_is_not_deleted_and_one_without_is(
+    cluster: RunningCluster, read: str
+) -> None:
     with member(cluster, read):
         refused = cluster("group", "delete", read, "--yes")
         assert (refused.code, _reason(refused.err)) == (1, "GROUP_IN_USE")
@@ -228,7 +238,9 @@ def test_group_with_members_is_not_deleted_and_one_without_is(cluster: Up, read:
     assert len(cluster("consume", read, "--group", read).out.splitlines()) == 3
 
 
-def test_queue_taken_by_force_has_an_owner_again(cluster: Up, lines: Path, read: str) -> None:
+def test_queue_taken_by_force_has_an_owner_again(
+    cluster: RunningCluster, lines: Path, read: str
+) -> None:
     queue = (read, read, "broker-0", "0")
     with member(cluster, read) as reading:
         before = _lock(cluster, read)
@@ -258,7 +270,7 @@ def test_queue_taken_by_force_has_an_owner_again(cluster: Up, lines: Path, read:
     assert (never.code, _reason(never.err)) == (1, "UNKNOWN_QUEUE")
 
 
-def test_group_is_explained_while_a_service_is_away(cluster: Up, read: str) -> None:
+def test_group_is_explained_while_a_service_is_away(cluster: RunningCluster, read: str) -> None:
     pid = cluster.running("offsets")
     os.kill(pid, signal.SIGSTOP)
     try:

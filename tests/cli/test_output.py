@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from batonmq.cli.output import Columns, Form, Item, Output, duration, printable, wall_time
+from batonmq.cli.output import Columns, Item, Output, OutputFormat, duration, printable, wall_time
 from batonmq.errors import Difference, SubscriptionConflict, TopicNotFound
 
 ITEMS: list[Item] = [
@@ -22,7 +22,7 @@ COLUMNS: Columns = {"TOPIC": "topic", "BROKER": "broker", "TWICE": lambda item: 
 def test_table_has_one_row_per_item_and_dashes_for_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Output(Form.TABLE).items(ITEMS, COLUMNS)
+    Output(OutputFormat.TABLE).items(ITEMS, COLUMNS)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows == [
         ["TOPIC", "BROKER", "TWICE"],
@@ -34,50 +34,50 @@ def test_table_has_one_row_per_item_and_dashes_for_nothing(
 def test_long_cells_are_neither_cut_nor_wrapped_when_piped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Output(Form.TABLE).items([{"topic": "t" * 300}], {"TOPIC": "topic"})
+    Output(OutputFormat.TABLE).items([{"topic": "t" * 300}], {"TOPIC": "topic"})
     assert "t" * 300 in capsys.readouterr().out.splitlines()
 
 
 def test_json_has_every_key_of_the_items(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(Form.JSON).items(ITEMS, COLUMNS)
+    Output(OutputFormat.JSON).items(ITEMS, COLUMNS)
     assert json.loads(capsys.readouterr().out) == ITEMS
 
 
 def test_wide_has_more_columns_and_a_table_has_not(capsys: pytest.CaptureFixture[str]) -> None:
     more: Columns = {"LAG": "lag"}
-    Output(Form.TABLE).items(ITEMS, COLUMNS, more)
+    Output(OutputFormat.TABLE).items(ITEMS, COLUMNS, more)
     assert capsys.readouterr().out.split()[: len(COLUMNS)] == list(COLUMNS)
-    Output(Form.WIDE).detail({}, ITEMS, COLUMNS, more)
+    Output(OutputFormat.WIDE).detail({}, ITEMS, COLUMNS, more)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[:2] == [[*COLUMNS, "LAG"], ["orders", "broker-0", "6", "3"]]
-    Output(Form.WIDE).note("for people")
+    Output(OutputFormat.WIDE).note("for people")
     assert capsys.readouterr().out == "for people\n"
 
 
 def test_empty_list_is_headings_or_an_empty_array(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(Form.TABLE).items([], COLUMNS)
+    Output(OutputFormat.TABLE).items([], COLUMNS)
     assert capsys.readouterr().out.split() == list(COLUMNS)
-    Output(Form.JSON).items([], COLUMNS)
+    Output(OutputFormat.JSON).items([], COLUMNS)
     assert json.loads(capsys.readouterr().out) == []
 
 
 def test_line_is_text_or_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(Form.TABLE).line({"a": "x\ny"}, "text")
-    Output(Form.JSON).line({"a": "x\ny"}, "text")
+    Output(OutputFormat.TABLE).line({"a": "x\ny"}, "text")
+    Output(OutputFormat.JSON).line({"a": "x\ny"}, "text")
     first, second = capsys.readouterr().out.splitlines()
     assert first == "text"
     assert json.loads(second) == {"a": "x\ny"}
 
 
 def test_note_is_for_people_only(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(Form.JSON).note("3 messages")
+    Output(OutputFormat.JSON).note("3 messages")
     assert capsys.readouterr().out == ""
-    Output(Form.TABLE).note("3 messages")
+    Output(OutputFormat.TABLE).note("3 messages")
     assert capsys.readouterr().out == "3 messages\n"
 
 
 def test_error_tells_reason_sentence_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(Form.TABLE).error(TopicNotFound("topic a does not exist"))
+    Output(OutputFormat.TABLE).error(TopicNotFound("topic a does not exist"))
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
@@ -89,7 +89,7 @@ def test_error_tells_reason_sentence_and_remedy(capsys: pytest.CaptureFixture[st
 def test_error_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     difference = Difference("t", "expression", "new", "a", "old", "b")
     error = SubscriptionConflict("no", facts={"group": "g"}, differences=(difference,))
-    Output(Form.JSON).error(error)
+    Output(OutputFormat.JSON).error(error)
     assert json.loads(capsys.readouterr().err)["error"] == {
         "reason": "SUBSCRIPTION_CONFLICT",
         "message": "no",
@@ -112,7 +112,7 @@ def test_error_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_conflict_names_both_clients(capsys: pytest.CaptureFixture[str]) -> None:
     difference = Difference("t", "expression", "new", "a", "old", "b")
-    Output(Form.TABLE).error(SubscriptionConflict("no", differences=(difference,)))
+    Output(OutputFormat.TABLE).error(SubscriptionConflict("no", differences=(difference,)))
     assert "t expression: new has 'a', old has 'b'" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batonmq._common.clock import Clock
-from tests.cli.running import baton, up
+from tests.cli.baton import baton, up
 
 
 @pytest.mark.parametrize(

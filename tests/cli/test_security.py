@@ -14,39 +14,39 @@ import pytest
 
 from batonmq._connection.security import Security
 from batonmq.cli.context_file import Context
-from batonmq.cli.security import Given, chosen
+from batonmq.cli.tls_options import TlsOptions, choose_security
 from batonmq_server.cli.up import reached_by
-from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.local.layout import SERVICES
-from tests.cli.running import Up, baton, up
+from tests.cli.baton import RunningCluster, baton, up
 from tests.support.waiting import until_now
 
 SECRET = "a-token-that-nobody-shows"
-NOTHING: Given = dict.fromkeys(
+NOTHING: TlsOptions = dict.fromkeys(
     ("tls", "ca_file", "cert_file", "key_file", "server_name", "token_file")
 )
 PAIR = {"cert_file": "c.pem", "key_file": "c.key"}
 
 
 def test_nothing_given_is_no_tls() -> None:
-    assert chosen(NOTHING, "", Context()) is None
-    assert chosen({**NOTHING, "tls": True}, "", Context()) == Security()
+    assert choose_security(NOTHING, "", Context()) is None
+    assert choose_security({**NOTHING, "tls": True}, "", Context()) == Security()
 
 
 def test_options_win_over_the_context_a_pair_as_a_pair() -> None:
     said = Context(ca_file="ca.pem", cert_file="old.pem", key_file="old.key")
-    assert chosen(NOTHING, "", said) == Security(
+    assert choose_security(NOTHING, "", said) == Security(
         ca_file="ca.pem", cert_file="old.pem", key_file="old.key"
     )
-    assert chosen({**NOTHING, **PAIR}, "", said) == Security(
+    assert choose_security({**NOTHING, **PAIR}, "", said) == Security(
         ca_file="ca.pem", cert_file="c.pem", key_file="c.key"
     )
-    assert chosen({**NOTHING, "tls": False}, "", said) is None
+    assert choose_security({**NOTHING, "tls": False}, "", said) is None
 
 
 def test_token_of_the_environment_wins_over_the_file_of_the_context() -> None:
     said = Context(ca_file="ca.pem", token_file="token")
-    found = chosen(NOTHING, SECRET, said)
+    found = choose_security(NOTHING, SECRET, said)
     assert found is not None
     assert found.token is not None
     assert (found.token.get_secret_value(), found.token_file) == (SECRET, "")
@@ -118,8 +118,8 @@ def test_a_token_that_could_not_be_made_leaves_no_file(tmp_path: Path) -> None:
 def test_no_command_shows_a_secret(
     contexts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority = Authority(tmp_path / "tls")
-    files = authority.issue(Subject(name="storage", hosts=("127.0.0.1",)))
+    authority = CertificateAuthority(tmp_path / "tls")
+    files = authority.issue(CertificateSubject(name="storage", hosts=("127.0.0.1",)))
     key = Path(files.key_file).read_text().splitlines()[1]
     token = tmp_path / "token"
     token.write_text(SECRET)
@@ -153,7 +153,7 @@ def test_no_command_shows_a_secret(
 
 
 @pytest.fixture(scope="module")
-def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Path]]:
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningCluster, Path]]:
     """A secure cluster, and the file of the contexts that it wrote."""
     folder = tmp_path_factory.mktemp("up")
     with pytest.MonkeyPatch.context() as patch:
@@ -166,7 +166,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Path]
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_after_up_secure_commands_just_work(
-    secure: tuple[Up, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, contexts = secure
     monkeypatch.setenv("BATON_CONFIG", str(contexts))
@@ -191,7 +191,7 @@ def test_after_up_secure_commands_just_work(
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_messages_flow_over_tls_and_the_verdict_is_the_last_line(
-    secure: tuple[Up, Path], monkeypatch: pytest.MonkeyPatch
+    secure: tuple[RunningCluster, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_CONFIG", str(secure[1]))
     done = baton("traffic", "--seconds", "3", "--rate", "100", "--members", "2")
@@ -205,7 +205,7 @@ def test_messages_flow_over_tls_and_the_verdict_is_the_last_line(
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_after_up_secure_others_may_do_what_is_granted_to_them(
-    secure: tuple[Up, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    secure: tuple[RunningCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, contexts = secure
     monkeypatch.setenv("BATON_CONFIG", str(contexts))
@@ -226,10 +226,12 @@ def test_after_up_secure_others_may_do_what_is_granted_to_them(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_who_is_not_let_in_is_told_what_is_missing(secure: tuple[Up, Path], tmp_path: Path) -> None:
+def test_who_is_not_let_in_is_told_what_is_missing(
+    secure: tuple[RunningCluster, Path], tmp_path: Path
+) -> None:
     running, _ = secure
-    authority = Authority(running.stderr.parent / "data" / "tls")
-    old = authority.issue(Subject(name="old"), days=-1)
+    authority = CertificateAuthority(running.stderr.parent / "data" / "tls")
+    old = authority.issue(CertificateSubject(name="old"), days=-1)
     trusting = ("--ca-file", str(authority.ca_file))
     asked = ("--nameserver", running.nameserver, "--format", "json")
     cases = {

@@ -13,19 +13,21 @@ import pytest
 import typer
 
 from batonmq.cli import app
-from batonmq.cli.output import Form, Output
-from batonmq.cli.session import Defaults, Session, open_session
+from batonmq.cli.output import Output, OutputFormat
+from batonmq.cli.session import CommandSession, GlobalOptions, open_session
 from batonmq.errors import TopicNotFound
 
-SESSION = Session("127.0.0.1:1", Output(Form.TABLE))
+SESSION = CommandSession("127.0.0.1:1", Output(OutputFormat.TABLE))
 
 
 def test_options_behind_the_command_win() -> None:
-    context = typer.Context(typer.main.get_command(app), obj=Defaults("front:1", Form.TABLE))
+    context = typer.Context(
+        typer.main.get_command(app), obj=GlobalOptions("front:1", OutputFormat.TABLE)
+    )
     session = open_session(context, None, None)
-    assert (session.nameserver, session.output.form) == ("front:1", Form.TABLE)
-    session = open_session(context, "behind:1", Form.JSON)
-    assert (session.nameserver, session.output.form) == ("behind:1", Form.JSON)
+    assert (session.nameserver, session.output.form) == ("front:1", OutputFormat.TABLE)
+    session = open_session(context, "behind:1", OutputFormat.JSON)
+    assert (session.nameserver, session.output.form) == ("behind:1", OutputFormat.JSON)
 
 
 async def _fail(error: BaseException) -> None:

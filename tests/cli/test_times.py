@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from batonmq.cli.consume import Start, parse_start
+from batonmq.cli.consume import StartPosition, parse_start
 from batonmq.cli.mqadmin import iso_time
 from batonmq.cli.times import parse_rate, parse_unix_ms
 from batonmq.errors import InvalidArgument
@@ -45,15 +45,15 @@ def test_rates_are_a_second() -> None:
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("first", Start("first")),
-        ("last", Start("last")),
-        ("timestamp", Start("timestamp")),
-        ("2h", Start("timestamp", 10_000_000_000 - 7_200_000)),
-        ("1385873999007", Start("timestamp", 1_385_873_999_007)),
-        ("2013-12-01T04:59:59.007Z", Start("timestamp", 1_385_873_999_007)),
+        ("first", StartPosition("first")),
+        ("last", StartPosition("last")),
+        ("timestamp", StartPosition("timestamp")),
+        ("2h", StartPosition("timestamp", 10_000_000_000 - 7_200_000)),
+        ("1385873999007", StartPosition("timestamp", 1_385_873_999_007)),
+        ("2013-12-01T04:59:59.007Z", StartPosition("timestamp", 1_385_873_999_007)),
     ],
 )
-def test_a_start_is_a_name_a_span_or_a_time(text: str, start: Start) -> None:
+def test_a_start_is_a_name_a_span_or_a_time(text: str, start: StartPosition) -> None:
     assert parse_start(text, 10_000_000_000) == start
 
 

@@ -17,8 +17,8 @@ import pytest
 import typer
 
 from batonmq.cli import app
-from batonmq.cli.complete import groups_that_begin, topics_that_begin
-from tests.cli.running import BATON, Up
+from batonmq.cli.completion import groups_that_begin, topics_that_begin
+from tests.cli.baton import BATON, RunningCluster
 from tests.support.waiting import until_now
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -26,7 +26,7 @@ JSON = ("--format", "json")
 
 
 def test_consumer_that_is_terminated_gives_its_queues_back_and_nothing_comes_again(
-    cluster: Up, lines: Path
+    cluster: RunningCluster, lines: Path
 ) -> None:
     cluster("topic", "create", "term", "--queues", "2")
     cluster("produce", "term", "--ordering-key", "x", "--file", str(lines))
@@ -42,7 +42,9 @@ def test_consumer_that_is_terminated_gives_its_queues_back_and_nothing_comes_aga
     assert cluster("group", "lag", "term", *JSON).json["lag"] == 0
 
 
-def test_objects_become_messages_and_a_bad_line_ends_it(cluster: Up, lines: Path) -> None:
+def test_objects_become_messages_and_a_bad_line_ends_it(
+    cluster: RunningCluster, lines: Path
+) -> None:
     cluster("topic", "create", "objects", "--queues", "2")
     lines.write_text(
         '{"body": "a", "queue": "broker-0/1", "properties": {"n": "1"}, "keys": ["k"]}\n'
@@ -57,7 +59,9 @@ def test_objects_become_messages_and_a_bad_line_ends_it(cluster: Up, lines: Path
     assert found == {1: ("a", {"all": "x", "n": "1"}, ["k"]), 0: (None, {"all": "x"}, [])}
 
 
-def test_progress_is_for_a_terminal_and_leaves_the_output_alone(cluster: Up, lines: Path) -> None:
+def test_progress_is_for_a_terminal_and_leaves_the_output_alone(
+    cluster: RunningCluster, lines: Path
+) -> None:
     cluster("topic", "create", "progress", "--queues", "1")
     arguments = ("produce", "progress", "--file", str(lines), *JSON)
     assert cluster(*arguments).err == ""
@@ -73,7 +77,7 @@ def test_progress_is_for_a_terminal_and_leaves_the_output_alone(cluster: Up, lin
     assert b"messages stored" in shown
 
 
-def test_bench_that_is_interrupted_deletes_its_topic(cluster: Up) -> None:
+def test_bench_that_is_interrupted_deletes_its_topic(cluster: RunningCluster) -> None:
     def there() -> bool:
         return "bench-" in cluster("topic", "list").out
 
@@ -84,7 +88,7 @@ def test_bench_that_is_interrupted_deletes_its_topic(cluster: Up) -> None:
     assert not there()
 
 
-def test_start_by_time_leaves_out_what_is_older(cluster: Up, lines: Path) -> None:
+def test_start_by_time_leaves_out_what_is_older(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "begin", "--queues", "1")
     cluster("produce", "begin", "--file", str(lines))
     assert cluster("consume", "begin", "--group", "b1", "--from", "2999-01-01").out == ""
@@ -103,7 +107,7 @@ def test_start_by_time_leaves_out_what_is_older(cluster: Up, lines: Path) -> Non
     ],
 )
 def test_bench_measures_and_leaves_nothing(
-    cluster: Up, what: str, options: tuple[str, ...]
+    cluster: RunningCluster, what: str, options: tuple[str, ...]
 ) -> None:
     measured = cluster("bench", what, "--queues", "2", *options, *JSON)
     assert measured.code == 0, measured.err
@@ -120,7 +124,7 @@ def test_bench_measures_and_leaves_nothing(
         assert [name for name in names if "bench" in name] == []
 
 
-def test_bench_of_a_topic_leaves_it(cluster: Up, lines: Path) -> None:
+def test_bench_of_a_topic_leaves_it(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "mine", "--queues", "1")
     cluster("produce", "mine", "--file", str(lines))
     assert cluster("bench", "consume", "--topic", "mine", "--handler", "single").code == 0
@@ -129,7 +133,7 @@ def test_bench_of_a_topic_leaves_it(cluster: Up, lines: Path) -> None:
     assert cluster("bench", "consume", "--topic", "empty").code == 1
 
 
-def test_stats_tell_what_queues_hold_and_since_when(cluster: Up, lines: Path) -> None:
+def test_stats_tell_what_queues_hold_and_since_when(cluster: RunningCluster, lines: Path) -> None:
     cluster("topic", "create", "stats", "--queues", "2")
     cluster("produce", "stats", "--queue", "broker-0/1", "--file", str(lines))
     empty, full = cluster("topic", "stats", "stats", *JSON).json
@@ -147,7 +151,7 @@ def test_stats_tell_what_queues_hold_and_since_when(cluster: Up, lines: Path) ->
         assert watching.wait(60) == 0
 
 
-def test_members_are_listed_with_their_queues(cluster: Up) -> None:
+def test_members_are_listed_with_their_queues(cluster: RunningCluster) -> None:
     cluster("topic", "create", "members", "--queues", "2")
     assert cluster("group", "members", "nobody").code == 1
     with cluster.started("consume", "members", "--group", "members", "--follow") as reading:
@@ -164,7 +168,7 @@ def test_members_are_listed_with_their_queues(cluster: Up) -> None:
         assert reading.wait(60) == 0
 
 
-def test_brokers_and_replication_are_told(cluster: Up) -> None:
+def test_brokers_and_replication_are_told(cluster: RunningCluster) -> None:
     (broker,) = cluster("cluster", "brokers", "--seconds", "0.2", *JSON).json
     assert (broker["broker"], broker["disk_state"]) == ("broker-0", "ok")
     assert broker["first_position"] <= broker["synced_position"] <= broker["next_position"]
@@ -177,7 +181,7 @@ def test_brokers_and_replication_are_told(cluster: Up) -> None:
 
 
 def test_bundle_has_everything_and_is_not_written_over(
-    cluster: Up, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: RunningCluster, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batonmq.admin.diagnostics._TIMEOUT_S", 30)
     cluster("topic", "create", "bundle", "--queues", "1")
@@ -211,7 +215,7 @@ def test_bundle_has_everything_and_is_not_written_over(
     assert "FILE_EXISTS" in again.err
 
 
-def test_mqadmin_names_do_what_their_twins_do(cluster: Up) -> None:
+def test_mqadmin_names_do_what_their_twins_do(cluster: RunningCluster) -> None:
     def mqadmin(*arguments: str) -> str:
         done = cluster("mqadmin", *arguments)
         assert done.code == 0, done.err
@@ -247,14 +251,14 @@ def test_mqadmin_names_do_what_their_twins_do(cluster: Up) -> None:
 
 
 def test_names_are_completed_and_nothing_is_said_when_nobody_answers(
-    cluster: Up, monkeypatch: pytest.MonkeyPatch
+    cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster("topic", "create", "complete-me", "--queues", "1")
     command = typer.main.get_command(app)
     context = typer.Context(command)
     context.params["nameserver"] = cluster.nameserver
     with monkeypatch.context() as patient:
-        patient.setattr("batonmq.cli.complete._DEADLINE_S", 20)
+        patient.setattr("batonmq.cli.completion._DEADLINE_S", 20)
         assert topics_that_begin(context, "complete") == ["complete-me"]
         assert "complete-me" not in groups_that_begin(context, "")
     context.params["nameserver"] = "127.0.0.1:1"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.cli.running import BATON, Up
+from tests.cli.baton import BATON, RunningCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -64,7 +64,7 @@ class Screen:
 
 
 @contextmanager
-def screen(cluster: Up, *arguments: str) -> Iterator[Screen]:
+def screen(cluster: RunningCluster, *arguments: str) -> Iterator[Screen]:
     main, side = pty.openpty()
     command = [*BATON, "--nameserver", cluster.nameserver, *arguments]
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
@@ -79,7 +79,7 @@ def screen(cluster: Up, *arguments: str) -> Iterator[Screen]:
             os.close(main)
 
 
-def test_top_draws_follows_the_size_and_ends_with_q(cluster: Up) -> None:
+def test_top_draws_follows_the_size_and_ends_with_q(cluster: RunningCluster) -> None:
     cluster("topic", "create", "drawn", "--queues", "1")
     with screen(cluster, "top") as terminal:
         terminal.until(b"CONFLICTS")
@@ -96,7 +96,7 @@ def test_top_draws_follows_the_size_and_ends_with_q(cluster: Up) -> None:
         assert termios.tcgetattr(terminal.fd)[3] & termios.ECHO
 
 
-def test_top_that_is_interrupted_gives_the_terminal_back(cluster: Up) -> None:
+def test_top_that_is_interrupted_gives_the_terminal_back(cluster: RunningCluster) -> None:
     with screen(cluster, "top") as terminal:
         terminal.until(b"TOPIC")
         terminal.process.terminate()
@@ -104,7 +104,9 @@ def test_top_that_is_interrupted_gives_the_terminal_back(cluster: Up) -> None:
         assert terminal.process.wait(20) == 0
 
 
-def test_top_without_a_nameserver_says_so_and_leaves_the_terminal_alone(cluster: Up) -> None:
+def test_top_without_a_nameserver_says_so_and_leaves_the_terminal_alone(
+    cluster: RunningCluster,
+) -> None:
     with screen(cluster, "--nameserver", "127.0.0.1:1", "top") as terminal:
         terminal.until(b"UNREACHABLE")
         assert terminal.process.wait(20) == 1

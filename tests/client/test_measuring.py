@@ -11,7 +11,7 @@ import pytest
 
 from batonmq.admin.admin import Admin
 from batonmq.admin.reports import CreatedTopic
-from batonmq.cli.measuring import Load, Measured, departures, own_topic, percentiles_ms
+from batonmq.cli.benchmark import BenchLoad, BenchResult, departures, own_topic, percentiles_ms
 from batonmq.errors import TopicNotFound
 
 
@@ -35,25 +35,25 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 def test_with_a_rate_every_departure_is_set_whatever_the_time_is() -> None:
     for step_s in (0.0, 100.0):  # nothing delays, or everything does
-        times = list(departures(Load(per_s=4, count=5), _Watch(step_s)))
+        times = list(departures(BenchLoad(per_s=4, count=5), _Watch(step_s)))
         assert [time - times[0] for time in times if time and times[0]] == [0, 0.25, 0.5, 0.75, 1]
-    assert len(list(departures(Load(per_s=4, seconds=3), _Watch(0)))) == 12
+    assert len(list(departures(BenchLoad(per_s=4, seconds=3), _Watch(0)))) == 12
 
 
 def test_without_a_rate_they_leave_at_once_until_the_count_or_the_time() -> None:
-    assert list(departures(Load(count=3), _Watch(100))) == [None] * 3
-    assert list(departures(Load(seconds=2), _Watch(0.5))) == [None] * 3
+    assert list(departures(BenchLoad(count=3), _Watch(100))) == [None] * 3
+    assert list(departures(BenchLoad(seconds=2), _Watch(0.5))) == [None] * 3
 
 
 def test_rates_follow_from_count_and_time() -> None:
-    measured = Measured(count=10, seconds=4, size_bytes=100)
+    measured = BenchResult(count=10, seconds=4, size_bytes=100)
     assert (measured.per_s, measured.bytes_per_s) == (2.5, 250)
-    assert Measured(0, 0, 100).per_s == 0
+    assert BenchResult(0, 0, 100).per_s == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_no_message_is_no_rate(seconds: float) -> None:
-    assert Measured(0, seconds, 1).bytes_per_s == 0
+    assert BenchResult(0, seconds, 1).bytes_per_s == 0
 
 
 class _Interrupted(Admin):

@@ -14,70 +14,74 @@ from batonmq._consumer.message import ReceivedMessage
 from batonmq._consumer.session import OwnershipEvent
 from batonmq._core.queues import QueueRef
 from batonmq._core.records import BatchBuilder, Message, decode_records, encode_record, read_header
-from batonmq_server.demo.journal import Event, Handled, Journal, Verdict, handovers_ms, judge, read
+from batonmq_server.demo.delivery_report import DeliveryReport, compare_deliveries, handovers_ms
+from batonmq_server.demo.journal import HandledMessage, Journal, OwnershipRecord, read
 
 SENT = {f"k{place}": place for place in range(6)}
-CLEAN = [Handled(f"a/{place % 2}", place // 2, 1, False, f"k{place}") for place in range(6)]
+CLEAN = [HandledMessage(f"a/{place % 2}", place // 2, 1, False, f"k{place}") for place in range(6)]
 
 
 def test_a_clean_run_has_nothing_to_report() -> None:
-    assert judge(CLEAN, SENT) == Verdict(6, 0, 0, 0, 0, 0)
+    assert compare_deliveries(CLEAN, SENT) == DeliveryReport(6, 0, 0, 0, 0, 0)
 
 
 def test_a_message_nobody_handled_is_lost() -> None:
-    verdict = judge(CLEAN[:-1], SENT)
+    verdict = compare_deliveries(CLEAN[:-1], SENT)
     assert (verdict.consumed, verdict.lost) == (5, 1)
 
 
 def test_a_second_handling_is_a_duplicate_and_unflagged_unless_it_says_so() -> None:
     again = replace(CLEAN[0], token=2)
-    assert judge([*CLEAN, again], SENT).duplicated == 1
-    assert judge([*CLEAN, again], SENT).unflagged == 1
-    assert judge([*CLEAN, replace(again, redelivered=True)], SENT).unflagged == 0
+    assert compare_deliveries([*CLEAN, again], SENT).duplicated == 1
+    assert compare_deliveries([*CLEAN, again], SENT).unflagged == 1
+    assert compare_deliveries([*CLEAN, replace(again, redelivered=True)], SENT).unflagged == 0
 
 
 def test_three_handlings_of_one_message_are_two_duplicates() -> None:
-    assert judge([*CLEAN, CLEAN[1], CLEAN[1]], SENT).duplicated == 2
+    assert compare_deliveries([*CLEAN, CLEAN[1], CLEAN[1]], SENT).duplicated == 2
 
 
 def test_a_message_behind_a_later_one_of_its_queue_is_misordered() -> None:
     swapped = [CLEAN[2], CLEAN[0], CLEAN[4], CLEAN[1], CLEAN[3], CLEAN[5]]
-    assert judge(swapped, SENT).misordered == 1
+    assert compare_deliveries(swapped, SENT).misordered == 1
 
 
 def test_queues_of_two_brokers_with_the_same_number_are_two() -> None:
     places = {handled.key: place for place, handled in enumerate(CLEAN)}
     spread = [replace(h, queue=f"{'ab'[places[h.key] % 2]}/0") for h in CLEAN]
-    assert judge([*spread[1::2], *spread[::2]], SENT).misordered == 0
+    assert compare_deliveries([*spread[1::2], *spread[::2]], SENT).misordered == 0
     one = [replace(h, queue="a/0") for h in CLEAN]
-    assert judge([*one[1::2], *one[::2]], SENT).misordered == 3
+    assert compare_deliveries([*one[1::2], *one[::2]], SENT).misordered == 3
 
 
 def test_owners_are_put_in_the_order_of_their_tokens() -> None:
     second_owner = [replace(h, token=2) for h in CLEAN[4:]]
-    assert judge([*second_owner, *CLEAN[:4]], SENT).misordered == 0
+    assert compare_deliveries([*second_owner, *CLEAN[:4]], SENT).misordered == 0
     first_owner_last = [replace(h, token=3) for h in CLEAN[:4]]
-    assert judge([*second_owner, *first_owner_last], SENT).misordered == 4
+    assert compare_deliveries([*second_owner, *first_owner_last], SENT).misordered == 4
 
 
 def test_a_redelivery_is_no_disorder() -> None:
-    assert judge([*CLEAN, replace(CLEAN[0], token=2, redelivered=True)], SENT).misordered == 0
+    assert (
+        compare_deliveries([*CLEAN, replace(CLEAN[0], token=2, redelivered=True)], SENT).misordered
+        == 0
+    )
 
 
 def test_a_message_that_was_not_meant_for_the_group_is_foreign() -> None:
-    verdict = judge([*CLEAN, Handled("a/0", 9, 1, False, "other")], SENT)
+    verdict = compare_deliveries([*CLEAN, HandledMessage("a/0", 9, 1, False, "other")], SENT)
     assert (verdict.foreign, verdict.consumed, verdict.duplicated) == (1, 6, 0)
 
 
 def test_a_handover_lasts_from_the_last_start_to_the_next_grant() -> None:
     events = [
-        Event("a", "granted", "a/0", 1, 0),
-        Event("a", "draining", "a/0", 1, 100),
-        Event("a", "released", "a/0", 1, 120),
-        Event("b", "granted", "a/0", 2, 150),
-        Event("b", "draining", "a/0", 2, 300),
-        Event("b", "granted", "a/0", 3, 310),
-        Event("c", "granted", "a/1", 1, 5),
+        OwnershipRecord("a", "granted", "a/0", 1, 0),
+        OwnershipRecord("a", "draining", "a/0", 1, 100),
+        OwnershipRecord("a", "released", "a/0", 1, 120),
+        OwnershipRecord("b", "granted", "a/0", 2, 150),
+        OwnershipRecord("b", "draining", "a/0", 2, 300),
+        OwnershipRecord("b", "granted", "a/0", 3, 310),
+        OwnershipRecord("c", "granted", "a/1", 1, 5),
     ]
     assert handovers_ms(events) == [50]
 
@@ -97,8 +101,8 @@ def test_what_is_written_is_read_back_and_a_torn_line_is_left_out(tmp_path: Path
     with path.open("a") as file:
         file.write("H broker-0/3 1 7 0 k")
     handled, events = read([path])
-    assert handled == [Handled("broker-0/3", 0, 7, True, "k0")]
-    assert events == [Event("member", "granted", "broker-0/3", 7, 1234)]
+    assert handled == [HandledMessage("broker-0/3", 0, 7, True, "k0")]
+    assert events == [OwnershipRecord("member", "granted", "broker-0/3", 7, 1234)]
 
 
 @pytest.mark.parametrize("line", ["H a/1 2 3\n", "E granted a/1\n"])

@@ -1,7 +1,7 @@
 """Metrics and queries while the demo runs.
 
-Goal: docs/metrics.md lists what the processes answer, no more and no less; every query of the
-dashboards has an answer, and no rule fails. Method: the demo, with part of its flights, on a
+Goal: docs/reference/metrics.md lists what the processes answer, no more and no less; every query of
+the dashboards has an answer, and no rule fails. Method: the demo, with part of its flights, on a
 cluster with replicas; a real Prometheus scrapes it meanwhile, where there is one, and is asked.
 Jobs of Spark, their page and their dashboard, have tests/spark/test_app.py.
 """
@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from batonmq_server.demo.demo_run import GROUP, TOPIC, DemoResult
 from batonmq_server.demo.flights import load_flights
-from batonmq_server.demo.play import GROUP, TOPIC, Result
 from batonmq_server.local.prometheus import Prometheus
 from tests.deploy.live import (
     differing,
@@ -65,7 +65,7 @@ class Seen:
         planted: Of `PLANTED` what is unanswered.
     """
 
-    result: Result
+    result: DemoResult
     shown: dict[str, set[str]]
     unanswered: Sequence[tuple[str, str, str]] = ()
     rules: Sequence[dict[str, Any]] = ()

@@ -14,8 +14,8 @@ from pathlib import Path
 from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Receipt
-from batonmq_server.local.child import Child, Program
-from tests.support.cluster import nursery
+from batonmq_server.local.child_process import ChildProcess, Program
+from tests.support.cluster import fork_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Worker:
 
     client_id: str
     journal: Path
-    process: Child
+    process: ChildProcess
     _read_bytes: int = 0
     _lines: list[list[str]] = field(default_factory=list)
     _done: set[int] = field(default_factory=set)
@@ -168,14 +168,14 @@ class Crew:
             "journal": str(journal),
         } | {name.replace("_", "-"): str(value) for name, value in options.items()}
         arguments = [text for name, value in named.items() for text in (f"--{name}", value)]
-        process = Child(
+        process = ChildProcess(
             Program(
                 name=client_id,
                 command=[sys.executable, "-m", "tests.support.member", *arguments],
                 log_path=self.folder / f"{client_id}{life}.log",
                 is_ready=_at_once,
             ),
-            nursery().start,
+            fork_server().start,
         )
         process.spawn()
         worker = Worker(client_id, journal, process)

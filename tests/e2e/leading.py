@@ -6,7 +6,7 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.replication import replicas_of
 from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster
-from batonmq_server.local.standing import leading
+from batonmq_server.local.cluster_state import leader_process
 from tests.support.waiting import until
 
 
@@ -21,7 +21,7 @@ async def leader(
     found: list[str] = []
 
     async def look() -> bool:
-        name = await leading(admin, cluster, service, broker)
+        name = await leader_process(admin, cluster, service, broker)
         found[:] = [name] if name is not None else []
         return bool(found) and found[0] != but
 

@@ -33,7 +33,7 @@ from batonmq.admin.admin import Admin
 from batonmq.errors import PermissionDenied, Unauthenticated
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
-from tests.support.cluster import SEGMENT_BYTES, nursery
+from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -51,7 +51,7 @@ def guarded(folder: Path, **options: Any) -> LocalCluster:
         "nameserver": {"heartbeat_interval_ms": 1_000},
     }
     known = ClusterOptions(secure=True, access=True, settings=settings, **options)
-    return LocalCluster(folder, known, start=nursery().start)
+    return LocalCluster(folder, known, start=fork_server().start)
 
 
 def security_of(cluster: LocalCluster) -> Security:

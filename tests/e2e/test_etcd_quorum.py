@@ -21,7 +21,7 @@ from batonmq.errors import BatonError
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from tests.e2e.crew import Crew, Worker, crew_of, send
-from tests.support.cluster import SEGMENT_BYTES, nursery
+from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -40,7 +40,7 @@ async def cluster_at(folder: Path, offsets: int, replicas: int) -> AsyncIterator
         auto_restart=False,
         settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
     )
-    async with LocalCluster(folder / "cluster", options, start=nursery().start) as cluster:
+    async with LocalCluster(folder / "cluster", options, start=fork_server().start) as cluster:
         async with Admin(cluster.nameserver) as admin:
             await admin.create_topic(TOPIC, QUEUES)
         yield cluster

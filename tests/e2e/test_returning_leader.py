@@ -25,7 +25,7 @@ from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
 from tests.e2e.crew import Crew, crew_of, send
 from tests.e2e.leading import in_sync, leader
-from tests.support.cluster import SEGMENT_BYTES, nursery
+from tests.support.cluster import SEGMENT_BYTES, fork_server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -129,7 +129,7 @@ async def story(folder: Path, options: ClusterOptions) -> AsyncIterator[Story]:
     settings = {"storage": {"segment_bytes": SEGMENT_BYTES, **slow}, "offsets": slow}
     options = replace(options, auto_restart=False, settings=settings)
     async with (
-        LocalCluster(folder / "cluster", options, start=nursery().start) as cluster,
+        LocalCluster(folder / "cluster", options, start=fork_server().start) as cluster,
         Admin(cluster.nameserver) as admin,
         crew_of(cluster.nameserver, TOPIC, folder) as alone,
         crew_of(cluster.nameserver, TOPIC, folder) as riding,
@@ -162,7 +162,7 @@ async def test_a_leader_of_storage_returns_with_an_old_log(tmp_path: Path) -> No
 async def test_a_commit_that_is_repeated_reaches_the_next_leader(tmp_path: Path) -> None:
     options = ClusterOptions(offsets=3, auto_restart=False)
     async with (
-        LocalCluster(tmp_path / "cluster", options, start=nursery().start) as cluster,
+        LocalCluster(tmp_path / "cluster", options, start=fork_server().start) as cluster,
         Admin(cluster.nameserver) as admin,
         Puller(cluster.nameserver, "readers") as puller,
         Producer(cluster.nameserver) as producer,

@@ -15,7 +15,7 @@ import pytest
 
 from batonmq._connection.security import Security
 from batonmq.admin.admin import Admin
-from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ADMIN, ETCD, SERVICES
 from tests.e2e.counting import QUEUES, TOPIC, Run
@@ -63,18 +63,18 @@ async def test_new_certificates_for_everybody_lose_and_double_nothing(tmp_path: 
 
 
 def _issue_all(folder: Path) -> None:
-    authority = Authority(folder)
+    authority = CertificateAuthority(folder)
     for name in SERVICES:
-        authority.issue(Subject(name=name, uri=f"service:{name}", hosts=HOSTS))
-    authority.issue(Subject(name=ADMIN))
-    Authority(folder / ETCD).issue(Subject(name=ETCD, hosts=HOSTS))
+        authority.issue(CertificateSubject(name=name, uri=f"service:{name}", hosts=HOSTS))
+    authority.issue(CertificateSubject(name=ADMIN))
+    CertificateAuthority(folder / ETCD).issue(CertificateSubject(name=ETCD, hosts=HOSTS))
 
 
 async def _all_show_what_the_files_hold(
     cluster: LocalCluster, security: Security, folder: Path
 ) -> None:
     for name, address in cluster.addresses.items():
-        own = Authority(folder / ETCD).security(ETCD) if name == ETCD else security
+        own = CertificateAuthority(folder / ETCD).security(ETCD) if name == ETCD else security
         pem = Path(own.cert_file).with_name(f"{name}.pem").read_text()
         shown = await asyncio.to_thread(_shown, address, own)
         assert shown == ssl.PEM_cert_to_DER_cert(pem), name

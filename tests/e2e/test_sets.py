@@ -17,7 +17,7 @@ import pytest
 
 from batonmq.admin.admin import Admin
 from batonmq.admin.placement import locate_group, move_group
-from tests.cli.running import BATON, Finished
+from tests.cli.baton import BATON, CommandResult
 from tests.e2e.counting import QUEUES, TOPIC, Run
 from tests.support.cluster import local_cluster
 from tests.support.waiting import until
@@ -106,7 +106,7 @@ async def _committed(admin: Admin) -> dict[tuple[str, int], int]:
 async def test_operators_move_groups_by_command(tmp_path: Path) -> None:
     async with local_cluster(tmp_path, offsets_sets=2) as cluster:
 
-        async def command(*words: str) -> Finished:
+        async def command(*words: str) -> CommandResult:
             process = await asyncio.create_subprocess_exec(
                 *BATON,
                 *("--nameserver", cluster.nameserver, "--format", "json"),
@@ -115,7 +115,7 @@ async def test_operators_move_groups_by_command(tmp_path: Path) -> None:
                 stderr=subprocess.PIPE,
             )
             out, err = await process.communicate()
-            return Finished(process.returncode or 0, out.decode(), err.decode())
+            return CommandResult(process.returncode or 0, out.decode(), err.decode())
 
         groups = [f"group-{number}" for number in range(8)]
         async with Admin(cluster.nameserver) as admin:

@@ -51,7 +51,7 @@ server = subprocess.Popen(
     [*launchers["b"], "python3", "-c", serve + "while True: s.accept()"], stdout=subprocess.PIPE
 )
 server.stdout.readline()
-ask = f"import socket; socket.create_connection(('{network.place('b').host}', 9000), 1)"
+ask = f"import socket; socket.create_connection(('{network.place('b').address}', 9000), 1)"
 
 
 def reach():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.local.child import NotReady, describe_exit
+from batonmq_server.local.child_process import NotReady, describe_exit
 from batonmq_server.local.etcd import EtcdProcess, is_healthy
 from tests.support.waiting import lives, until
 

@@ -13,28 +13,28 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from batonmq_server.local.etcd import etcd_members
-from batonmq_server.local.layout import ClusterOptions, Layout, NotSecured
-from batonmq_server.local.place import Place
+from batonmq_server.local.layout import ClusterOptions, Layout, TlsSetupFailed
+from batonmq_server.local.process_host import ProcessHost
 
-AWAY = Place(host="127.0.0.9", launcher=("/usr/bin/env", "ROOM=2"))
+AWAY = ProcessHost(address="127.0.0.9", launcher=("/usr/bin/env", "ROOM=2"))
 
 
 def test_a_process_runs_on_loopback_unless_it_has_a_place(tmp_path: Path) -> None:
-    layout = Layout(tmp_path, options := ClusterOptions(places={"storage": AWAY}))
-    programs = {one.name: layout.program(one, "127.0.0.1:1") for one in options.members}
+    layout = Layout(tmp_path, options := ClusterOptions(hosts={"storage": AWAY}))
+    programs = {one.name: layout.program(one, "127.0.0.1:1") for one in options.instances}
     plain = [sys.executable, "-m", "batonmq_server.lockmgr"]
     assert programs["lockmgr"].command == plain
     assert layout.address("lockmgr").startswith("127.0.0.1:")
     assert programs["storage"].command == [*AWAY.launcher, *plain[:-1], "batonmq_server.storage"]
-    assert programs["storage"].env["BATON_STORAGE_HOST"] == AWAY.host
+    assert programs["storage"].env["BATON_STORAGE_HOST"] == AWAY.address
     assert programs["storage"].env["BATON_STORAGE_INSECURE_NETWORK"] == "True"
-    assert layout.address("storage").startswith(f"{AWAY.host}:")
-    assert layout.metrics_address("storage").startswith(f"{AWAY.host}:")
+    assert layout.address("storage").startswith(f"{AWAY.address}:")
+    assert layout.metrics_address("storage").startswith(f"{AWAY.address}:")
 
 
 def test_services_may_be_started_by_other_programs(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(programs="other.programs"))
-    modules = {layout.program(one, "127.0.0.1:1").command[-1] for one in options.members}
+    modules = {layout.program(one, "127.0.0.1:1").command[-1] for one in options.instances}
     assert modules == {
         f"other.programs.{one}" for one in ("offsets", "storage", "lockmgr", "nameserver")
     }
@@ -44,15 +44,15 @@ def test_members_of_etcd_know_where_the_others_are(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b")]
     first, second = etcd_members(folders, [tmp_path / "log"] * 2, {"etcd-1": AWAY})
     assert first.endpoint.startswith("127.0.0.1:")
-    assert second.endpoint.startswith(f"{AWAY.host}:")
+    assert second.endpoint.startswith(f"{AWAY.address}:")
     assert tuple(second.child.program.command[:2]) == AWAY.launcher
     for one in (first, second):
-        assert f",etcd-1=http://{AWAY.host}:" in " ".join(one.child.program.command)
+        assert f",etcd-1=http://{AWAY.address}:" in " ".join(one.child.program.command)
 
 
 def test_a_secure_cluster_shows_certificates_everywhere(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True))
-    (storage,) = [one for one in options.members if one.service == "storage"]
+    (storage,) = [one for one in options.instances if one.service == "storage"]
     env, tls = layout.program(storage, "127.0.0.1:1").env, tmp_path / "tls"
     for user, folder, name in (("TLS", tls, "storage"), ("ETCD", tls / "etcd", "etcd")):
         assert env[f"BATON_STORAGE_{user}_CA_FILE"] == str(folder / "ca.pem")
@@ -75,7 +75,7 @@ def test_with_access_on_the_administrator_may_do_everything_and_etcd_trusts_nobo
     tmp_path: Path,
 ) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True, access=True))
-    for member in options.members:
+    for member in options.instances:
         env, upper = layout.program(member, "127.0.0.1:1").env, member.service.upper()
         assert env[f"BATON_{upper}_ACCESS"] == "True"
         assert env[f"BATON_{upper}_ACCESS_ADMINS"] == "admin"
@@ -89,7 +89,7 @@ def test_with_access_on_the_administrator_may_do_everything_and_etcd_trusts_nobo
 
 
 def test_access_without_tls_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotSecured, match="nothing proves who calls"):
+    with pytest.raises(TlsSetupFailed, match="nothing proves who calls"):
         Layout(tmp_path, ClusterOptions(access=True))
 
 
@@ -105,15 +105,15 @@ def test_the_authority_outlasts_the_cluster_and_certificates_are_made_anew(tmp_p
 
 def test_an_etcd_that_is_not_the_clusters_own_is_talked_to_without_tls(tmp_path: Path) -> None:
     layout = Layout(tmp_path, options := ClusterOptions(secure=True, etcd="127.0.0.1:1"))
-    env = layout.program(options.members[0], "127.0.0.1:1").env
+    env = layout.program(options.instances[0], "127.0.0.1:1").env
     assert "BATON_OFFSETS_TLS_CERT_FILE" in env
     assert "BATON_OFFSETS_ETCD_CA_FILE" not in env
 
 
 def test_members_of_etcd_stay_as_they_were_begun(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
-    with pytest.raises(NotSecured, match="begun without --secure"):
+    with pytest.raises(TlsSetupFailed, match="begun without --secure"):
         Layout(tmp_path, ClusterOptions(etcds=3, secure=True))
     Layout(tmp_path, ClusterOptions(secure=True))
-    with pytest.raises(NotSecured, match="begun with --secure"):
+    with pytest.raises(TlsSetupFailed, match="begun with --secure"):
         Layout(tmp_path, ClusterOptions(etcds=3))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from batonmq_server.local.ports import HOST, DataDirInUse, is_free, keep_ports, lock_data_dir
+from batonmq_server.local.ports import HOST, ClusterDirInUse, is_free, keep_ports, lock_data_dir
 
 NAMES = ["a", "b", "c"]
 
@@ -77,7 +77,7 @@ def test_spoilt_file_is_written_anew(tmp_path: Path, spoilt: str) -> None:
 def test_lock_is_refused_to_a_second_and_names_the_first(tmp_path: Path) -> None:
     with (
         lock_data_dir(tmp_path / "d"),
-        pytest.raises(DataDirInUse, match=rf"process {os.getpid()} runs on"),
+        pytest.raises(ClusterDirInUse, match=rf"process {os.getpid()} runs on"),
         lock_data_dir(tmp_path / "d"),
     ):
         raise AssertionError("locked twice")
@@ -96,7 +96,7 @@ with lock_data_dir(pathlib.Path({str(tmp_path)!r})):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(DataDirInUse, match=str(holder.pid)), lock_data_dir(tmp_path):
+        with pytest.raises(ClusterDirInUse, match=str(holder.pid)), lock_data_dir(tmp_path):
             raise AssertionError("locked twice")
         holder.kill()
     with lock_data_dir(tmp_path):

@@ -16,27 +16,27 @@ from pathlib import Path
 import pytest
 
 from batonmq._common.backoff import Backoff
-from batonmq_server.local.child import Child, Program
+from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.cluster import to_stderr
-from batonmq_server.local.supervisor import DEATHS_MAX, GivenUp, Supervisor
+from batonmq_server.local.supervisor import DEATHS_MAX, RestartLimitExceeded, Supervisor
 from tests.support.waiting import lives, until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
 
-def _child(tmp_path: Path, code: str, name: str = "child") -> Child:
+def _child(tmp_path: Path, code: str, name: str = "child") -> ChildProcess:
     log_path = tmp_path / f"{name}.log"
 
     async def is_up() -> bool:
         return bool(child.last_lines(1))
 
     command = [sys.executable, "-c", code]
-    child = Child(Program(name=name, command=command, log_path=log_path, is_ready=is_up))
+    child = ChildProcess(Program(name=name, command=command, log_path=log_path, is_ready=is_up))
     return child
 
 
 @asynccontextmanager
-async def _watched(child: Child, reports: list[str]) -> AsyncIterator[Supervisor]:
+async def _watched(child: ChildProcess, reports: list[str]) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(reports.append, auto_restart=True)
     supervisor.add(child)
     async with asyncio.TaskGroup() as tasks:
@@ -105,7 +105,7 @@ async def test_child_that_keeps_ending_is_given_up(tmp_path: Path) -> None:
     backoff = Backoff(first_ms=2, delay_ms_max=2)
     supervisor = Supervisor(reports.append, auto_restart=True, backoff=backoff)
     supervisor.add(_child(tmp_path, "import sys; print('no disk'); sys.exit(3)"))
-    with pytest.raises(GivenUp, match=f"ended {DEATHS_MAX + 1} times within 60 s"):
+    with pytest.raises(RestartLimitExceeded, match=f"ended {DEATHS_MAX + 1} times within 60 s"):
         await supervisor.watch("child")
     ends = [report for report in reports if report.startswith("child ended: exit code 3")]
     assert len(ends) == DEATHS_MAX + 1

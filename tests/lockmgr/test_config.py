@@ -10,7 +10,7 @@ import pytest
 from batonmq._consumer.assigned_queue import DEADLINE_MARGIN_MS
 from batonmq._process.config import ConfigError, load
 from batonmq_server.lockmgr.config import CLIENT_MARGIN_MS, LockmgrSettings
-from batonmq_server.lockmgr.core.locks import Policy, Profile
+from batonmq_server.lockmgr.core.lock_entry import DecisionProfile, LockPolicy
 
 
 def settings(**values: str) -> LockmgrSettings:
@@ -19,7 +19,7 @@ def settings(**values: str) -> LockmgrSettings:
 
 
 def test_defaults_are_the_protocols_times() -> None:
-    assert settings().policy() == Policy()
+    assert settings().policy() == LockPolicy()
 
 
 @pytest.mark.parametrize("lease_ms", ["-1", "0", "1000", "3000"])
@@ -34,6 +34,6 @@ def test_margin_is_the_consumers() -> None:
 
 
 def test_profile_is_chosen_by_name_and_others_are_refused() -> None:
-    assert settings(profile="defibus").policy().profile is Profile.DEFIBUS
+    assert settings(profile="defibus").policy().profile is DecisionProfile.DEFIBUS
     with pytest.raises(ConfigError, match="BATON_LOCKMGR_PROFILE"):
         settings(profile="rocketmq")

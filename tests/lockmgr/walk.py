@@ -15,16 +15,23 @@ from random import Random
 
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import BatonError, Fenced, OldEpoch, Superseded, TokenMismatch
-from batonmq_server.lockmgr.core import locks, table
-from batonmq_server.lockmgr.core.access import Condition, Deny, Free, Grant, decide_clear
-from batonmq_server.offsets.core import calls
+from batonmq_server.lockmgr.core import lock_entry as locks
+from batonmq_server.lockmgr.core import lock_table as table
+from batonmq_server.lockmgr.core.decision import (
+    DenyDecision,
+    FenceCondition,
+    FreeDecision,
+    GrantDecision,
+    decide_clear,
+)
+from batonmq_server.offsets.core import values
 from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.ranges import RangeSet
-from batonmq_server.offsets.core.table import ProgressTable
 
 KEY = GroupQueue("g", "t", "b", 0)
 OFFSETS_KEY = GroupQueue("g", "t", "b", 0)
-POLICY = locks.Policy()
+POLICY = locks.LockPolicy()
 MESSAGES = 300
 MARGIN_MS = 3_000
 LOST, LATE_MAX = 0.1, 6
@@ -88,7 +95,7 @@ class Ask:
     """An Acquire on its way."""
 
     client: Client
-    asker: locks.Asker
+    asker: locks.Requester
     resume: Offsets
     sent_ms: int
 
@@ -99,7 +106,7 @@ class HandOver:
 
     ask: Ask | None
     term: int
-    grant: Grant
+    grant: GrantDecision
     gate: int
     tried: int = 0
     attempt: str = ""
@@ -110,12 +117,12 @@ class World:
     """Everything there is; one move per `step`."""
 
     random: Random
-    make_table: Callable[[locks.Policy], table.LockTable] = table.LockTable
+    make_table: Callable[[locks.LockPolicy], table.LockTable] = table.LockTable
     now_ms: int = 1_000_000
     term: int = 0
     generation: int = 0
     attempts: int = 0
-    stored: locks.Lock = field(default_factory=locks.Lock)
+    stored: locks.LockRecord = field(default_factory=locks.LockRecord)
     revision: int = 0
     gate: int = 1
     draining: bool = False
@@ -129,12 +136,12 @@ class World:
     paused: Client | None = None
 
     def __post_init__(self) -> None:
-        self.offsets = ProgressTable(calls.Limits(), 1, 0, self.instant())
+        self.offsets = ProgressTable(values.QueueLimits(), 1, 0, self.instant())
         self.clients = [Client("a"), Client("b"), Client("c")]
         self.take_over()
 
-    def instant(self) -> calls.Instant:
-        return calls.Instant(self.now_ms, 0)
+    def instant(self) -> values.Instant:
+        return values.Instant(self.now_ms, 0)
 
     # One move
 
@@ -205,8 +212,8 @@ class World:
         entry = self.table.get(KEY)
         if entry is None or not self.revision or entry.pending is not None:
             return
-        self.table.begin(KEY, locks.Step.FENCE)
-        grant = Grant((Condition.FORCED,), self.observation().token)
+        self.table.begin(KEY, locks.ChangeStep.FENCE)
+        grant = GrantDecision((FenceCondition.FORCED,), self.observation().token)
         self.fence_next(HandOver(None, self.term, grant, self.gate))
 
     def change_subscription(self) -> None:
@@ -229,11 +236,11 @@ class World:
         if entry is None or entry.lock.owner is None or entry.pending is not None:
             return
         decision = decide_clear(entry, self.observation(), self.now_ms, POLICY)
-        if isinstance(decision, Free):
+        if isinstance(decision, FreeDecision):
             self.free(entry.lock.owner, entry.lock.token)
             self.seen["freed"] += 1
         elif decision is not None:
-            self.table.begin(KEY, locks.Step.FENCE)
+            self.table.begin(KEY, locks.ChangeStep.FENCE)
             self.fence_next(HandOver(None, self.term, decision, self.gate))
 
     # Faults
@@ -306,7 +313,7 @@ class World:
         self.ask_again(client)
 
     def ask_again(self, client: Client) -> None:
-        asker = locks.Asker(client.incarnation, client.seq, client.generation)
+        asker = locks.Requester(client.incarnation, client.seq, client.generation)
         ask = Ask(client, asker, client.in_hand | client.finished, self.now_ms)
         self.send(lambda: self.arrived(ask), twice=0.2)
 
@@ -316,7 +323,7 @@ class World:
     def drop(self, client: Client) -> None:
         client.in_hand = client.finished = NONE
 
-    def granted(self, ask: Ask, token: int, start: calls.Grant) -> None:
+    def granted(self, ask: Ask, token: int, start: values.FenceGrant) -> None:
         """The answer of an Acquire arrives."""
         client = ask.client
         if not client.asking or client.seq != ask.asker.acquire_seq:
@@ -338,7 +345,7 @@ class World:
 
         def record() -> None:
             try:
-                run = calls.Delivery(first, next_)
+                run = values.DeliveryRange(first, next_)
                 done = self.offsets.record_delivered(OFFSETS_KEY, token, run, self.instant())
             except BatonError as error:
                 if isinstance(error, Fenced):
@@ -390,7 +397,7 @@ class World:
 
         def apply() -> None:
             try:
-                wish = calls.Acks(0, 0, ranges_of(acks))
+                wish = values.Acks(0, 0, ranges_of(acks))
                 self.offsets.commit(OFFSETS_KEY, token, wish, self.instant())
             except Fenced:
                 self.send(lambda: self.fenced(client, token), to=client)
@@ -412,7 +419,7 @@ class World:
 
         def apply() -> None:
             try:
-                wish = calls.Acks(0, 0, ranges_of(acks))
+                wish = values.Acks(0, 0, ranges_of(acks))
                 self.offsets.close(OFFSETS_KEY, token, wish, RangeSet(), self.instant())
             except Fenced:
                 self.send(lambda: self.fenced(client, token), to=client)
@@ -439,7 +446,7 @@ class World:
         sent_ms, token = self.now_ms, client.token
 
         def renew() -> None:
-            call = table.KeepAlive(
+            call = table.KeepAliveCall(
                 incarnation=client.incarnation,
                 acquire_seq=seen_seq,
                 holds=holds,
@@ -449,7 +456,7 @@ class World:
                 self.seen[report.state.value] += 1
                 self.send(partial(answered, report), to=client)
 
-        def answered(report: table.Report) -> None:
+        def answered(report: table.HoldReport) -> None:
             if report.state is table.HoldState.ORPHAN:
                 if not client.token and not client.asking:
                     owner = client.incarnation
@@ -486,14 +493,14 @@ class World:
         decision = self.table.decide(KEY, ask.asker, self.now_ms)
         if decision is None:
             self.send(lambda: self.arrived(ask))
-        elif isinstance(decision, Deny):
+        elif isinstance(decision, DenyDecision):
             self.seen[decision.error.reason] += 1
             if decision.clears:
                 self.table.wait(KEY, ask.asker.incarnation, self.now_ms)
                 if ask.client.asking and ask.client.seq == ask.asker.acquire_seq:
                     self.send(lambda: self.arrived(ask))
-        elif isinstance(decision, Grant):
-            self.table.begin(KEY, locks.Step.FENCE)
+        elif isinstance(decision, GrantDecision):
+            self.table.begin(KEY, locks.ChangeStep.FENCE)
             self.fence_next(HandOver(ask, self.term, decision, self.gate))
         else:
             self.repeat(ask)
@@ -517,7 +524,7 @@ class World:
             if hand_over.term == self.term:
                 self.fence_refused(hand_over, error)
             return
-        if condition is Condition.FORCED:
+        if condition is FenceCondition.FORCED:
             self.forced |= {expected}
             for client in self.clients:
                 self.excused |= client.in_hand | client.finished
@@ -544,7 +551,7 @@ class World:
         if ask is not None:
             self.send(lambda: self.arrived(ask))
 
-    def persist(self, hand_over: HandOver, start: calls.Grant) -> None:
+    def persist(self, hand_over: HandOver, start: values.FenceGrant) -> None:
         """The transaction reaches etcd, whoever leads by now."""
         if hand_over.term != self.term:
             self.seen["late persist"] += 1
@@ -574,11 +581,11 @@ class World:
         self.seen["granted"] += 1
         self.send(lambda: self.granted(ask, start.token, start), to=ask.client)
 
-    def lock(self, hand_over: HandOver, start: calls.Grant) -> locks.Lock:
+    def lock(self, hand_over: HandOver, start: values.FenceGrant) -> locks.LockRecord:
         if hand_over.ask is None:
             return replace(self.stored.freed(), token=start.token)
         asker = hand_over.ask.asker
-        return locks.Lock(
+        return locks.LockRecord(
             owner=asker.incarnation,
             token=start.token,
             acquire_seq=asker.acquire_seq,
@@ -588,7 +595,7 @@ class World:
 
     def repeat(self, ask: Ask) -> None:
         lock = self.stored
-        wish = self.wish(ask, Condition.SAME_HOLDER, lock.token - 1, lock.attempt)
+        wish = self.wish(ask, FenceCondition.SAME_HOLDER, lock.token - 1, lock.attempt)
         start = self.offsets.fence(OFFSETS_KEY, self.term, wish, self.instant())
         if start.token != lock.token or start.changed:
             raise Violated("a repeated grant is another one")
@@ -608,7 +615,7 @@ class World:
 
     def free(self, owner: Incarnation, token: int) -> None:
         assert self.table.owns(KEY, owner, token)
-        self.table.begin(KEY, locks.Step.RELEASE)
+        self.table.begin(KEY, locks.ChangeStep.RELEASE)
         leader = self.term
 
         def write() -> None:
@@ -620,15 +627,15 @@ class World:
         self.send(write, lossy=False)
 
     def wish(
-        self, ask: Ask | None, condition: Condition, expected: int, attempt: str
-    ) -> calls.Fence:
-        return calls.Fence(
+        self, ask: Ask | None, condition: FenceCondition, expected: int, attempt: str
+    ) -> values.FenceAttempt:
+        return values.FenceAttempt(
             attempt=attempt,
             expected_token=expected,
-            condition=calls.Condition(condition.value),
+            condition=values.FenceCondition(condition.value),
             holder=Incarnation(*ask.asker.incarnation) if ask else None,
             resume=ranges_of(ask.resume if ask else ()),
-            idle_ms=POLICY.lease_ms if condition is Condition.IDLE else 0,
+            idle_ms=POLICY.lease_ms if condition is FenceCondition.IDLE else 0,
             token_min=self.stored.token,
         )
 

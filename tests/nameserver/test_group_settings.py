@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import GroupInUse
-from batonmq_server.offsets.core.calls import Instant, Place, Source
-from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.offsets.core.values import AckState, Instant, ProgressSource
+from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     Direct,
     Replica,
@@ -35,10 +36,10 @@ from tests.nameserver.replica import (
 from tests.support.serving import serving_at
 
 
-async def gate_of(etcd: EtcdSession, group: str = "g") -> pb.Gate:
+async def gate_of(etcd: EtcdSession, group: str = "g") -> StoredGate:
     stored = await etcd.get(etcd.key("gates", group))
     assert stored is not None
-    return pb.Gate.FromString(stored.value)
+    return StoredGate.FromString(stored.value)
 
 
 async def revisions(etcd: EtcdSession, group: str = "g") -> tuple[int, int]:
@@ -57,7 +58,7 @@ async def test_new_group_has_the_default_settings_and_a_gate(
         pb.OWNERSHIP_ON,
         pb.STRATEGY_STICKY,
     )
-    assert await gate_of(etcd) == pb.Gate(
+    assert await gate_of(etcd) == StoredGate(
         subscription_generation=1,
         model=pb.MESSAGE_MODEL_CLUSTERING,
         ownership=pb.OWNERSHIP_ON,
@@ -198,7 +199,7 @@ async def forgetting(
 
 
 async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
-    nameserver: Replica, offsets: Offsets, etcd: EtcdSession
+    nameserver: Replica, offsets: OffsetsEpoch, etcd: EtcdSession
 ) -> None:
     async def gone() -> None:
         assert await etcd.get(etcd.key("groups", "g")) is None
@@ -210,14 +211,14 @@ async def test_deleting_a_group_ends_its_progress_once_nobody_can_join_it(
 
 
 async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
-    nameserver: Replica, offsets: Offsets, direct: Direct
+    nameserver: Replica, offsets: OffsetsEpoch, direct: Direct
 ) -> None:
     key = GroupQueue("g", "flights", "broker-a", 0)
-    offsets.table.move(key, Place(5), Source.RESET, Instant(0, 0), dry_run=False)
+    offsets.table.reset(key, AckState(5), ProgressSource.RESET, Instant(0, 0), dry_run=False)
 
     async def forget_late(group: str) -> int:
         await nameserver.join(group, "c1")
-        return await direct.groups.progress.forget_group(group)
+        return await direct.groups.progress_deleter.delete_group(group)
 
     await nameserver.set_group("g", policy=pb.SUBSCRIPTION_POLICY_WARN)
     with pytest.raises(GroupInUse):
@@ -229,7 +230,7 @@ async def test_group_that_is_joined_during_its_deletion_keeps_its_progress(
 
 
 async def test_deletion_that_offsets_did_not_confirm_is_finished_by_repeating_it(
-    nameserver: Replica, offsets: Offsets, etcd: EtcdSession
+    nameserver: Replica, offsets: OffsetsEpoch, etcd: EtcdSession
 ) -> None:
     async def nothing() -> None:
         return

@@ -12,12 +12,12 @@ import pytest
 
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from batonmq._core.queues import GroupQueue
-from batonmq_server.offsets import persistence, server
-from batonmq_server.offsets.core.calls import Acks, Instant, Limits
+from batonmq_server.offsets import lockmgr_calls, persistence
 from batonmq_server.offsets.core.ranges import EMPTY
-from batonmq_server.offsets.persistence import begin_life, recover_meanwhile
-from batonmq_server.testing.disks import OffsetsDisk
-from tests.offsets.service import TERM, Service, call, deletion, queue, wish
+from batonmq_server.offsets.core.values import Acks, Instant, QueueLimits
+from batonmq_server.offsets.persistence import recover_in_steps, recover_standalone
+from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
+from tests.offsets.service_calls import TERM, Service, call, deletion, queue, wish
 
 GROUPS = [f"group-{number}" for number in range(7)]
 NOW = Instant(0, 0)
@@ -53,7 +53,7 @@ async def test_parts_of_an_announce_tell_every_queue_once(
     service: Service, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     tokens = await fenced(service)
-    monkeypatch.setattr(server, "ANNOUNCED_MAX", count)
+    monkeypatch.setattr(lockmgr_calls, "ANNOUNCED_MAX", count)
     found = await parts(service)
     assert sorted(told(found)) == sorted(tokens.items())
     groups_at_once = -(-count // 3)
@@ -64,7 +64,7 @@ async def test_what_ends_between_two_parts_hides_no_other_queue(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = await fenced(service)
-    monkeypatch.setattr(server, "ANNOUNCED_MAX", 4)
+    monkeypatch.setattr(lockmgr_calls, "ANNOUNCED_MAX", 4)
     first = await call(service, "Announce", pb.AnnounceRequest(term=TERM))
     assert first.more
     await call(service, "DeleteTopic", deletion())
@@ -90,16 +90,16 @@ async def test_a_leader_lets_others_go_on_while_it_reads_what_it_has(
             turns += 1
             await asyncio.sleep(0)
 
-    disk = OffsetsDisk(Random(1), lambda _: 0.0)
-    _, table, records = begin_life(disk, Limits(), NOW)
+    disk = MemoryOffsetsDisk(Random(1), lambda _: 0.0)
+    _, table, records = recover_standalone(disk, QueueLimits(), NOW)
     entries_of = persistence.entries_of(table, records)
     keys = [GroupQueue("readers", "news", "broker-a", number) for number in range(200)]
     for key in keys:
         table.commit_unowned(key, Acks(0, 5, EMPTY), NOW)
-    disk.write_now([entry for key in keys for entry in entries_of(key)])
+    disk.write_blocking([entry for key in keys for entry in entries_of(key)])
     async with asyncio.TaskGroup() as tasks:
         counting = tasks.create_task(count())
-        found, _ = await recover_meanwhile(disk, Limits(), 3, NOW)
+        found, _ = await recover_in_steps(disk, QueueLimits(), 3, NOW)
         counting.cancel()
     assert sorted(key for key, _ in found.items()) == keys
     assert {found.query(key).committed_offset for key in keys} == {5}

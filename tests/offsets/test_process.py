@@ -1,5 +1,7 @@
-"""Goal: what the process has answered outlives it. Method: `python -m batonmq_server.offsets` with
-a real etcd, killed in the middle of commits, and asked again in its next life.
+"""Goal: what the process has answered survives its death.
+
+Method: `python -m batonmq_server.offsets` with a real etcd, killed in the middle of commits,
+restarted and queried.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.health import SERVING, ask_health
 from batonmq._connection.channels import connect
-from batonmq_server.local.child import Child, Program
+from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import HOST, keep_ports
 from batonmq_server.offsets.core.ranges import RangeSet
-from tests.offsets.service import TERM, TIMEOUT_S, queue, run, wish
+from tests.offsets.service_calls import TERM, TIMEOUT_S, queue, run, wish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 QUEUES = 6
@@ -59,7 +61,7 @@ def program(tmp_path: Path, etcd_endpoint: str) -> tuple[Program, str]:
 
 
 @asynccontextmanager
-async def life(child: Child, address: str) -> AsyncIterator[pb_grpc.OffsetsServiceAsyncStub]:
+async def life(child: ChildProcess, address: str) -> AsyncIterator[pb_grpc.OffsetsServiceAsyncStub]:
     """One life of the process; killed at the end if it still runs."""
     child.spawn()
     try:
@@ -132,7 +134,7 @@ async def acked_of(stub: pb_grpc.OffsetsServiceAsyncStub, attempt: str) -> list[
 
 async def test_every_answered_commit_survives_kill_9(etcd_endpoint: str, tmp_path: Path) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = Child(started)
+    child = ChildProcess(started)
     ackers = [Acker(queue_id) for queue_id in range(QUEUES)]
     for answers in (40, 150, 90):
         async with life(child, address) as stub:
@@ -159,7 +161,7 @@ async def test_a_close_and_a_fence_that_were_answered_survive_kill_9(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = Child(started)
+    child = ChildProcess(started)
     async with life(child, address) as stub:
         await own_all(stub)
         close = pb.CloseItem(
@@ -215,7 +217,7 @@ async def test_every_answered_reset_survives_kill_9_and_its_op_id_is_known(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = Child(started)
+    child = ChildProcess(started)
     movers = [Mover(queue_id) for queue_id in range(QUEUES)]
     async with life(child, address) as stub:
         await own_all(stub)
@@ -253,7 +255,7 @@ async def test_an_undo_after_kill_9_restores_what_was_acked(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = Child(started)
+    child = ChildProcess(started)
     order: Any = {"by": "test", "reason": "kill -9"}
     async with life(child, address) as stub:
         await own_all(stub)
@@ -279,7 +281,7 @@ async def test_a_stopped_process_ends_by_itself_and_loses_nothing(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = Child(started)
+    child = ChildProcess(started)
     acker = Acker(0)
     async with life(child, address) as stub:
         await own_all(stub)
@@ -298,9 +300,9 @@ async def test_a_second_process_on_the_same_folder_ends_at_once(
     etcd_endpoint: str, tmp_path: Path
 ) -> None:
     started, address = program(tmp_path, etcd_endpoint)
-    child = Child(started)
+    child = ChildProcess(started)
     async with life(child, address):
-        second = Child(
+        second = ChildProcess(
             Program(
                 name="second",
                 command=started.command,
@@ -331,7 +333,7 @@ async def test_a_failed_write_ends_the_process_and_answers_nobody(
         log_path=tmp_path / "limited.log",
         is_ready=started.is_ready,
     )
-    child = Child(limited)
+    child = ChildProcess(limited)
     answered: list[queue_pb2.GroupQueue] = []
     async with life(child, address) as stub:
         await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)
@@ -343,7 +345,7 @@ async def test_a_failed_write_ends_the_process_and_answers_nobody(
                 answered += keys
         assert await child.ended() == 1
         assert "lmdb" in "\n".join(child.last_lines(40))
-    async with life(Child(started), address) as stub:
+    async with life(ChildProcess(started), address) as stub:
         queues = (await stub.Announce(pb.AnnounceRequest(term=TERM), timeout=TIMEOUT_S)).queues
     assert answered
     assert {each.queue.queue.queue_id for each in queues} >= {k.queue.queue_id for k in answered}

@@ -30,11 +30,11 @@ from batonmq._common.health import SERVING, ask_health
 from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq.errors import NoDeadline
-from batonmq_server.local.child import Child, Program
+from batonmq_server.local.child_process import ChildProcess, Program
 from batonmq_server.local.ports import keep_ports
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.health import LIVE, READY, STARTED
-from batonmq_server.runtime.replicas import Standing
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -47,7 +47,7 @@ KEY = "nodes/offsets/offsets-7"
 class Running:
     """A process that serves."""
 
-    child: Child
+    child: ChildProcess
     node: pb.Node
 
     def log(self) -> str:
@@ -68,7 +68,7 @@ async def offsets(
         "data_dir": str(folder / "data"),
         "log_format": "json",
     }
-    child = Child(
+    child = ChildProcess(
         Program(
             name="offsets",
             command=[sys.executable, "-m", "batonmq_server.offsets"],
@@ -150,7 +150,7 @@ async def test_process_that_finds_its_port_taken_ends_with_an_error(
 ) -> None:
     async with offsets(etcd, etcd_endpoint, tmp_path) as running:
         port = running.node.address.rpartition(":")[2]
-        other = Child(
+        other = ChildProcess(
             Program(
                 name="other",
                 command=[sys.executable, "-m", "batonmq_server.offsets"],
@@ -178,7 +178,7 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
     """It would write what the others never get, and one of both would be given up."""
     key = etcd.key("replicas", service, replica_set)
     node_id = f"{replica_set}-0"
-    await etcd.put(key, Standing(7, node_id, frozenset({node_id, "other"}), 7).encode())
+    await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id, "other"}), 7).encode())
     upper = f"BATON_{service.upper()}"
     settings = {
         "CLUSTER": etcd.prefix.split("/")[2],
@@ -192,7 +192,7 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
     async def registered() -> bool:
         return await etcd.get(entry) is not None
 
-    child = Child(
+    child = ChildProcess(
         Program(
             name=service,
             command=[sys.executable, "-m", f"batonmq_server.{service}"],
@@ -207,7 +207,7 @@ async def test_node_of_a_set_that_others_could_lead_refuses_to_run_alone(
     (said,) = child.last_lines(1)
     assert f"other may be elected, so it must not run without {upper}_REPLICAS" in said
     assert not (tmp_path / "data").exists(), "nothing is touched"
-    await etcd.put(key, Standing(7, node_id, frozenset({node_id}), 7).encode())
+    await etcd.put(key, ReplicaSetRecord(7, node_id, frozenset({node_id}), 7).encode())
     child.spawn()
     try:
         await child.ready(30)
@@ -237,7 +237,7 @@ async def test_process_that_waits_for_etcd_ends_at_once_when_told(
     if replicas:
         settings |= {"REPLICAS": replicas, "BROKER" if service == "storage" else "REPLICA_SET": "a"}
     log = tmp_path / "log"
-    child = Child(
+    child = ChildProcess(
         Program(
             name=service,
             command=[sys.executable, "-m", f"batonmq_server.{service}"],

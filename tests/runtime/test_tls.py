@@ -20,20 +20,20 @@ import pytest
 from pydantic import SecretStr
 
 from batonmq._common.rpc import from_rpc_error
-from batonmq._connection import handshake
+from batonmq._connection import tls_probe as handshake
 from batonmq._connection.channels import OPTIONS, connector
-from batonmq._connection.handshake import refused
 from batonmq._connection.secure_channel import LOOK_INTERVAL_S, SecureChannel
 from batonmq._connection.security import Security
+from batonmq._connection.tls_probe import find_tls_failure
 from batonmq._process.config import ConfigError, load
 from batonmq.errors import Unreachable
-from batonmq_server.local.certificates import Authority, Subject
+from batonmq_server.local.certificates import CertificateAuthority, CertificateSubject
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import check_files, listen, server_credentials
 from tests.support.waiting import until
 
-NODE = Subject(name="node", uri="service:storage", hosts=("localhost", "127.0.0.1"))
-CAROL = Subject(name="carol")
+NODE = CertificateSubject(name="node", uri="service:storage", hosts=("localhost", "127.0.0.1"))
+CAROL = CertificateSubject(name="carol")
 METHOD = "/Test/Ask"
 SECRET = "a-token-that-nobody-shows"
 
@@ -45,17 +45,17 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "tls")
+def authority(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path / "tls")
 
 
 @pytest.fixture
-def node(authority: Authority) -> Security:
+def node(authority: CertificateAuthority) -> Security:
     return authority.issue(NODE)
 
 
 @pytest.fixture
-def carol(authority: Authority) -> Security:
+def carol(authority: CertificateAuthority) -> Security:
     return authority.issue(CAROL)
 
 
@@ -139,12 +139,16 @@ async def test_without_certificates_of_clients_tokens_tell_who_calls(
         assert await answer(address, replace(security, token=None), b"token") == b""
 
 
-def refusals(authority: Authority, carol: Security, tmp_path: Path) -> dict[str, Security | None]:
-    stranger = Authority(tmp_path / "other").issue(Subject(name="stranger"))
+def refusals(
+    authority: CertificateAuthority, carol: Security, tmp_path: Path
+) -> dict[str, Security | None]:
+    stranger = CertificateAuthority(tmp_path / "other").issue(CertificateSubject(name="stranger"))
     return {
         "speaks TLS": None,
         "wants a client certificate": Security(ca_file=carol.ca_file),
-        "client certificate, which has expired": authority.issue(Subject(name="old"), days=-1),
+        "client certificate, which has expired": authority.issue(
+            CertificateSubject(name="old"), days=-1
+        ),
         "not trust the authority of the client": replace(stranger, ca_file=carol.ca_file),
         "no authority that is trusted": replace(carol, ca_file=stranger.ca_file),
         "for other names": replace(carol, server_name="elsewhere"),
@@ -152,7 +156,7 @@ def refusals(authority: Authority, carol: Security, tmp_path: Path) -> dict[str,
 
 
 async def test_who_is_refused_is_told_why_and_what_to_do(
-    authority: Authority, node: Security, carol: Security, tmp_path: Path
+    authority: CertificateAuthority, node: Security, carol: Security, tmp_path: Path
 ) -> None:
     async with serving(node) as (address, _):
         for reason, security in refusals(authority, carol, tmp_path).items():
@@ -162,15 +166,15 @@ async def test_who_is_refused_is_told_why_and_what_to_do(
             assert isinstance(error, Unreachable), reason
             assert error.message.startswith(f"{address}: it "), reason
             assert error.remedy != Unreachable.remedy, reason
-            found = await asyncio.to_thread(refused, address, security)
+            found = await asyncio.to_thread(find_tls_failure, address, security)
             assert found is not None, reason
             assert reason in found.reason
             assert found.remedy
-        assert await asyncio.to_thread(refused, address, carol) is None
+        assert await asyncio.to_thread(find_tls_failure, address, carol) is None
 
 
 async def test_servers_that_can_not_prove_themselves_are_told_apart(
-    authority: Authority, carol: Security
+    authority: CertificateAuthority, carol: Security
 ) -> None:
     old = authority.issue(replace(NODE, name="old"), days=-1)
     for security, reason in (
@@ -181,19 +185,19 @@ async def test_servers_that_can_not_prove_themselves_are_told_apart(
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await answer(address, carol)
             assert reason in from_rpc_error(failed.value).message
-            found = await asyncio.to_thread(refused, address, carol)
+            found = await asyncio.to_thread(find_tls_failure, address, carol)
             assert found is not None
             assert reason in found.reason
 
 
 async def test_where_there_is_no_tls_it_is_not_the_reason() -> None:
     async with serving(None) as (address, _):
-        assert await asyncio.to_thread(refused, address, None) is None
-    assert await asyncio.to_thread(refused, address, None) is None
+        assert await asyncio.to_thread(find_tls_failure, address, None) is None
+    assert await asyncio.to_thread(find_tls_failure, address, None) is None
 
 
 async def test_new_files_lose_no_call_and_are_used(
-    authority: Authority, node: Security, carol: Security
+    authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
     """Calls go on all the time, one is held over every change."""
     async with serving(node) as (address, asked), connector(carol)(address) as channel:
@@ -226,7 +230,7 @@ async def test_new_files_lose_no_call_and_are_used(
 
 
 async def test_server_shows_its_new_certificate(
-    authority: Authority, node: Security, carol: Security
+    authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
     async with serving(node) as (address, _):
         authority.issue(replace(NODE, hosts=("renamed.example",)))
@@ -269,7 +273,7 @@ async def test_a_token_of_a_file_is_the_present_one(
 
 
 async def test_closing_ends_calls_under_way(
-    authority: Authority, node: Security, carol: Security
+    authority: CertificateAuthority, node: Security, carol: Security
 ) -> None:
     async with serving(node) as (address, asked):
         channel = connector(carol)(address)

@@ -92,4 +92,4 @@ def ack_without_sending_back(patch: pytest.MonkeyPatch) -> None:
 def ids_of_their_own(patch: pytest.MonkeyPatch) -> None:
     """What is sent back has another id each time, so that storage can't know it again."""
     numbers = count(1)
-    patch.setattr(retry_sender, "once_id", lambda *_: next(numbers))
+    patch.setattr(retry_sender, "retry_producer_id", lambda *_: next(numbers))

@@ -7,19 +7,23 @@ import itertools
 import pytest
 
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.storage.deliveries import Deliveries, Delivery, Verdict
+from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.storage.delivery_recorder import (
+    DeliveryRecorder,
+    PendingDelivery,
+    RecordedDelivery,
+)
 from tests.simulation.background import in_background
 
 
 def record_after_sending(patch: pytest.MonkeyPatch) -> None:
     """[deliver_before_record] Bytes leave storage, and their delivery is recorded meanwhile."""
 
-    async def record(self: Deliveries, delivery: Delivery) -> Verdict:
+    async def record(self: DeliveryRecorder, delivery: PendingDelivery) -> RecordedDelivery:
         in_background(self._batcher.call(delivery))
-        return Verdict((), self._epoch, self._clock.monotonic_ms())
+        return RecordedDelivery((), self._epoch, self._clock.monotonic_ms())
 
-    patch.setattr(Deliveries, "record", record)
+    patch.setattr(DeliveryRecorder, "record", record)
 
 
 def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
@@ -33,10 +37,10 @@ def flip_with_owners(patch: pytest.MonkeyPatch) -> None:
 
 def pause_known_now_and_then(patch: pytest.MonkeyPatch) -> None:
     """Storage looks at every second pull only whether the group is paused."""
-    real, looks = Gates.check_running, itertools.count()
+    real, looks = GroupGates.check_running, itertools.count()
 
-    def check_running(self: Gates, group: str) -> None:
+    def check_running(self: GroupGates, group: str) -> None:
         if next(looks) % 2:
             real(self, group)
 
-    patch.setattr(Gates, "check_running", check_running)
+    patch.setattr(GroupGates, "check_running", check_running)

@@ -33,14 +33,14 @@ from batonmq.errors import BatonError
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.storage.config import StorageSettings
-from batonmq_server.storage.node import Node
+from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import processes
-from batonmq_server.testing.disks import MemoryDisk, OffsetsDisk
-from batonmq_server.testing.network import Call
-from batonmq_server.testing.processes import Process, Service
+from batonmq_server.testing.memory_disks import MemoryDisk, MemoryOffsetsDisk
+from batonmq_server.testing.memory_network import MemoryCall
+from batonmq_server.testing.processes import ServiceSpec, SimulatedProcess
 from batonmq_server.testing.services import lockmgr, nameserver, offsets, storage
 from tests.simulation.checker import Checker
 from tests.simulation.options import Options
@@ -64,7 +64,7 @@ SLOW_WRITE_MS_MAX = 400
 _SLOW = 0.02
 
 
-class World(processes.World):
+class World(processes.MemoryEnvironment):
     """What all processes of a run share, and who looks at it."""
 
     def __init__(self, seed: str, *, kept_max: int | None = 4_000) -> None:
@@ -80,7 +80,7 @@ class World(processes.World):
         stored = self.etcd.get(key)
         return stored.value.decode() if stored is not None else ""
 
-    def offsets_disk_of(self, node_id: str) -> OffsetsDisk:
+    def offsets_disk_of(self, node_id: str) -> MemoryOffsetsDisk:
         """See base; what a node without followers has written counts at once."""
         known = node_id in self.offsets_disks
         disk = super().offsets_disk_of(node_id)
@@ -105,26 +105,26 @@ class World(processes.World):
         longest = SLOW_WRITE_MS_MAX if random.random() < _SLOW else WRITE_MS_MAX
         return random.uniform(0.5, longest) / 1000
 
-    def called(self, call: Call, request: Any) -> None:
+    def called(self, call: MemoryCall, request: Any) -> None:
         self.trace.called(call, request)
         self.checker.answers.called(call.source, request)
 
-    def answered(self, call: Call, request: Any, answer: Any) -> None:
+    def answered(self, call: MemoryCall, request: Any, answer: Any) -> None:
         self.checker.answers.answered(call.target, request, answer)
         self.checker.replicas.answered(call, answer)
         self.checker.stores.served(call, request, answer)
 
-    def told(self, call: Call, answer: Any) -> None:
+    def told(self, call: MemoryCall, answer: Any) -> None:
         self.trace.told(call, answer)
 
-    def offsets_opened(self, offsets: Offsets) -> None:
+    def offsets_opened(self, offsets: OffsetsEpoch) -> None:
         if self.checker.replicas.opened(offsets):
             self.checker.watch_leadership(offsets)
         else:
             near = offsets.disk is self.offsets_disks.get(OFFSETS)
             self.checker.offsets.watch_table(offsets.table, OFFSETS if near else FAR)
 
-    def storage_opened(self, node_id: str, node: Node) -> None:
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
         if node_id == BROKER:
             self.checker.watch_store(node.store, BROKER)
         else:
@@ -136,7 +136,7 @@ class World(processes.World):
     def failed(self, process: str, error: BaseException) -> None:
         self.checker.books.fail("unexpected", f"process {process} ends with {error!r}")
 
-    def _put(self, stored: Stored) -> None:
+    def _put(self, stored: KeyValue) -> None:
         if stored.key == SET_KEY:
             self.checker.replicas.standing_written(stored)
         elif stored.key == STORE_SET_KEY:
@@ -148,7 +148,7 @@ class World(processes.World):
         )
 
 
-class ConsumerProcess(Process):
+class ConsumerProcess(SimulatedProcess):
     """A life of a member; it leaves gracefully when asked to stop.
 
     Attributes:
@@ -162,7 +162,7 @@ class ConsumerProcess(Process):
         life: int,
         expression: str,
         settings: ConsumerSettings,
-        handle: Callable[[Process, ReceivedMessage], Awaitable[object]],
+        handle: Callable[[SimulatedProcess, ReceivedMessage], Awaitable[object]],
     ) -> None:
         super().__init__(world, client_id, life)
         self._trace, self._checker = world.trace, world.checker
@@ -223,28 +223,28 @@ class ConsumerProcess(Process):
                 checks.deadline_passed(self.name, event.queue)
 
 
-def services(world: World, random: Random, options: Options) -> list[Service]:
+def services(world: World, random: Random, options: Options) -> list[ServiceSpec]:
     """The services of the cluster, in the order in which they start."""
     common: dict[str, Any] = {"cluster": "sim", "node_lease_ms": 6_000, "metrics_stream": False}
     span_max = random.choice([8, 50])
 
-    def names(node_id: str) -> Service:
+    def names(node_id: str) -> ServiceSpec:
         return nameserver(
             NameserverSettings(
                 node_id=node_id, member_lease_ms=10_000, heartbeat_interval_ms=3_000, **common
             )
         )
 
-    def locks(node_id: str) -> Service:
+    def locks(node_id: str) -> ServiceSpec:
         return lockmgr(LockmgrSettings(node_id=node_id, lock_lease_ms=LEASE_MS, **common))
 
-    def progress(node_id: str, **more: Any) -> Service:
+    def progress(node_id: str, **more: Any) -> ServiceSpec:
         settings = OffsetsSettings(
             node_id=node_id, data_dir=Path("unused"), span_max=span_max, **common, **more
         )
         return offsets(world, settings)
 
-    def log(node_id: str, **more: Any) -> Service:
+    def log(node_id: str, **more: Any) -> ServiceSpec:
         settings = StorageSettings(
             node_id=node_id, segment_bytes=16_384, touch_interval_ms=3_000, **common, **more
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from batonmq._consumer.consumer_settings import ConsumerSettings
 from batonmq._consumer.handler_results import RetryLater
 from batonmq._consumer.message import ReceivedMessage
-from batonmq_server.testing.processes import Process
+from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.cluster import ConsumerProcess
 from tests.simulation.stage import Later, Stage
 
@@ -144,7 +144,9 @@ class Crew:
         await asyncio.sleep(random.choice([0.1, 3, 20]) * random.random())
         self.join(name)
 
-    async def _handle(self, process: Process, message: ReceivedMessage) -> RetryLater | None:
+    async def _handle(
+        self, process: SimulatedProcess, message: ReceivedMessage
+    ) -> RetryLater | None:
         random = process.random
         if random.random() < self._stage.options.slow_handlers:
             self._stage.counts["slow handlers"] += 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from batonmq_server.testing.network import Faults
+from batonmq_server.testing.memory_network import Faults
 from tests.simulation import (
     broken_clients,
     broken_lockmgr,

@@ -16,7 +16,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.directory import CALL_TIMEOUT_S, Directory
 from batonmq._core.queues import GroupQueue
 from batonmq.errors import BatonError, Retry
-from batonmq_server.testing.processes import Process
+from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.cluster import FAR, GROUP, NAMESERVERS, OFFSETS
 from tests.simulation.stage import Later, Stage
 
@@ -30,7 +30,7 @@ class Operator:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._process = Process(stage.world, "operator", 0)
+        self._process = SimulatedProcess(stage.world, "operator", 0)
         surroundings = self._process.surroundings()
         self._directory = Directory(NAMESERVERS, surroundings.random, surroundings.connect)
         self._number = 0
@@ -139,8 +139,8 @@ class Operator:
             return await self._directory.nameserver().MoveGroup(request, timeout=CALL_TIMEOUT_S)
 
         answer = await self._until_answered(call)
-        if isinstance(answer, pb.MoveGroupResponse) and answer.before != answer.place:
-            self._stage.note(f"move {answer.place.move} to {to_set}", "moves")
+        if isinstance(answer, pb.MoveGroupResponse) and answer.before != answer.placement:
+            self._stage.note(f"move {answer.placement.move} to {to_set}", "moves")
 
     async def _pause(self, reason: str, time_s: float) -> None:
         self._begin(self._update(_paused(True, reason)))

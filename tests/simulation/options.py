@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Literal, get_args
 
-from batonmq_server.testing.network import Faults
+from batonmq_server.testing.memory_network import Faults
 
 Strategy = Literal["STICKY", "AVERAGE", "AVERAGE_BY_CIRCLE", "CONSISTENT_HASH"]
 

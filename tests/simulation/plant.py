@@ -7,7 +7,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from batonmq_server.testing.processes import LoopClock, Service, ServiceProcess
+from batonmq_server.testing.processes import LoopClock, ServiceSpec, SimulatedService
 from tests.simulation.cluster import REPLICAS, STORES, services
 from tests.simulation.crew import Crew
 from tests.simulation.replica_checks import LEADER_KEY
@@ -24,7 +24,7 @@ class Plant:
     def __init__(self, stage: Stage, crew: Crew) -> None:
         self._stage, self._crew = stage, crew
         self._services = services(stage.world, stage.random, stage.options)
-        self._running: dict[str, ServiceProcess] = {}
+        self._running: dict[str, SimulatedService] = {}
         self._lives: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class Plant:
             return None
         return self._kill(self._stage.random.choice(self._up()))
 
-    def _kill(self, process: ServiceProcess) -> Later:
+    def _kill(self, process: SimulatedService) -> Later:
         process.kill(noticed=self._stage.random.random() < 0.7)
         self._stage.note(f"{process.name} is killed", "service kills")
         self._crash_disk(process)
@@ -137,25 +137,25 @@ class Plant:
         process.clock.ahead_ms += random.choice([-1, 1]) * random.randint(1, 7_200_000)
         self._stage.note(f"wall clock of {process.name} jumps", "jumps")
 
-    def _all_processes(self) -> Iterable[ServiceProcess]:
+    def _all_processes(self) -> Iterable[SimulatedService]:
         yield from self._running.values()
         yield from self._crew.processes  # type: ignore[misc]
 
-    def _start(self, service: Service) -> None:
+    def _start(self, service: ServiceSpec) -> None:
         self._mend_disk(service.name)
         self._lives[service.name] += 1
         life = self._lives[service.name]
-        self._running[service.name] = ServiceProcess(self._stage.world, service, life)
+        self._running[service.name] = SimulatedService(self._stage.world, service, life)
         self._stage.note(f"{service.name} starts")
 
-    def _up(self) -> list[ServiceProcess]:
+    def _up(self) -> list[SimulatedService]:
         return [
             process
             for process in self._running.values()
             if process.alive and not process.frozen and not process.leaving
         ]
 
-    def _crash_disk(self, process: ServiceProcess) -> None:
+    def _crash_disk(self, process: SimulatedService) -> None:
         world, random = self._stage.world, self._stage.random
         disk = world.storage_disks.get(process.name)
         if disk is None:
@@ -169,7 +169,7 @@ class Plant:
         else:
             world.storage_disks[process.name] = disk.killed()
 
-    async def _start_again(self, process: ServiceProcess) -> None:
+    async def _start_again(self, process: SimulatedService) -> None:
         random = self._stage.random
         await asyncio.sleep(random.choice([0.2, 2, 10]) * random.random())
         if self._running[process.name] is process:
@@ -196,7 +196,7 @@ class Plant:
         self._stage.world.crash_disk(process.name)
         return self._lose_and_start(process, lose)
 
-    async def _lose_and_start(self, process: ServiceProcess, lose: Callable[[str], None]) -> None:
+    async def _lose_and_start(self, process: SimulatedService, lose: Callable[[str], None]) -> None:
         world, name = self._stage.world, process.name
         await asyncio.sleep(world.network.faults.slow_ms_max / 1000 + 0.1)
         if self._running[name] is not process:
@@ -228,7 +228,7 @@ class Plant:
         if disk is not None:
             disk.fail(None)
 
-    async def _replace(self, process: ServiceProcess) -> None:
+    async def _replace(self, process: SimulatedService) -> None:
         await self._stage.until(lambda: not process.alive, STOP_S)
         if process.alive:
             process.kill()

@@ -14,7 +14,7 @@ from batonmq._core.records import Message
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.errors import BatonError
-from batonmq_server.testing.processes import Process
+from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.cluster import NAMESERVERS, TOPIC
 from tests.simulation.stage import Stage
 
@@ -31,7 +31,7 @@ class Producing:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._process = Process(stage.world, "producer", 0)
+        self._process = SimulatedProcess(stage.world, "producer", 0)
         self._producer: Producer | None = None
         self._bursts = 0
         self._sending: list[asyncio.Task[None]] = []

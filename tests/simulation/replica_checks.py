@@ -14,13 +14,13 @@ from typing import Any
 from baton.common.v1 import replicas_pb2
 from batonmq.errors import BatonError, NoQuorum, NotLeader, NotServing
 from batonmq_server.offsets.codec import META, unseal
-from batonmq_server.offsets.core.changes import HISTORY, POSITION
+from batonmq_server.offsets.core.change_log import HISTORY, POSITION
 from batonmq_server.offsets.disk import Entry
-from batonmq_server.offsets.serving import Offsets
-from batonmq_server.runtime.etcd import Stored
-from batonmq_server.runtime.position import NOWHERE, Position
-from batonmq_server.testing.disks import OffsetsDisk
-from batonmq_server.testing.network import Call
+from batonmq_server.offsets.epoch import OffsetsEpoch
+from batonmq_server.runtime.etcd.session import KeyValue
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
+from batonmq_server.testing.memory_disks import MemoryOffsetsDisk
+from batonmq_server.testing.memory_network import MemoryCall
 from tests.simulation.books import Books
 
 SET_KEY, LEADER_KEY = "replicas/offsets/offsets", "elections/offsets/offsets"
@@ -50,11 +50,11 @@ class Standpoint:
         return Standpoint(int(version), tuple((int(part[0]), int(part[2])) for part in parts))
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """Its last change."""
-        return Position(self.history[-1][0], self.version) if self.history else NOWHERE
+        return ReplicaPosition(self.history[-1][0], self.version) if self.history else NO_POSITION
 
-    def has(self, change: Position) -> bool:
+    def has(self, change: ReplicaPosition) -> bool:
         """Whether it has that change."""
         if change.version > self.version:
             return False
@@ -71,21 +71,21 @@ class ReplicaChecks:
 
     def __init__(self, books: Books, leader: Callable[[], str]) -> None:
         self._books, self._leader = books, leader
-        self._disks: dict[str, OffsetsDisk] = {}
+        self._disks: dict[str, MemoryOffsetsDisk] = {}
         self._stands: dict[str, Standpoint] = {}
-        self._states: dict[Position, int] = {}
+        self._states: dict[ReplicaPosition, int] = {}
         self._standing = replicas_pb2.ReplicaSet()
-        self._confirmed = NOWHERE
+        self._confirmed = NO_POSITION
         self._epochs: dict[int, int] = {}
 
     # ---- copies
 
-    def watch_disk(self, node: str, disk: OffsetsDisk) -> None:
+    def watch_disk(self, node: str, disk: MemoryOffsetsDisk) -> None:
         """See what a node writes from now on; its disk is empty."""
         self._disks[node], self._stands[node] = disk, Standpoint(0, ())
         disk.on_write.append(partial(self._written, node, disk))
 
-    def _written(self, node: str, disk: OffsetsDisk, _: Sequence[Entry]) -> None:
+    def _written(self, node: str, disk: MemoryOffsetsDisk, _: Sequence[Entry]) -> None:
         if self._disks[node] is not disk:
             return  # it is lost
         before, now = self._stands[node], Standpoint.of(disk.entries)
@@ -115,7 +115,7 @@ class ReplicaChecks:
 
     # ---- leaderships
 
-    def opened(self, offsets: Offsets) -> bool:
+    def opened(self, offsets: OffsetsEpoch) -> bool:
         """A leadership begins to serve: it has all that was confirmed.
 
         Returns:
@@ -129,7 +129,7 @@ class ReplicaChecks:
         self._confirm(node)
         return True
 
-    def confirmed(self, offsets: Offsets) -> None:
+    def confirmed(self, offsets: OffsetsEpoch) -> None:
         """A write of a leadership has returned: the in-sync set has everything the leader has."""
         self._confirm(self._node_of(offsets))
 
@@ -143,7 +143,7 @@ class ReplicaChecks:
         self._confirmed = max(self._confirmed, at)
         self._check_electable(f"{node} confirms {at}")
 
-    def standing_written(self, stored: Stored) -> None:
+    def standing_written(self, stored: KeyValue) -> None:
         """The set has changed in etcd."""
         before, now = self._standing, replicas_pb2.ReplicaSet.FromString(stored.value)
         self._standing = now
@@ -160,7 +160,7 @@ class ReplicaChecks:
             self._fail(f"{text}, and the leader is not")
         self._check_electable(text)
 
-    def answered(self, call: Call, answer: Any) -> None:
+    def answered(self, call: MemoryCall, answer: Any) -> None:
         """Only a leader answers; and etcd gives no other one its place before that is over."""
         if call.target not in self._disks or not call.path.startswith(_SERVICE):
             return
@@ -185,7 +185,7 @@ class ReplicaChecks:
         stand = self._stands[node]
         return stand.position.epoch >= self._standing.served_epoch and stand.has(self._confirmed)
 
-    def _node_of(self, offsets: Offsets) -> str:
+    def _node_of(self, offsets: OffsetsEpoch) -> str:
         return next((node for node, disk in self._disks.items() if disk is offsets.disk), "")
 
     def _fail(self, text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batonmq._common.aio import unless
-from batonmq_server.testing.network import Faults
+from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.virtual_time import run_virtual
 from tests.simulation.books import Violation
 from tests.simulation.cluster import World

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from batonmq_server.testing.processes import Process
+from batonmq_server.testing.processes import SimulatedProcess
 from tests.simulation.cluster import World
 from tests.simulation.options import Options
 
@@ -40,7 +40,7 @@ class Stage:
         while not condition() and self.world.loop.time() < end_s:  # noqa: ASYNC110  time costs nothing
             await asyncio.sleep(0.1)
 
-    async def freeze(self, process: Process, kind: str) -> None:
+    async def freeze(self, process: SimulatedProcess, kind: str) -> None:
         """Stop a process for a while, in the middle of whatever it does."""
         process.freeze()
         self.note(f"{process.name} is frozen", kind)

@@ -16,14 +16,14 @@ from typing import Any
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.core.commitlog import FOLDER
-from batonmq_server.storage.core.epochs import History
-from batonmq_server.storage.core.producers import QueueKey, Receipt
-from batonmq_server.storage.core.store import Checked, QueueRange, TopicQueues
-from batonmq_server.storage.node import Node
-from batonmq_server.testing.disks import MemoryDisk
-from batonmq_server.testing.network import Call
+from batonmq_server.storage.core.epochs import EpochHistory
+from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
+from batonmq_server.storage.core.store import CheckedBatch, TopicQueues, VisibleRange
+from batonmq_server.storage.node import StorageNode
+from batonmq_server.testing.memory_disks import MemoryDisk
+from batonmq_server.testing.memory_network import MemoryCall
 from tests.simulation.books import Books
 from tests.simulation.replica_checks import ReplicaChecks, Standpoint, says_nothing
 
@@ -44,17 +44,17 @@ class LogStand(Standpoint):
     damaged: bool = False
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """See base."""
         if self.damaged or not self.history:
-            return NOWHERE
-        return Position(self.history[-1][0], self.version)
+            return NO_POSITION
+        return ReplicaPosition(self.history[-1][0], self.version)
 
     def epoch_before(self, end: int) -> int:
         """The epoch that wrote the last byte before `end`; 0 for none."""
         return max((epoch for epoch, first in self.history if first < end), default=0)
 
-    def has(self, change: Position) -> bool:
+    def has(self, change: ReplicaPosition) -> bool:
         """Whether it has everything up to there, by that epoch."""
         return change.version <= self.version and self.epoch_before(change.version) == change.epoch
 
@@ -73,14 +73,14 @@ class Written:
     """A batch that a leader has written, in its epoch."""
 
     epoch: int
-    checked: Checked
-    receipt: Receipt
+    checked: CheckedBatch
+    receipt: StoreReceipt
     topic_id: int
 
     @property
-    def place(self) -> Position:
+    def place(self) -> ReplicaPosition:
         """Who has this has the batch."""
-        return Position(self.epoch, self.receipt.next_position)
+        return ReplicaPosition(self.epoch, self.receipt.next_position)
 
 
 class StoreChecks(ReplicaChecks):
@@ -96,16 +96,16 @@ class StoreChecks(ReplicaChecks):
     ) -> None:
         super().__init__(books, leader)
         self._kept = kept
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, StorageNode] = {}
         self._rotten: dict[str, int] = {}
         self._bytes: dict[int, tuple[int, bytearray]] = {}
         self._waiting: list[Written] = []
         self._seen = LogStand(0, ())
-        self._batches: list[Receipt] = []
+        self._batches: list[StoreReceipt] = []
 
     # ---- copies
 
-    def copy_opened(self, name: str, node: Node) -> None:
+    def copy_opened(self, name: str, node: StorageNode) -> None:
         """A node has opened its copy: of a new life, or after it was cut."""
         before = self._stand(name)
         self._nodes[name] = node
@@ -160,7 +160,7 @@ class StoreChecks(ReplicaChecks):
         assert isinstance(stand, LogStand)
         return stand
 
-    def _stood(self, name: str, node: Node) -> None:
+    def _stood(self, name: str, node: StorageNode) -> None:
         """Look at what a node has made durable, or given up."""
         log, before, history = node.store.log, self._stand(name), node.history
         end = min(log.synced_position, log.next_position)
@@ -175,7 +175,7 @@ class StoreChecks(ReplicaChecks):
         self._compare(name, node, now, now.same_until(before))
         self._check_electable(f"{name} stands at {now.position}")
 
-    def _compare(self, name: str, node: Node, stand: LogStand, at: int) -> None:
+    def _compare(self, name: str, node: StorageNode, stand: LogStand, at: int) -> None:
         """What is new from `at` on has to be what the same epoch has written elsewhere."""
         while at < stand.version:
             epoch = stand.epoch_before(at + 1)
@@ -194,12 +194,12 @@ class StoreChecks(ReplicaChecks):
 
     # ---- what is seen
 
-    def _shown(self, name: str, node: Node) -> None:
+    def _shown(self, name: str, node: StorageNode) -> None:
         """Readers at a node can see what it has up to here."""
         stand, end = self._stand(name), node.store.readable_position
         if not end or self._nodes[name] is not node:
             return
-        place = Position(stand.epoch_before(end), end)
+        place = ReplicaPosition(stand.epoch_before(end), end)
         if end <= self._seen.version:
             if not self._seen.has(place):
                 self._fail(f"{name} shows {place}, and another node has shown something else")
@@ -218,14 +218,14 @@ class StoreChecks(ReplicaChecks):
             else:
                 self._books.counts["given up"] += 1
 
-    def _watch(self, name: str, node: Node) -> None:
+    def _watch(self, name: str, node: StorageNode) -> None:
         """See everything that a node does to its copy from now on."""
         store = node.store
         real = {each: getattr(store, each) for each in ("append", "synced", "confirmed")}
-        keep, cut, begin_epoch = node.keep, node.cut, node.begin_epoch
+        keep, cut, begin_epoch = node.save_history, node.cut, node.begin_epoch
 
         def append(
-            batches: Sequence[Checked], topics: Mapping[str, TopicQueues], *more: Any
+            batches: Sequence[CheckedBatch], topics: Mapping[str, TopicQueues], *more: Any
         ) -> Any:
             outcomes = real["append"](batches, topics, *more)
             self._appended(name, node, batches, outcomes, topics)
@@ -242,7 +242,7 @@ class StoreChecks(ReplicaChecks):
             self._shown(name, node)
             return grown
 
-        def kept(history: History) -> None:
+        def kept(history: EpochHistory) -> None:
             keep(history)
             self._stood(name, node)
 
@@ -259,21 +259,21 @@ class StoreChecks(ReplicaChecks):
                 self._fail(f"{name} is leader, and lacks {self._confirmed}, which was confirmed")
 
         vars(store).update(append=append, synced=synced, confirmed=confirmed)
-        vars(node).update(keep=kept, cut=was_cut, begin_epoch=began)
+        vars(node).update(save_history=kept, cut=was_cut, begin_epoch=began)
 
     def _appended(
         self,
         name: str,
-        node: Node,
-        batches: Sequence[Checked],
-        outcomes: Sequence[Receipt | BatonError],
+        node: StorageNode,
+        batches: Sequence[CheckedBatch],
+        outcomes: Sequence[StoreReceipt | BatonError],
         topics: Mapping[str, TopicQueues],
     ) -> None:
         """Only the acting leader writes; what it has written counts once somebody can see it."""
         fresh = [
             Written(node.store.epoch, checked, outcome, topics[checked.header.topic].topic_id)
             for checked, outcome in zip(batches, outcomes, strict=True)
-            if isinstance(outcome, Receipt) and not outcome.duplicate
+            if isinstance(outcome, StoreReceipt) and not outcome.duplicate
         ]
         self._waiting += fresh
         if fresh and (leader := self._leader()) != name:
@@ -281,7 +281,7 @@ class StoreChecks(ReplicaChecks):
 
     # ---- answers
 
-    def served(self, call: Call, request: Any, answer: Any) -> None:
+    def served(self, call: MemoryCall, request: Any, answer: Any) -> None:
         """A node answers: as leader only if it is; and what it says of safety is true."""
         if call.target not in self._nodes or not call.path.startswith(_SERVICES):
             return
@@ -307,7 +307,7 @@ class StoreChecks(ReplicaChecks):
         if receipt.durability in _SAFE and end > self._seen.version:
             self._books.fail("receipts", f"{text}; confirmed is {self._confirmed}")
         elif receipt.durability == pb.DURABILITY_REPLICATED:
-            place = Position(self._seen.epoch_before(end), end)
+            place = ReplicaPosition(self._seen.epoch_before(end), end)
             self._books.counts["replicated receipts"] += 1
             if sum(stand.has(place) for stand in self._stands.values()) < 2:
                 self._books.fail("receipts", f"{text}; nobody else has it")
@@ -323,6 +323,6 @@ class StoreChecks(ReplicaChecks):
             self._fail(f"{name} delivers other bytes than epoch {epoch} wrote at {header.position}")
 
 
-def _queues(node: Node) -> dict[QueueKey, QueueRange]:
+def _queues(node: StorageNode) -> dict[QueueKey, VisibleRange]:
     """What a copy lets readers see of its queues."""
     return {key: node.store.offsets(key) for key in sorted(node.store.queues)}

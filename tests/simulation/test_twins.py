@@ -22,16 +22,16 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._process.config import load
 from batonmq.errors import NoQuorum, OldEpoch, OldEpochDetail, Unreachable
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.etcd import Compare, Put
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.runtime.settings import ServiceSettings
-from batonmq_server.testing.etcd import TwinSession
-from batonmq_server.testing.network import Faults
+from batonmq_server.testing.memory_etcd import MemoryEtcdSession
+from batonmq_server.testing.memory_grpc import MemoryServer, memory_connector
+from batonmq_server.testing.memory_network import Faults
 from batonmq_server.testing.processes import LoopClock
-from batonmq_server.testing.virtual_time import Deadlock, Host, Livelock, run_virtual
-from batonmq_server.testing.wire import Server, connector
+from batonmq_server.testing.virtual_time import Deadlock, Livelock, VirtualHost, run_virtual
 from tests.simulation.cluster import World
 
 
@@ -80,15 +80,17 @@ class Pair:
     def __init__(self, faults: Faults | None = None) -> None:
         self.world = World("pair")
         self.offsets = Offsets()  # type: ignore[abstract]
-        self.client, self.host = Host("client"), Host("server")
+        self.client, self.host = VirtualHost("client"), VirtualHost("server")
         edge = EdgeInterceptor(LoopClock(), CollectorRegistry())
-        self.server = Server(self.world.network, self.host, "server:1", edge)
+        self.server = MemoryServer(self.world.network, self.host, "server:1", edge)
         pb_grpc.add_OffsetsServiceServicer_to_server(self.offsets, self.server)  # type: ignore[arg-type]
         self.server.start()
         self.world.network.faults = faults or Faults()
 
     async def announce(self, term: int, timeout_s: float = 5) -> pb.AnnounceResponse:
-        stub = pb_grpc.OffsetsServiceStub(connector(self.world.network, self.client)("server:1"))
+        stub = pb_grpc.OffsetsServiceStub(
+            memory_connector(self.world.network, self.client)("server:1")
+        )
         return await stub.Announce(pb.AnnounceRequest(term=term), timeout=timeout_s)
 
     async def refusal(self, term: int, timeout_s: float = 5) -> BaseException:
@@ -128,7 +130,7 @@ def test_an_hour_takes_no_time() -> None:
 
 def test_a_frozen_host_stands_still_and_goes_on_with_what_has_happened() -> None:
     async def main() -> list[float]:
-        host, ticks = Host("a"), list[float]()
+        host, ticks = VirtualHost("a"), list[float]()
 
         async def tick() -> None:
             for _ in range(4):
@@ -148,7 +150,7 @@ def test_a_frozen_host_stands_still_and_goes_on_with_what_has_happened() -> None
 
 def test_an_answer_that_came_before_the_timeout_of_a_frozen_host_counts() -> None:
     async def main() -> str:
-        host = Host("a")
+        host = VirtualHost("a")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def wait() -> str:
@@ -232,13 +234,13 @@ def test_the_clients_of_a_killed_server_notice_or_wait_for_their_deadline() -> N
 def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
     async def main() -> None:
         world, loop = World("streams"), asyncio.get_running_loop()
-        client, host = Host("client"), Host("server")
+        client, host = VirtualHost("client"), VirtualHost("server")
         locks = Locks()  # type: ignore[abstract]
         edge = EdgeInterceptor(LoopClock(), CollectorRegistry())
-        server = Server(world.network, host, "server:1", edge)
+        server = MemoryServer(world.network, host, "server:1", edge)
         lockmgr_grpc.add_LockmgrServiceServicer_to_server(locks, server)  # type: ignore[arg-type]
         server.start()
-        stub = lockmgr_grpc.LockmgrServiceStub(connector(world.network, client)("server:1"))
+        stub = lockmgr_grpc.LockmgrServiceStub(memory_connector(world.network, client)("server:1"))
 
         async def read() -> BaseException:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -261,8 +263,8 @@ def test_streams_that_break_end_at_both_sides_and_calls_go_on() -> None:
     run_virtual(main())
 
 
-def session(world: World, name: str) -> TwinSession:
-    return TwinSession(world.etcd, Host(name), LoopClock(), world.random(name))
+def session(world: World, name: str) -> MemoryEtcdSession:
+    return MemoryEtcdSession(world.etcd, VirtualHost(name), LoopClock(), world.random(name))
 
 
 def test_etcd_compares_and_swaps_and_counts_revisions() -> None:
@@ -313,7 +315,7 @@ def test_the_real_mirror_follows_the_twin_through_lost_events() -> None:
     async def main() -> None:
         world = World("etcd")
         etcd = session(world, "a")
-        mirror = Mirror(etcd, "topics/")
+        mirror = EtcdMirror(etcd, "topics/")
         following = asyncio.get_running_loop().create_task(mirror.run())
         await mirror.ready()
         world.network.faults = Faults(loss=0.2, slow=0.2)
@@ -335,10 +337,10 @@ def test_the_real_mirror_follows_the_twin_through_lost_events() -> None:
 def test_the_real_election_has_one_winner_at_a_time_on_the_twin() -> None:
     async def main() -> list[tuple[str, int]]:
         world, led = World("etcd"), list[tuple[str, int]]()
-        hosts = {name: Host(name) for name in ("a", "b")}
+        hosts = {name: VirtualHost(name) for name in ("a", "b")}
         tasks = []
         for name, host in hosts.items():
-            etcd = TwinSession(world.etcd, host, LoopClock(), world.random(name))
+            etcd = MemoryEtcdSession(world.etcd, host, LoopClock(), world.random(name))
             election = Election(etcd, "boss", name)
 
             async def lead(term: int, name: str = name) -> None:
@@ -374,11 +376,11 @@ def test_a_late_write_of_a_node_under_a_dead_lease_does_not_unlist_the_node_for_
         etcd = session(world, "a")
         settings = load(ServiceSettings, "NODE", {"NODE_NODE_ID": "lock-a"})
         runtime = Runtime("lockmgr", settings, etcd)
-        runtime.bound("lock-a:1", "")
+        runtime.node_entry.set_addresses("lock-a:1", "")
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(runtime.nodes.run())]
-        await runtime.register(epoch=3)
-        tasks.append(loop.create_task(runtime.keep_registered()))
+        await runtime.node_entry.write(epoch=3)
+        tasks.append(loop.create_task(runtime.node_entry.keep()))
         entry = await etcd.get("nodes/lockmgr/lock-a")
         assert entry is not None
         given_up = await etcd.lease(2_000)

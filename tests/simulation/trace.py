@@ -13,7 +13,7 @@ import grpc.aio
 from google.protobuf import text_format
 
 from batonmq.errors import BatonError
-from batonmq_server.testing.network import Call
+from batonmq_server.testing.memory_network import MemoryCall
 
 TAIL = 100
 _LENGTH = 300
@@ -41,10 +41,10 @@ class Trace(logging.Handler):
         """What happens from now on is no part of the run."""
         self._over = True
 
-    def called(self, call: Call, request: Any) -> None:
+    def called(self, call: MemoryCall, request: Any) -> None:
         self.note(call.source, f"#{call.number} {call.method} to {call.target}", request)
 
-    def told(self, call: Call, answer: Any) -> None:
+    def told(self, call: MemoryCall, answer: Any) -> None:
         self.note(call.source, f"#{call.number} {call.method} answered by {call.target}", answer)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from batonmq._process.config import ConfigError, load
+from batonmq_server.demo.demo_run import DemoResult, run_demo
 from batonmq_server.demo.flights import load_flights
-from batonmq_server.demo.play import Result, play
-from batonmq_server.local.prometheus import Prometheus, targets
+from batonmq_server.local.prometheus import Prometheus, scrape_targets
 from batonspark.alerts import ALERTS
 from batonspark.latency import LATENCY
 from batonspark.progress import measured
@@ -46,7 +46,7 @@ from tests.support.waiting import until_now
 from tools.dashboards.internals import SPARK
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "spark.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "spark.md").read_text()
 QUERIES = ("bronze", "rollup", "alerts")
 FLIGHTS, PACE = 2_000, 150
 process = [pytest.mark.spark, pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -61,7 +61,7 @@ class Seen:
         rows: Rows of the largest micro-batch of bronze.
     """
 
-    result: Result
+    result: DemoResult
     unanswered: Sequence[tuple[str, str, str]]
     rows: float
 
@@ -128,14 +128,14 @@ def started(nameserver: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 async def _watched_in_the_demo(cluster: RunningCluster, address: str, folder: Path) -> Seen:
     page = {"targets": [address], "labels": {"cluster": "baton", "node_type": "spark"}}
-    told = [*targets(cluster.processes), page]
+    told = [*scrape_targets(cluster.processes), page]
     flights = load_flights()[:FLIGHTS]
     async with (
         Prometheus(folder / "prometheus", told, port=0) as prometheus,
         asyncio.TaskGroup() as tasks,
     ):
         demo = tasks.create_task(
-            play(cluster.nameserver, flights, folder / "journals", lambda *_: None, pace=PACE)
+            run_demo(cluster.nameserver, flights, folder / "journals", lambda *_: None, pace=PACE)
         )
         left = await unanswered(prometheus, [SPARK], 120)
         result = await demo

@@ -22,6 +22,7 @@ import grpc.aio
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from baton.storage.v1 import storage_service_pb2 as pb
 from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
@@ -30,10 +31,10 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq._core.records import check_batch, decode_records
 from batonmq.errors import BatonError, NotServing
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
-from tests.storage.running import WATERMARKS, pull_request
+from tests.storage.running_node import WATERMARKS, pull_request
 from tests.support.serving import serving_at
 from tests.support.waiting import until
 
@@ -95,7 +96,7 @@ async def site(etcd_endpoint: str, folder: Path) -> AsyncIterator[Site]:
         peer = nameserver_pb.Node(node_id="a", address=address, leader=True)
         await etcd.put(etcd.key("nodes", "offsets", "a"), peer.SerializeToString())
         spread = [nameserver_pb.QueueSpread(broker="broker-a", queue_count=QUEUES)]
-        topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+        topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
         await etcd.put(etcd.key("topics", TOPIC), topic.SerializeToString())
         here = Site(folder, etcd, env)
         try:
@@ -197,7 +198,7 @@ async def test_sigterm_ends_held_pulls_and_keeps_everything(
 
             async def parked() -> bool:
                 described = await stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
-                return bool(described.parked_pull_count)
+                return bool(described.long_poll_count)
 
             await until(parked)
             process.send_signal(signal.SIGTERM)

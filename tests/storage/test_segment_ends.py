@@ -23,7 +23,7 @@ from batonmq_server.storage.core.commitlog import CommitLog, segment_path
 from batonmq_server.storage.core.files import FileCache
 from batonmq_server.storage.core.fsck import Fsck
 from batonmq_server.storage.disk import RealDisk
-from batonmq_server.testing.disks import MemoryDisk
+from batonmq_server.testing.memory_disks import MemoryDisk
 from tests.storage.batches import batch, bodies, open_store, stored
 from tests.storage.replicas import Replica, Scene, replica_set
 

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from batonmq_server.local.cluster import LocalCluster, to_stderr
+from batonmq_server.local.fork_server import ForkServer
 from batonmq_server.local.layout import ClusterOptions, highly_available
-from batonmq_server.local.nursery import Nursery
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 """Segments are preallocated: with the default of 1 GiB a test run would fill a small disk."""
@@ -19,14 +19,14 @@ PROGRAMS = (
     "batonmq_server.nameserver",
     "batonmq_server.offsets",
     "batonmq_server.storage",
-    "tests.e2e.member",
+    "tests.support.member",
 )
 
 
 @cache
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """Where all processes of a run of pytest come from."""
-    return Nursery(PROGRAMS, REPO)
+    return ForkServer(PROGRAMS, REPO)
 
 
 @asynccontextmanager
@@ -71,5 +71,5 @@ async def local_cluster(
     )
     if available:
         options = highly_available(options)
-    async with LocalCluster(data_dir, options, report, nursery().start) as running:
+    async with LocalCluster(data_dir, options, report, fork_server().start) as running:
         yield running

@@ -32,7 +32,7 @@ from batonmq.errors import (
     TopicNotFound,
 )
 from batonmq_server.testing import Faults, MemoryBroker, run_virtual
-from batonmq_server.testing.processes import Service
+from batonmq_server.testing.processes import ServiceSpec
 
 BACK = ConsumerSettings(consume_from="first", send_back=True)
 
@@ -44,7 +44,7 @@ class BadDisk(Exception):
 class FailingBroker(MemoryBroker):
     """One whose storage finds its disk damaged."""
 
-    def _start(self, service: Service) -> None:
+    def _start(self, service: ServiceSpec) -> None:
         def build(_: object, __: object) -> NoReturn:
             raise BadDisk
 

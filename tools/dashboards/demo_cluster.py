@@ -32,12 +32,12 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq.admin.admin import Admin
+from batonmq_server.demo.demo_run import DemoResult, run_demo
 from batonmq_server.demo.flights import Flight
-from batonmq_server.demo.play import Result, play
 from batonmq_server.local.cluster import LocalCluster
 from batonmq_server.local.layout import ClusterOptions
-from batonmq_server.local.prometheus import targets
-from tests.support.cluster import SEGMENT_BYTES, nursery
+from batonmq_server.local.prometheus import scrape_targets
+from tests.support.cluster import SEGMENT_BYTES, fork_server
 
 TOPIC, GROUP, CLUSTER = "orders", "billing", "baton"
 _OPTIONS = ClusterOptions(
@@ -62,9 +62,9 @@ class Scene:
     addresses: dict[str, list[str]]
     """host:port of the pages of metrics, by who has them: services and `clients`."""
 
-    async def demo(self, flights: list[Flight], folder: Path, pace: int) -> Result:
-        """Play it once; see `batonmq_server.demo.play.play`."""
-        return await play(
+    async def demo(self, flights: list[Flight], folder: Path, pace: int) -> DemoResult:
+        """Play it once; see `batonmq_server.demo.demo_run.run_demo`."""
+        return await run_demo(
             self.cluster.nameserver,
             flights,
             folder,
@@ -84,12 +84,12 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
     page, _ = start_http_server(0, "127.0.0.1", registry)
     try:
         async with (
-            LocalCluster(folder, _OPTIONS, start=nursery().start) as cluster,
+            LocalCluster(folder, _OPTIONS, start=fork_server().start) as cluster,
             asyncio.TaskGroup() as tasks,
         ):
             shown = f"127.0.0.1:{page.server_port}"
             told = [
-                *targets(cluster),
+                *scrape_targets(cluster),
                 {"targets": [shown], "labels": {"cluster": CLUSTER, "node_type": "clients"}},
             ]
             addresses: dict[str, list[str]] = {}

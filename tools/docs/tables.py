@@ -1,4 +1,6 @@
-"""The lists that the code decides: settings in docs/operations.md, metrics in docs/metrics.md.
+"""The lists that the code decides: settings and metrics.
+
+They are in docs/reference/operations.md and docs/reference/metrics.md.
 
     python -m tools.docs.tables     writes them anew
 
@@ -15,7 +17,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from batonmq._process.config import Settings
-from batonmq._process.explain import allowed_of, default_of, meanings, unit_of
+from batonmq._process.settings_help import allowed_of, default_of, meanings, unit_of
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
@@ -60,8 +62,8 @@ def metrics() -> dict[str, str]:
 
 
 PAGES: Mapping[Path, Callable[[], dict[str, str]]] = {
-    DOCS / "operations.md": settings,
-    DOCS / "metrics.md": metrics,
+    DOCS / "reference" / "operations.md": settings,
+    DOCS / "reference" / "metrics.md": metrics,
 }
 
 

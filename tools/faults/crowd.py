@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from batonmq_server.local.place import Place
+from batonmq_server.local.process_host import ProcessHost
 from tests.support.cluster import REPO
 from tests.support.member import now_us
 from tools.faults.history import Crash, Handling, Owning, Queue
@@ -80,7 +80,7 @@ class Crowd:
 
     nameserver: str
     folder: Path
-    place: Callable[[str], Place]
+    place: Callable[[str], ProcessHost]
     members: list[Member] = field(default_factory=list)
     crashes: list[Crash] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ class Crowd:
 
 @asynccontextmanager
 async def crowd_at(
-    nameserver: str, folder: Path, place: Callable[[str], Place]
+    nameserver: str, folder: Path, place: Callable[[str], ProcessHost]
 ) -> AsyncIterator[Crowd]:
     """Members whose processes are gone when the block ends."""
     crowd = Crowd(nameserver, folder, place)

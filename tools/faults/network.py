@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
 
-from batonmq_server.local.place import Place
+from batonmq_server.local.process_host import ProcessHost
 
 HUB = "hub"
 """The process of the run itself, with its producers."""
@@ -61,13 +61,15 @@ class Network:
             f"link set {_BRIDGE} up",
         )
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> ProcessHost:
         """Where a process of this name is to run; made when it is asked for first."""
         if name not in self._hosts:
             self._add(name)
         nsenter = shutil.which("nsenter")
         assert nsenter is not None
-        return Place(host=self._hosts[name], launcher=(nsenter, f"--net={NAMESPACES}/{name}"))
+        return ProcessHost(
+            address=self._hosts[name], launcher=(nsenter, f"--net={NAMESPACES}/{name}")
+        )
 
     def unplug(self, name: str) -> None:
         """Pull the cable."""

@@ -12,11 +12,11 @@ from random import Random
 
 from batonmq.admin.admin import Admin
 from batonmq.errors import BatonError
-from batonmq_server.local.child import NotReady
+from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import LocalCluster
+from batonmq_server.local.cluster_state import first_problem, leader_process
 from batonmq_server.local.layout import ClusterOptions, highly_available
-from batonmq_server.local.place import LOOPBACK, Place
-from batonmq_server.local.standing import lacks, leading
+from batonmq_server.local.process_host import LOOPBACK, ProcessHost
 from tests.support.member import now_us
 from tools.faults.crowd import Crowd, crowd_at
 from tools.faults.director import ETCD, MEMBER, NETWORK, Director, Fault, Strike
@@ -80,7 +80,7 @@ class Stage:
         struck.end_us = now_us()
         healed = await _within(_HEAL_S, self._is_whole)
         if not healed:
-            still = await lacks(self.admin, self.cluster)
+            still = await first_problem(self.admin, self.cluster)
             self.problems.append(f"not healed {_HEAL_S:g} s after: {what}; {still}")
             return False
         struck.healed_us = now_us()
@@ -97,22 +97,22 @@ class Stage:
             return member.client_id if member else ""
         names = self.sets[strike.part]
         if strike.part != ETCD:
-            leading = await self.leader(strike.part)
-            names = [*leading, *(name for name in names if name not in leading)]
+            leaders = await self.leader(strike.part)
+            names = [*leaders, *(name for name in names if name not in leaders)]
         return names[strike.rank % len(names)]
 
     async def leader(self, part: str) -> list[str]:
         """Who leads a part, if somebody does."""
         service, _, broker = part.partition(" ")
         with suppress(BatonError):
-            name = await leading(self.admin, self.cluster, service, broker)
+            name = await leader_process(self.admin, self.cluster, service, broker)
             return [name] if name is not None else []
         return []
 
     async def _is_whole(self) -> bool:
         """Whether everybody serves, somebody leads each set, and all could be elected."""
         await self._raise_the_dead()
-        return not await lacks(self.admin, self.cluster)
+        return not await first_problem(self.admin, self.cluster)
 
     async def _raise_the_dead(self) -> None:
         """Nobody should be dead by now; who is gets started again, and is told of."""
@@ -168,7 +168,7 @@ async def play(
     return history
 
 
-def _options(place: Callable[[str], Place]) -> ClusterOptions:
+def _options(place: Callable[[str], ProcessHost]) -> ClusterOptions:
     options = highly_available(
         ClusterOptions(
             settings={"storage": {"segment_bytes": SEGMENT_BYTES}},
@@ -177,7 +177,7 @@ def _options(place: Callable[[str], Place]) -> ClusterOptions:
         )
     )
     etcds = [f"etcd-{number}" if number else ETCD for number in range(options.etcds)]
-    return replace(options, places={name: place(name) for name in (*etcds, *options.names)})
+    return replace(options, hosts={name: place(name) for name in (*etcds, *options.names)})
 
 
 async def _read_copies(stage: Stage) -> list[Stored] | None:
@@ -217,7 +217,7 @@ def _differences(data_dir: Path, sets: Mapping[str, Sequence[str]]) -> list[str]
 def replica_sets(cluster: LocalCluster) -> dict[str, list[str]]:
     """Names of processes by part."""
     sets = defaultdict(list)
-    for member in cluster.options.members:
+    for member in cluster.options.instances:
         sets[f"{member.service} {member.settings.get('broker', '')}".strip()].append(member.name)
     etcds = [one.name for one in cluster.endpoints() if one.name.startswith(ETCD)]
     return {**sets, ETCD: etcds}

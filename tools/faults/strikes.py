@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from batonmq_server.local.child import NotReady
+from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import LocalCluster
 from tests.support.member import now_us
 from tools.faults.crowd import Crowd, Member
@@ -94,7 +94,7 @@ class Striker:
             "clock jump": Upset(clock_ms=strike.amount),
             "clock strobe": Upset(strobe_ms=strike.amount),
         }[strike.kind]
-        [node_id] = (one.node_id for one in self.cluster.options.members if one.name == name)
+        [node_id] = (one.node_id for one in self.cluster.options.instances if one.name == name)
         upset.tell(self.upsets, node_id)
         if upset.sync_fails and not await self._fails(node_id):
             self.problems.append(f"{name} has synced nothing for {_FAILED_S:g} s")

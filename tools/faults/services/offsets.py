@@ -11,7 +11,9 @@ from shutil import disk_usage
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.disk import Disk, Entry, set_aside_damage
-from batonmq_server.runtime.process import App, Runtime, run
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.process import run
+from batonmq_server.runtime.service_runtime import Runtime
 from tools.faults.upsets import UpsetClock, Upsets
 
 
@@ -22,9 +24,9 @@ class UpsetDisk(Disk):
         self._upsets = upsets
         super().__init__(folder, free_bytes_min=free_bytes_min, free_bytes=self._free)
 
-    def write_now(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
+    def write_blocking(self, entries: Sequence[Entry], *, anew: bool = False) -> None:
         self._upsets.sync()
-        super().write_now(entries, anew=anew)
+        super().write_blocking(entries, anew=anew)
 
     def _free(self, folder: Path) -> int:
         return 0 if self._upsets.now().full else disk_usage(folder).free

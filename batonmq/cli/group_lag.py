@@ -1,0 +1,116 @@
+"""`baton group why-stuck` and `lag`: what keeps a group from moving, and how far behind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from batonmq.admin.group_reports import Diagnosis
+from batonmq.cli.arguments import GroupArgument, QueueOption, TopicOption, parse_queue
+from batonmq.cli.output import Columns, counted
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+
+_WHY_COLUMNS: Columns = {
+    "QUEUE": lambda item: f"{item['topic']}/{item['broker']}/{item['queue_id']}",
+    "LAG": "lag",
+    "REASON": "reason",
+    "EXPLANATION": "message",
+    "REMEDY": "remedy",
+}
+_WHY_MORE: Columns = {
+    "LAG-SECONDS": lambda item: seconds(item["lag_ms"]),
+    "CURRENT-OFFSET": "committed_offset",
+    "LOG-END-OFFSET": "log_end_offset",
+    "CLIENT-ID": "client_id",
+    "EVIDENCE": lambda item: " ".join(f"{k}={v}" for k, v in item["evidence"].items()),
+}
+_LAG_COLUMNS: Columns = {
+    "GROUP": "group",
+    "TOPIC": "topic",
+    "BROKER": "broker",
+    "PARTITION": "queue_id",
+    "CURRENT-OFFSET": "committed_offset",
+    "LOG-END-OFFSET": "log_end_offset",
+    "LAG": "lag",
+    "LAG-SECONDS": lambda item: seconds(item["lag_ms"]),
+    "CLIENT-ID": "client_id",
+}
+
+
+def why_stuck(
+    context: typer.Context,
+    group: GroupArgument,
+    *,
+    topic: TopicOption = "",
+    queue: QueueOption = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit status 1 if a queue is stuck.")
+    ] = False,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Say of every queue of a group why it is not moving, or that it is, and what to do."""
+    place = parse_queue(topic, queue)
+    session = open_session(context, nameserver, form)
+    found = session.run(_look(session, group, topic, place))
+    session.output.items([_item(diagnosis) for diagnosis in found], _WHY_COLUMNS, _WHY_MORE)
+    if check and any(diagnosis.stuck for diagnosis in found):
+        raise typer.Exit(1)
+
+
+def lag(
+    context: typer.Context,
+    group: GroupArgument,
+    *,
+    topic: TopicOption = "",
+    queue: QueueOption = "",
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Show how far a group is behind on every queue, in messages and in seconds.
+
+    The seconds are the age of the oldest message that is not handled, as the log has it.
+    """
+    place = parse_queue(topic, queue)
+    session = open_session(context, nameserver, form)
+    found = session.run(_look(session, group, topic, place))
+    queues, whole = [_item(diagnosis) for diagnosis in found], total(found)
+    session.output.detail({"group": group} | whole | {"queues": queues}, queues, _LAG_COLUMNS)
+    session.output.note("")
+    count, unknown = whole["lag"], whole["unknown_count"]
+    session.output.note(
+        f"{counted(count, 'message')} behind, the oldest for {seconds(whole['lag_ms'])} s"
+    )
+    if unknown:
+        session.output.note(
+            f"not known of {counted(unknown, 'queue')}: see baton group why-stuck {group}"
+        )
+
+
+def total(found: Sequence[Diagnosis]) -> dict[str, int]:
+    """Lag in all, age of the oldest message, and the number of queues where that is not known."""
+    return {
+        "lag": sum(d.lag for d in found if d.lag is not None),
+        "lag_ms": max((d.lag_ms for d in found if d.lag_ms is not None), default=0),
+        "unknown_count": sum(d.lag is None or d.lag_ms is None for d in found),
+    }
+
+
+def seconds(milliseconds: int | None) -> str | None:
+    """A span in seconds, to the millisecond."""
+    return None if milliseconds is None else f"{milliseconds / 1000:.3f}"
+
+
+async def _look(
+    session: CommandSession, group: str, topic: str, place: tuple[str, int] | None
+) -> tuple[Diagnosis, ...]:
+    broker, queue_id = place or ("", None)
+    async with session.admin() as admin:
+        return await admin.why_stuck(group, topic, broker, queue_id)
+
+
+def _item(diagnosis: Diagnosis) -> dict[str, Any]:
+    return asdict(diagnosis) | {"stuck": diagnosis.stuck}

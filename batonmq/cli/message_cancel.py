@@ -1,0 +1,30 @@
+"""`baton message cancel`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
+from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+
+
+def cancel(
+    context: typer.Context,
+    schedule_id: Annotated[str, typer.Argument(metavar="SCHEDULE_ID", help="Id of the receipt.")],
+    *,
+    nameserver: NameserverOption = None,
+    form: FormatOption = None,
+) -> None:
+    """Take back a message that was sent for later and is not delivered yet."""
+    session = open_session(context, nameserver, form)
+    session.run(_cancel(session, schedule_id))
+
+
+async def _cancel(session: CommandSession, schedule_id: str) -> None:
+    settings = ProducerSettings(security=session.security)
+    async with Producer(session.nameserver, settings) as producer:
+        await producer.cancel(schedule_id)
+    session.output.line({"schedule_id": schedule_id}, f"{schedule_id} cancelled")

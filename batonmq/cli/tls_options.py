@@ -1,0 +1,97 @@
+"""Options that say how to use TLS, and what they mean together with variables and a context."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from pydantic import SecretStr
+
+from batonmq._connection.security import Security
+from batonmq.cli.context_file import SECURITY, Context
+
+TlsOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--tls/--no-tls",
+        envvar="BATON_TLS",
+        help="Talk to services over TLS; by default if one of the next is given.",
+        show_default=False,
+    ),
+]
+CaFileOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BATON_CA_FILE",
+        metavar="FILE",
+        help="PEM file of the authorities that are trusted; by default those that gRPC brings.",
+        show_default=False,
+    ),
+]
+CertFileOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BATON_CERT_FILE",
+        metavar="FILE",
+        help="PEM file of the certificate to show.",
+        show_default=False,
+    ),
+]
+KeyFileOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BATON_KEY_FILE", metavar="FILE", help="PEM file of its key.", show_default=False
+    ),
+]
+ServerNameOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BATON_SERVER_NAME",
+        metavar="NAME",
+        help="Name in the servers' certificates, where it is not that of their addresses.",
+        show_default=False,
+    ),
+]
+TokenFileOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BATON_TOKEN_FILE",
+        metavar="FILE",
+        help="File of the bearer token; BATON_TOKEN may hold the token itself.",
+        show_default=False,
+    ),
+]
+TlsOptions = Mapping[str, str | bool | None]
+"""By the names of `SECURITY`; None is not given."""
+
+
+def token_of_environment() -> str:
+    """No option: other people see those of a command."""
+    return os.environ.get("BATON_TOKEN", "")  # noqa: TID251  the one variable without an option
+
+
+def choose_security(given: TlsOptions, token: str, context: Context) -> Security | None:
+    """What to use; None for no TLS.
+
+    Args:
+        given: By options and variables; these win over the context.
+        token: Of the variable, wins over the file of the context.
+
+    Raises:
+        InvalidArgument: it does not go together.
+    """
+    known = {name: getattr(context, name) for name in SECURITY}
+    if token:
+        known["token_file"] = None
+    if given["cert_file"] or given["key_file"]:
+        known["cert_file"] = known["key_file"] = None
+    known |= {name: value for name, value in given.items() if value is not None}
+    wanted = known.pop("tls")
+    texts = {name: str(value) for name, value in known.items() if value}
+    if wanted is None:
+        wanted = bool(texts or token)
+    if not wanted:  # without it no token goes anywhere
+        return None
+    return Security(**texts, token=SecretStr(token) if token else None)

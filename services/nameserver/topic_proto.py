@@ -1,0 +1,92 @@
+"""Protobuf messages of topics and routes, to the values of the core and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from batonmq_server.nameserver.core.topics import QueueSpread, Route, Topic
+from batonmq_server.nameserver.enum_values import enum_value
+
+_PERMISSIONS: Mapping[int, str] = {
+    pb.TOPIC_PERMISSION_UNSPECIFIED: "READ_WRITE",
+    pb.TOPIC_PERMISSION_READ_WRITE: "READ_WRITE",
+    pb.TOPIC_PERMISSION_READ: "READ",
+    pb.TOPIC_PERMISSION_WRITE: "WRITE",
+}
+
+
+def topic_to_pb(topic: Topic) -> pb.Topic:
+    """Return the topic as the message of the contract."""
+    return pb.Topic(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        spread=_spread_to_pb(topic),
+        create_unix_ms=topic.create_unix_ms,
+        permission=_permission_to_pb(topic),
+        inherited=topic.inherited,
+    )
+
+
+def topic_to_bytes(topic: Topic) -> bytes:
+    """Return the topic as stored in etcd."""
+    return StoredTopic(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        spread=_spread_to_pb(topic),
+        create_unix_ms=topic.create_unix_ms,
+        permission=_permission_to_pb(topic),
+        inherited=topic.inherited,
+    ).SerializeToString()
+
+
+def topic_from_bytes(value: bytes) -> Topic:
+    """Return the topic of a value in etcd; the inverse of `topic_to_bytes`."""
+    topic = StoredTopic.FromString(value)
+    return Topic(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        spread=tuple(
+            QueueSpread(s.broker, s.queue_count, s.write_queue_count, s.room) for s in topic.spread
+        ),
+        create_unix_ms=topic.create_unix_ms,
+        permission=_PERMISSIONS[topic.permission],
+        inherited=topic.inherited,
+    )
+
+
+def permission_from_pb(request: pb.UpdateTopicRequest) -> str:
+    """Return the requested permission; empty if it is to stay unchanged.
+
+    Raises:
+        InvalidArgument: the permission is unknown.
+    """
+    if not request.permission:
+        return ""
+    return enum_value("permission", request.permission, _PERMISSIONS)
+
+
+def route_to_pb(route: Route) -> pb.Route:
+    """Return the route as the message of the contract."""
+    return pb.Route(
+        topic=topic_to_pb(route.topic),
+        brokers=[pb.BrokerAddress(broker=b.name, address=b.address) for b in route.brokers],
+        generation=route.generation,
+    )
+
+
+def _spread_to_pb(topic: Topic) -> list[pb.QueueSpread]:
+    return [
+        pb.QueueSpread(
+            broker=part.broker,
+            queue_count=part.queue_count,
+            write_queue_count=part.write_queue_count,
+            room=part.room,
+        )
+        for part in topic.spread
+    ]
+
+
+def _permission_to_pb(topic: Topic) -> pb.TopicPermission.ValueType:
+    return pb.TopicPermission.Value(f"TOPIC_PERMISSION_{topic.permission}")

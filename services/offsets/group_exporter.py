@@ -1,0 +1,80 @@
+"""Hands a group over to another replica set: seals it, sends its entries, removes them later.
+
+The seal is a durable change like any other, so it outlives this leader. After it, this set answers
+no call about the group and changes nothing of it: a repeated export sends the same entries.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from batonmq_server.offsets.core.local_placements import PlacementState, old_move
+from batonmq_server.offsets.epoch_state import EpochState
+from batonmq_server.offsets.persistence import PlacementKey, RawEntries, entries_of_group
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1024 * 1024
+"""Approximate size of one answer."""
+
+
+class GroupExporter:
+    """Seals groups that leave this replica set, and sends what is stored of them."""
+
+    def __init__(self, state: EpochState) -> None:
+        self._table, self._history = state.table, state.history
+        self._commits, self._disk = state.commits, state.disk
+        self._placement_lock = state.placement_lock
+
+    async def export(
+        self, group: str, move: int, to_set: str, after_key: bytes
+    ) -> pb.ExportGroupResponse:
+        """Seal the group if it is not sealed yet, and return the entries after `after_key`.
+
+        Raises:
+            OldMove, NotServing: as `LocalPlacements.seal`.
+        """
+        placements = self._table.placements
+        async with self._placement_lock:
+            if placements.seal(group, move, to_set, self._table.topic_ids):
+                self._commits.mark_changed(PlacementKey(group))
+                log.info("group sealed group=%s move=%d to_set=%s", group, move, to_set)
+            await self._commits.wait_all_durable()
+            self._table.drop(group)
+            self._history.drop(group)
+        found = await entries_of_group(self._disk, group)
+        placement = placements.get(group)
+        if placement is None or (placement.move, placement.state) != (move, PlacementState.GONE):
+            raise old_move(group, move, placement.move if placement is not None else 0)
+        answer = pb.ExportGroupResponse(
+            offsets_epoch=self._table.epoch,
+            last=True,
+            term=self._table.term,
+            topic_ids=placement.topic_ids,
+        )
+        size = 0
+        for key, value in found:
+            if key <= after_key:
+                continue
+            if size >= PART_BYTES:
+                answer.last = False
+                break
+            answer.entries.add(key=key, value=value)
+            size += len(key) + len(value)
+        return answer
+
+    async def forget(self, group: str, move: int) -> None:
+        """Remove the entries that were sent by `move`; do nothing if the group has come back.
+
+        Raises:
+            InvalidArgument: the group was not handed over by this move.
+        """
+        async with self._placement_lock:
+            found = await entries_of_group(self._disk, group)
+            # No await up to the last `mark_changed`: a cancelled call changes all or nothing.
+            if self._table.placements.forget(group, move):
+                self._commits.mark_changed(PlacementKey(group))
+                self._commits.mark_changed(RawEntries([(key, None) for key, _ in found]))
+                log.info("group forgotten group=%s move=%d entries=%d", group, move, len(found))
+            await self._commits.wait_all_durable()

@@ -1,0 +1,245 @@
+"""Takes groups over from other replica sets, as their placements in etcd say.
+
+The leader of the new set does one move in these steps:
+
+    1  writes ARRIVING: no call about the group is answered yet
+    2  the old set seals the group and sends its entries in parts; each part is written
+    3  writes KEPT, with the changes that the move requires; calls are answered from now on
+    4  the old set removes the entries that it has sent
+    5  writes to etcd that the move is finished, so that another move may follow
+
+Every step may be repeated. After a failure this leader, or the next one, continues with the first
+step that was not completed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from batonmq._common.aio import wait_until
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import answered
+from batonmq._core.queues import GroupQueue
+from batonmq.errors import BatonError, NoQuorum
+from batonmq_server.offsets.codec import (
+    META,
+    decode_key,
+    decode_progress,
+    decode_reset,
+    seal,
+    unseal,
+)
+from batonmq_server.offsets.core.change_log import Entry
+from batonmq_server.offsets.core.local_placements import LocalPlacement, PlacementState
+from batonmq_server.offsets.core.progress import Progress
+from batonmq_server.offsets.core.resets import RecordedReset
+from batonmq_server.offsets.core.values import Instant, Tombstone
+from batonmq_server.offsets.epoch_state import EpochState
+from batonmq_server.offsets.persistence import (
+    RESET,
+    PlacementKey,
+    RawEntries,
+    entries_of_group,
+    placement_entry,
+    tombstone_entries,
+)
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    decode_placement,
+)
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+RETRY_MS = 200
+MOVES_AT_ONCE_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDirectory:
+    """The placements of all groups in etcd, and the stubs of the other replica sets.
+
+    Attributes:
+        offsets_set: Name of this replica set.
+        placements: Mirror of the placements; its owner runs it.
+        stub: Returns the stub of the leader of a set; raises `Unreachable` if it has no leader.
+    """
+
+    offsets_set: str
+    etcd: EtcdSession
+    placements: EtcdMirror
+    stub: Callable[[str], pb_grpc.OffsetsServiceAsyncStub]
+
+
+class GroupImporter:
+    """Imports the groups that are placed at this replica set, during one epoch."""
+
+    def __init__(self, state: EpochState, directory: PlacementDirectory, clock: Clock) -> None:
+        self._table, self._history = state.table, state.history
+        self._commits, self._disk = state.commits, state.disk
+        self._placement_lock = state.placement_lock
+        self._directory, self._clock = directory, clock
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Import groups until cancelled."""
+        placements = self._directory.placements
+        on_change = self._on_change
+        placements.on_change.append(on_change)
+        try:
+            await placements.ready()
+            await self._create_missing_placements()
+            while True:
+                self._changed.clear()
+                pending = self._pending_moves()
+                slots = asyncio.Semaphore(MOVES_AT_ONCE_MAX)
+                async with asyncio.TaskGroup() as tasks:
+                    for group, place in pending.items():
+                        tasks.create_task(self._try_move(group, place, slots))
+                if pending:
+                    await wait_until(self._changed, RETRY_MS)
+                else:
+                    await self._changed.wait()
+        finally:
+            placements.on_change.remove(on_change)
+
+    async def _create_missing_placements(self) -> None:
+        """Write a placement for each group of this set without one, before another set gets it."""
+        groups = {key.group for key, _ in self._table.items()}
+        own = GroupPlacement(self._directory.offsets_set).encode()
+        for group in sorted(groups - self._directory.placements.values.keys()):
+            while self._table.placements.get(group) is None:
+                key = PLACEMENTS_PREFIX + group
+                try:
+                    await self._directory.etcd.txn(
+                        compare=[Compare(key, create_revision=0)], put=[Put(key, own)]
+                    )
+                    break
+                except NoQuorum as error:
+                    log.info("placement of group not written yet group=%s error=%s", group, error)
+                    await asyncio.sleep(RETRY_MS / 1000)
+
+    def _on_change(self, _: frozenset[str]) -> None:
+        self._changed.set()
+
+    def _pending_moves(self) -> dict[str, GroupPlacement]:
+        """Return the placements of groups whose move to this set is not finished."""
+        stored = self._directory.placements.values.items()
+        found = {group: decode_placement(value) for group, value in stored}
+        return {
+            group: place
+            for group, place in found.items()
+            if place.offsets_set == self._directory.offsets_set and place.from_set
+        }
+
+    async def _try_move(self, group: str, place: GroupPlacement, slots: asyncio.Semaphore) -> None:
+        try:
+            async with slots:
+                await self._move(group, place)
+        except BatonError as error:
+            log.info("group not imported yet group=%s move=%d error=%s", group, place.move, error)
+
+    async def _move(self, group: str, place: GroupPlacement) -> None:
+        placement = self._table.placements.get(group)
+        if placement is not None and placement.move > place.move:
+            return  # the mirror of etcd is behind
+        if (
+            placement is None
+            or placement.move < place.move
+            or placement.state is PlacementState.ARRIVING
+        ):
+            await self._import(group, place)
+        forget = pb.ForgetGroupRequest(group=group, move=place.move)
+        stub = self._directory.stub(place.from_set)
+        await answered(stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
+        key = PLACEMENTS_PREFIX + group
+        finished = GroupPlacement(place.offsets_set, place.move)
+        done = await self._directory.etcd.txn(
+            compare=[Compare(key, mod_revision=place.revision)], put=[Put(key, finished.encode())]
+        )
+        if done:
+            log.info("group moved group=%s move=%d from=%s", group, place.move, place.from_set)
+
+    async def _import(self, group: str, place: GroupPlacement) -> None:
+        async with self._placement_lock:
+            arriving = LocalPlacement(place.move, PlacementState.ARRIVING)
+            self._table.placements.put(group, arriving)
+            await self._write(PlacementKey(group))
+        request = pb.ExportGroupRequest(
+            group=group, move=place.move, to_set=self._directory.offsets_set
+        )
+        while True:
+            stub = self._directory.stub(place.from_set)
+            answer = await answered(stub.ExportGroup(request, timeout=CALL_TIMEOUT_S))
+            entries = [(entry.key, entry.value) for entry in answer.entries]
+            for key, value in entries:
+                unseal(key, value)
+            async with self._placement_lock:
+                await self._write(RawEntries(entries))
+            if answer.last:
+                break
+            request.after_key = answer.entries[-1].key
+        await self._open(group, place, answer.term, answer.topic_ids)
+
+    async def _open(
+        self, group: str, place: GroupPlacement, term: int, topic_ids: Mapping[str, int]
+    ) -> None:
+        """Begin to answer calls about the group, of which every entry is written by now.
+
+        If the progress on a topic was deleted in this set, and was not deleted in the old set
+        before it sealed the group, the group's progress on the topic is deleted too. Topic ids that
+        this set has not seen yet are stored with the group: when this set deletes the progress for
+        such an id later, the group keeps what it has made since.
+        """
+        async with self._placement_lock:
+            now = Instant(self._clock.monotonic_ms(), self._clock.unix_ms())
+            own_ids = self._table.topic_ids
+            ahead = {topic: one for topic, one in topic_ids.items() if one > own_ids.get(topic, 0)}
+            placement = LocalPlacement(place.move, PlacementState.KEPT, topic_ids=ahead)
+            queues, resets = _decoded(await entries_of_group(self._disk, group))
+            at, value = placement_entry(group, placement)
+            changes: list[Entry] = [(at, seal(at, value))]
+            for key, state in queues.items():
+                deleted = own_ids.get(key.topic, 0) > topic_ids.get(key.topic, 0)
+                if deleted and not isinstance(state, Tombstone):
+                    tombstone = Tombstone(state.token + 1, state.reset_epoch + 1, now.unix_ms)
+                    changes += tombstone_entries(key, tombstone)
+                    queues[key] = tombstone
+            if term > self._table.term:
+                self._table.announce(term)
+                self._commits.mark_changed(None)
+            await self._write(RawEntries(changes))
+            for key, state in queues.items():
+                self._table.restore(key, state, now)
+            for reset in resets:
+                self._history.put(group, reset)
+            self._table.placements.put(group, placement)
+        log.info("group imported group=%s move=%d queues=%d", group, place.move, len(queues))
+
+    async def _write(self, key: PlacementKey | RawEntries) -> None:
+        self._commits.check_room()
+        self._commits.mark_changed(key)
+        await self._commits.wait_all_durable()
+
+
+def _decoded(
+    entries: list[tuple[bytes, bytes]],
+) -> tuple[dict[GroupQueue, Progress | Tombstone], list[RecordedReset]]:
+    queues: dict[GroupQueue, Progress | Tombstone] = {}
+    resets = []
+    for key, sealed in entries:
+        value = unseal(key, sealed)
+        if key.startswith(RESET):
+            resets.append(decode_reset(value))
+        elif not key.startswith(META):
+            queue = decode_key(key)
+            queues[queue] = decode_progress(queue, value)
+    return queues, resets

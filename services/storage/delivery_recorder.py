@@ -1,0 +1,218 @@
+"""Records deliveries at offsets before storage answers a pull (protocol, sections 6.3 to 6.5).
+
+One call is in flight at a time; deliveries that arrive meanwhile, of all groups, go into the next
+call. A wrong claim of one consumer must not cost the other deliveries of the call their results.
+Messages leave only with a result that is fresh and from the newest known epoch of offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from baton.common.v1 import queue_pb2
+from baton.offsets.v1 import offsets_service_pb2 as pb
+from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
+from batonmq._common.batcher import Batcher
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import error_from_pb, from_rpc_error
+from batonmq.errors import BatonError, DeliveryUnrecorded
+from batonmq_server.storage.long_polls import QueueOwner
+
+ITEMS_MAX = 256
+CALL_BYTES_MAX = 8 * 1024 * 1024
+"""Maximum size of a call; a single larger item is sent alone."""
+TOUCHES_MAX = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDelivery:
+    """A range of offsets that storage is about to deliver.
+
+    Attributes:
+        offsets_epoch: Highest epoch of `offsets_set` that the consumer has seen.
+        subscription_generation: Generation of the subscription whose filter was used.
+        progress: Acknowledgements that the pull carries.
+        offsets_set: Offsets set that keeps the group, as the consumer knows it; empty if unknown.
+    """
+
+    owner: QueueOwner
+    first_offset: int
+    next_offset: int
+    offsets_epoch: int
+    subscription_generation: int = 0
+    progress: pb.Acks | None = None
+    offsets_set: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDelivery:
+    """A delivery that offsets has recorded.
+
+    Attributes:
+        redelivered: Offsets that an earlier owner may have started.
+        offsets_epoch: Epoch of `offsets_set` that recorded it.
+        sent_ms: Monotonic time at which the request was sent.
+        offsets_set: Name of the offsets set.
+    """
+
+    redelivered: Sequence[queue_pb2.OffsetRange]
+    offsets_epoch: int
+    sent_ms: int
+    offsets_set: str = ""
+
+
+class DeliveryRecorder:
+    """Records the deliveries of one replica set of offsets, at its leader.
+
+    Args:
+        stub: Returns a stub for the current leader; raises `Unreachable` if there is none.
+        age_ms_max: Maximum age of a result from request to use; also the timeout of each call.
+        offsets_set: Name of the replica set.
+    """
+
+    def __init__(
+        self,
+        stub: Callable[[], pb_grpc.OffsetsServiceAsyncStub],
+        clock: Clock,
+        *,
+        age_ms_max: int = 2_000,
+        offsets_set: str = "",
+    ) -> None:
+        self._stub, self._clock, self._age_ms_max = stub, clock, age_ms_max
+        self._set = offsets_set
+        self._epoch = 0
+        self._batcher: Batcher[PendingDelivery, RecordedDelivery | BatonError] = Batcher(
+            self._send, items_max=ITEMS_MAX
+        )
+
+    async def run(self) -> None:
+        """Send calls until cancelled; run it as one task."""
+        await self._batcher.run()
+
+    async def record(self, delivery: PendingDelivery) -> RecordedDelivery:
+        """Record a delivery. The caller must use the result at once, without another await.
+
+        Raises:
+            Fenced, DeliveryGap, AckCap, UnknownQueue: offsets rejected the delivery.
+            DeliveryUnrecorded: offsets did not answer, or the answer is too old or from an old
+                epoch.
+        """
+        result = await self._batcher.call(delivery)
+        if isinstance(result, BatonError):
+            raise result
+        age_ms = self._clock.monotonic_ms() - result.sent_ms
+        if age_ms > self._age_ms_max:
+            raise DeliveryUnrecorded(
+                f"the answer of offsets is {age_ms} ms old; the limit is {self._age_ms_max} ms"
+            )
+        return result
+
+    async def touch(self, owners: Sequence[QueueOwner]) -> list[BatonError | None]:
+        """Tell offsets that `owners` are alive; return None or the error of each.
+
+        Raises:
+            BatonError: offsets does not answer, or answers under an old epoch.
+        """
+        results: list[BatonError | None] = []
+        for begin in range(0, len(owners), TOUCHES_MAX):
+            chunk = owners[begin : begin + TOUCHES_MAX]
+            request = pb.TouchRequest(
+                offsets_epoch=self._epoch,
+                items=[pb.TouchItem(queue=one.queue(), token=one.token) for one in chunk],
+            )
+            try:
+                answer = await self._stub().Touch(request, timeout=self._age_ms_max / 1000)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            self._check_answer(answer.offsets_epoch, len(answer.outcomes), len(chunk))
+            results += [
+                error_from_pb(outcome.error) if outcome.HasField("error") else None
+                for outcome in answer.outcomes
+            ]
+        return results
+
+    async def _send(
+        self, deliveries: Sequence[PendingDelivery]
+    ) -> list[RecordedDelivery | BatonError]:
+        """Send `deliveries` and return their results in order.
+
+        The epoch that a consumer claims to have seen is compared with its own result only: a wrong
+        claim must not fail the other deliveries.
+        """
+        results: list[RecordedDelivery | BatonError] = []
+        for items in _calls([_item(one) for one in deliveries]):
+            results += await self._record(items)
+        return [
+            unrecorded(_old_epoch(result.offsets_epoch))
+            if isinstance(result, RecordedDelivery) and result.offsets_epoch < one.offsets_epoch
+            else result
+            for one, result in zip(deliveries, results, strict=True)
+        ]
+
+    async def _record(
+        self, items: Sequence[pb.DeliveryItem]
+    ) -> Sequence[RecordedDelivery | BatonError]:
+        request = pb.RecordDeliveredRequest(offsets_epoch=self._epoch, items=items)
+        sent_ms = self._clock.monotonic_ms()
+        try:
+            answer = await self._stub().RecordDelivered(request, timeout=self._age_ms_max / 1000)
+            self._check_answer(answer.offsets_epoch, len(answer.outcomes), len(items))
+        except grpc.aio.AioRpcError as error:
+            return [unrecorded(from_rpc_error(error)) for _ in items]
+        except BatonError as error:
+            return [unrecorded(error) for _ in items]
+        return [
+            error_from_pb(outcome.error)
+            if outcome.HasField("error")
+            else RecordedDelivery(
+                outcome.delivered.maybe_seen, answer.offsets_epoch, sent_ms, self._set
+            )
+            for outcome in answer.outcomes
+        ]
+
+    def _check_answer(self, epoch: int, count: int, count_asked: int) -> None:
+        if epoch < self._epoch:
+            raise _old_epoch(epoch)
+        if count != count_asked:
+            raise DeliveryUnrecorded(f"offsets answered {count} of {count_asked} items")
+        self._epoch = epoch
+
+
+def _item(delivery: PendingDelivery) -> pb.DeliveryItem:
+    return pb.DeliveryItem(
+        queue=delivery.owner.queue(),
+        token=delivery.owner.token,
+        first_offset=delivery.first_offset,
+        next_offset=delivery.next_offset,
+        subscription_generation=delivery.subscription_generation,
+        progress=delivery.progress,
+    )
+
+
+def _calls(items: Sequence[pb.DeliveryItem]) -> list[list[pb.DeliveryItem]]:
+    """Split `items` into calls of at most CALL_BYTES_MAX bytes, in order."""
+    calls: list[list[pb.DeliveryItem]] = []
+    room = 0
+    for item in items:
+        size = item.ByteSize()
+        if size > room:
+            calls.append([])
+            room = CALL_BYTES_MAX
+        calls[-1].append(item)
+        room -= size
+    return calls
+
+
+def _old_epoch(epoch: int) -> DeliveryUnrecorded:
+    return DeliveryUnrecorded(f"offsets answered under the old epoch {epoch}")
+
+
+def unrecorded(error: BatonError) -> DeliveryUnrecorded:
+    """Return `error` as the error of a pull whose delivery was not recorded."""
+    return DeliveryUnrecorded(
+        f"offsets has not recorded the delivery: {error.message}",
+        retry_after_ms=max(100, error.retry_after_ms),
+    )

@@ -1,0 +1,66 @@
+"""The role of a node towards its clients: accepted writes, durability, reads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.storage.v1 import storage_service_pb2 as pb
+from batonmq.errors import BatonError
+from batonmq_server.storage.core.store import Store
+
+
+class NodeRole(Protocol):
+    """The role of a node: standalone, leader or follower of its replica set.
+
+    Attributes:
+        replicated: Whether a receipt waits for the other members of a replica set.
+    """
+
+    replicated: bool
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether this node is not the serving leader."""
+        ...
+
+    def next_read_node(self, behind_bytes: int) -> str:
+        """Return the node id that a consumer with this lag should pull from; empty: the leader."""
+        ...
+
+    def refusal(self, members_min: int = 1) -> BatonError | None:
+        """Return why new messages are rejected now; None if they are accepted.
+
+        Args:
+            members_min: Minimum size of the in-sync set for these messages.
+
+        Raises:
+            NotLeader: this node is not the leader.
+            NotServing: this node has just been elected and does not serve yet.
+        """
+        ...
+
+    def durability_of(self, next_position: int) -> pb.Durability.ValueType:
+        """Return the durability that everything below `next_position` has now."""
+        ...
+
+
+class StandaloneRole(NodeRole):
+    """The role of a node without replicas."""
+
+    replicated, is_follower = False, False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def next_read_node(self, behind_bytes: int) -> str:
+        """See NodeRole."""
+        return ""
+
+    def refusal(self, members_min: int = 1) -> BatonError | None:
+        """See NodeRole."""
+        return None
+
+    def durability_of(self, next_position: int) -> pb.Durability.ValueType:
+        """See NodeRole."""
+        synced = next_position <= self._store.log.synced_position
+        return pb.DURABILITY_FSYNCED if synced else pb.DURABILITY_MEMORY

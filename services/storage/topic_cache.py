@@ -1,0 +1,126 @@
+"""The topics that exist and their queues on this broker, as the nameserver wrote them to etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+
+from google.protobuf.message import DecodeError
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
+from batonmq._common.clock import Clock
+from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
+from batonmq_server.storage.core.store import TopicQueues
+
+log = logging.getLogger(__name__)
+
+MISSING_MS = 1_000
+"""Time for which a name that etcd does not have is not looked up again."""
+MISSING_MAX = 10_000
+
+
+class TopicCache:
+    """Topics from the mirror of `topics/`; a name that it does not have yet is looked up in etcd.
+
+    Args:
+        mirror: Mirror of "topics/"; the caller runs it.
+        broker: Broker name of this node.
+    """
+
+    def __init__(self, mirror: EtcdMirror, session: EtcdSession, broker: str, clock: Clock) -> None:
+        self._mirror, self._session, self._broker, self._clock = mirror, session, broker, clock
+        self._known: dict[str, tuple[int, TopicQueues]] = {}
+        self._missing: dict[str, int] = {}
+        self._lookup = asyncio.Lock()
+        mirror.on_change.append(self._forget)
+
+    def known(self, name: str) -> TopicQueues | None:
+        """Return the topic if the mirror or an earlier lookup has it; None otherwise."""
+        stored = self._mirror.values.get(name)
+        found = self._known.get(name)
+        if found is not None and (stored is None or stored.mod_revision <= found[0]):
+            return found[1]
+        return self._parsed(name, stored) if stored is not None else None
+
+    def revision(self, name: str) -> int:
+        """Return the etcd revision of the topic that `known` returns; 0 if it is not known."""
+        return self._known[name][0] if self.known(name) is not None else 0
+
+    def is_gone(self, name: str, topic_id: int) -> bool:
+        """Return whether the topic was deleted; another topic may have its name now."""
+        topic = self.known(name)
+        if topic is None:
+            return self._mirror.revision > 0 and name not in self._mirror.values
+        return self._mirror.revision > 0 and topic.topic_id > topic_id
+
+    async def find(self, name: str) -> TopicQueues:
+        """Return the topic. An unknown name is looked up in etcd, by one caller at a time.
+
+        Raises:
+            TopicNotFound: the topic does not exist.
+            NoQuorum: the topic is not known here, and etcd does not answer.
+        """
+        if (topic := self.known(name)) is not None:
+            return topic
+        async with self._lookup:
+            topic = self.known(name)
+            if topic is None and self._missing.get(name, 0) <= self._clock.monotonic_ms():
+                topic = await self._look_up(name)
+        if topic is None:
+            raise TopicNotFound(
+                f"topic {name} does not exist", detail=TopicNotFoundDetail(topic=name)
+            )
+        return topic
+
+    async def find_all(self, names: Iterable[str]) -> dict[str, TopicQueues | BatonError]:
+        """Return, for each of `names`, the topic or the error that `find` raises."""
+        found: dict[str, TopicQueues | BatonError] = {}
+        for name in names:
+            try:
+                found[name] = await self.find(name)
+            except BatonError as error:
+                found[name] = error
+        return found
+
+    def with_changes(
+        self, found: Mapping[str, TopicQueues | BatonError]
+    ) -> dict[str, TopicQueues | BatonError]:
+        """Return the result of `find_all` with the changes since then."""
+        return {name: self.known(name) or old for name, old in found.items()}
+
+    async def _look_up(self, name: str) -> TopicQueues | None:
+        stored = await self._session.get(self._session.key("topics", name))
+        if stored is not None and stored.mod_revision > self._mirror.revision:
+            return self._parsed(name, stored)
+        if (topic := self.known(name)) is None:  # unless the mirror has received it meanwhile
+            if len(self._missing) >= MISSING_MAX:
+                self._missing.clear()
+            self._missing[name] = self._clock.monotonic_ms() + MISSING_MS
+        return topic
+
+    def _parsed(self, name: str, stored: KeyValue) -> TopicQueues | None:
+        """Return the topic stored in etcd; None if it can't be decoded."""
+        try:
+            topic = StoredTopic.FromString(stored.value)
+        except DecodeError as error:
+            log.error("topic in etcd can't be decoded topic=%s error=%s", name, error)
+            return None
+        here = [spread for spread in topic.spread if spread.broker == self._broker]
+        queues = TopicQueues(
+            topic.topic_id,
+            here[0].queue_count if here else 0,
+            here[0].write_queue_count or None if here else None,
+            readable=topic.permission != pb.TOPIC_PERMISSION_WRITE,
+            writable=topic.permission != pb.TOPIC_PERMISSION_READ,
+        )
+        self._known[name] = (stored.mod_revision, queues)
+        return queues
+
+    def _forget(self, names: frozenset[str]) -> None:
+        for name in names:
+            self._known.pop(name, None)
+            self._missing.pop(name, None)

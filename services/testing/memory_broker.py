@@ -1,0 +1,403 @@
+"""A whole cluster in the event loop of a test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Self, TypeVar
+from weakref import WeakKeyDictionary
+
+import grpc.aio
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._connection.directory import CALL_TIMEOUT_S, ClientEnvironment
+from batonmq._consumer.consumer import Consumer
+from batonmq._consumer.consumer_settings import ConsumerSettings
+from batonmq._consumer.message import ReceivedMessage
+from batonmq._consumer.puller import Puller, PullerSettings
+from batonmq._core.queues import QueueRef
+from batonmq._producer.producer import Producer
+from batonmq._producer.settings import ProducerSettings
+from batonmq.admin.admin import Admin
+from batonmq.admin.reports import CreatedTopic
+from batonmq.errors import BatonError, InvalidArgument, Retry
+from batonmq_server.storage.node import StorageNode
+from batonmq_server.testing import services
+from batonmq_server.testing.memory_etcd import NAME as ETCD
+from batonmq_server.testing.memory_network import Faults
+from batonmq_server.testing.processes import (
+    MemoryEnvironment,
+    ServiceSpec,
+    SimulatedProcess,
+    SimulatedService,
+)
+
+Client = TypeVar("Client", Admin, Consumer, Producer, Puller)
+T = TypeVar("T")
+START_TIMEOUT_S = 30
+COMMIT_INTERVAL_MS = 50
+"""Of consumers in real time: `settled` need not wait long to see what is acknowledged."""
+
+
+class MemoryBroker:
+    """A cluster without processes, sockets and files: the real services, within one event loop.
+
+    Everything but the disks, the network and etcd is what runs in production: ownership,
+    subscription checks, retries and refusals are those of a cluster. Use it as an async context
+    manager, also in a fixture; all clients have to be in the same event loop, so those of
+    `batonmq._blocking`, which bring their own, can't be used.
+
+    In an event loop of `run_virtual` waiting costs no time, and runs with one seed are alike. In
+    any other loop time is real.
+
+    Args:
+        broker_count: Storage nodes, named `broker-0` and so on.
+        seed: Of everything by chance.
+        faults: What the network does to messages once everything is there; by default it delays
+            them in virtual time, and does nothing in real time.
+        settings: Further settings by service (`nameserver`, `lockmgr`, `offsets`, `storage`), such
+            as `{"nameserver": {"auto_create_topics": True}}`.
+
+    Attributes:
+        nameserver: What clients are given as address, together with `surroundings`.
+    """
+
+    nameserver = "nameserver-0:1"
+
+    def __init__(
+        self,
+        *,
+        broker_count: int = 1,
+        seed: int | str = 0,
+        faults: Faults | None = None,
+        settings: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        self._seed, self._faults = str(seed), faults
+        self._brokers = [f"broker-{number}" for number in range(broker_count)]
+        self._settings = settings or {}
+        if unknown := sorted(self._settings.keys() - services.SETTINGS.keys()):
+            raise InvalidArgument(f"there is no service {unknown[0]}", facts={"field": "settings"})
+        self._clients: WeakKeyDictionary[Admin | Consumer | Producer | Puller, SimulatedProcess] = (
+            WeakKeyDictionary()
+        )
+
+    async def __aenter__(self) -> Self:
+        """Start everything; all services are registered then."""
+        world = self._world = _BrokerEnvironment(self._seed)
+        world.network.faults = self._quiet = _no_faults(delays=world.virtual)
+        self._running: dict[str, SimulatedService] = {}
+        self._client_count = 0
+        self._own = SimulatedProcess(world, "client", 0)
+        self._admin = Admin(self.nameserver, surroundings=self.surroundings)
+        try:
+            for service in services.cluster(world, self._brokers, self._settings):
+                self._start(service)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._registered()
+            world.network.faults = self._faults or self._quiet
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop everything in good order.
+
+        Raises:
+            BaseExceptionGroup: services have ended by themselves; no test should make them.
+        """
+        self._world.network.faults = self._quiet
+        try:
+            await self._stop(["nameserver", "lockmgr", "storage"])
+            await self._stop(["offsets"])
+        finally:
+            await self._end()
+        if self._world.errors:
+            raise BaseExceptionGroup("services have ended by themselves", self._world.errors)
+
+    # ---- clients
+
+    @property
+    def surroundings(self) -> ClientEnvironment:
+        """For clients that the code under test makes, with the address `nameserver`."""
+        return self._own.surroundings()
+
+    @property
+    def clock(self) -> Clock:
+        """The time of the cluster; virtual time starts on 2023-11-14 at 22:13:20 UTC."""
+        return self._own.clock
+
+    def producer(self, settings: ProducerSettings | None = None) -> Producer:
+        """A producer; enter it with `async with`."""
+        process = self._client()
+        return self._known(
+            Producer(self.nameserver, settings, surroundings=process.surroundings()), process
+        )
+
+    def consumer(
+        self,
+        group: str,
+        subscriptions: Mapping[str, str],
+        settings: ConsumerSettings | None = None,
+        *,
+        client_id: str = "",
+    ) -> Consumer:
+        """A member of a group; enter it with `async with`.
+
+        Args:
+            settings: By default those of production, but for two: a new group begins with the
+                first message, as a test may send before the queues are dealt out; and in real time
+                it commits every 50 ms.
+        """
+        if settings is None:
+            settings = ConsumerSettings(consume_from="first")
+            if not self._world.virtual:
+                settings = replace(settings, commit_interval_ms=COMMIT_INTERVAL_MS)
+        process = self._client()
+        consumer = Consumer(
+            self.nameserver,
+            group,
+            subscriptions,
+            settings,
+            client_id=client_id or process.name,
+            surroundings=process.surroundings(),
+        )
+        return self._known(consumer, process)
+
+    def puller(
+        self,
+        group: str = "",
+        settings: PullerSettings | None = None,
+        *,
+        filters: Mapping[str, str] | None = None,
+    ) -> Puller:
+        """A puller; enter it with `async with`."""
+        process = self._client()
+        surroundings = process.surroundings()
+        return self._known(
+            Puller(self.nameserver, group, settings, filters=filters, surroundings=surroundings),
+            process,
+        )
+
+    def admin(self) -> Admin:
+        """For topics, groups and questions; enter it with `async with`."""
+        process = self._client()
+        return self._known(Admin(self.nameserver, surroundings=process.surroundings()), process)
+
+    # ---- what a test asks for
+
+    async def create_topic(self, name: str, queues: int = 0) -> CreatedTopic:
+        """See `Admin.create_topic`."""
+        return await _patiently(lambda: self._admin.create_topic(name, queues))
+
+    async def messages(self, topic: str) -> list[ReceivedMessage]:
+        """All messages of a topic, in the order in which they were stored.
+
+        Those that are to come later are not among them before their time.
+
+        Raises:
+            TopicNotFound: there is no such topic.
+        """
+        found: list[ReceivedMessage] = []
+        async with Puller(self.nameserver, surroundings=self.surroundings) as puller:
+            queues = await _patiently(lambda: puller.queues(topic))
+            ends = await self._ends(queues)
+            await puller.assign(queue for queue, end in ends.items() if end)
+            for queue in puller.assignment:
+                await puller.seek(queue, "begin")
+            left = dict.fromkeys(puller.assignment)
+            while left:
+                for queue, messages in (await puller.poll()).items():
+                    found += [one for one in messages if one.offset < ends[queue]]
+                for queue in list(left):
+                    if await puller.position(queue) >= ends[queue]:
+                        del left[queue]
+        return sorted(found, key=lambda one: (one.store_unix_ms, one.queue, one.offset))
+
+    async def settled(self, group: str, *, timeout_s: float = 0) -> None:
+        """Until a group has handled everything: nothing is left in its queues, nothing is delayed.
+
+        Not for broadcasting groups, whose members keep their progress to themselves.
+
+        Args:
+            timeout_s: 0 for 20 s in real time, for a day in virtual time.
+
+        Raises:
+            TimeoutError: it has not; the text says what is left.
+            GroupNotFound: it has never had a member.
+        """
+        virtual = self._world.virtual
+        limit_s = timeout_s or (86_400 if virtual else 20)
+        pause_s, pause_s_max = 0.01, 30 if virtual else 0.1
+        left = "not known"
+        try:
+            async with asyncio.timeout(limit_s):
+                while left := await self._left(group):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 1.5, pause_s_max)
+        except TimeoutError as error:
+            raise TimeoutError(f"group {group} has not settled in {limit_s} s: {left}") from error
+
+    async def restart(self, name: str) -> None:
+        """Stop a service in good order and start it again.
+
+        Args:
+            name: `nameserver`, `lockmgr`, `offsets` or `storage`, or one node of it: `broker-0`.
+        """
+        await self._restart(name, self._stop)
+
+    async def kill(self, name: str) -> None:
+        """End a service in the middle of whatever it does, and start it again, as `kill -9` does.
+
+        Its disk stays. Its clients see their connections reset; what they repeat takes effect once.
+
+        Args:
+            name: See `restart`.
+        """
+        await self._restart(name, self._kill)
+
+    @contextmanager
+    def cut_off(self, client: Admin | Consumer | Producer | Puller) -> Iterator[None]:
+        """Let a client reach nobody, as if its cable were pulled, until the block ends.
+
+        A consumer that is silent for some 40 s loses its queues to others, who get what it had
+        not acknowledged, flagged as redelivered. Each call and answer is lost: in real time only
+        timeouts tell.
+
+        Args:
+            client: Made by this object.
+        """
+        with self._apart(self._clients[client].name):
+            yield
+
+    # ---- services
+
+    def _start(self, service: ServiceSpec) -> None:
+        before = self._running.get(service.name)
+        life = 1 if before is None else before.life + 1
+        self._running[service.name] = SimulatedService(self._world, service, life)
+
+    async def _registered(self) -> None:
+        """Until clients can find every service."""
+        missing = set(self._running)
+        while missing:
+            if self._world.errors:
+                raise self._world.errors.pop()
+            stub = self._admin.directory.nameserver()
+            try:
+                answer = await stub.DescribeCluster(
+                    pb.DescribeClusterRequest(), timeout=CALL_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError:
+                pass  # the nameserver starts
+            else:
+                here = {node.address for node in answer.nodes if node.leader}
+                missing = {name for name in self._running if f"{name}:1" not in here}
+            if missing:
+                await asyncio.sleep(0.005)
+
+    async def _restart(self, name: str, end: Callable[[list[str]], Awaitable[None]]) -> None:
+        chosen = [p for p in self._running.values() if name in (p.name, p.service.kind)]
+        if not chosen:
+            raise InvalidArgument(f"there is no service {name}", facts={"field": "name"})
+        await end([process.name for process in chosen])
+        for process in chosen:
+            self._start(process.service)
+        await self._registered()
+
+    async def _stop(self, names: list[str]) -> None:
+        chosen = [p for p in self._running.values() if {p.name, p.service.kind} & set(names)]
+        for process in chosen:
+            process.stop()
+        for process in chosen:
+            await process.ended()
+
+    async def _kill(self, names: list[str]) -> None:
+        for name in names:
+            self._world.crash_disk(name)
+            await self._running[name].abort()
+
+    async def _end(self) -> None:
+        world = self._world
+        world.network.end()
+        for process in self._running.values():
+            await process.abort()
+        await self._admin.close()
+        world.etcd.close()
+
+    # ---- clients and their progress
+
+    def _client(self) -> SimulatedProcess:
+        self._client_count += 1
+        return SimulatedProcess(self._world, f"client-{self._client_count}", 0)
+
+    def _known(self, client: Client, process: SimulatedProcess) -> Client:
+        self._clients[client] = process
+        return client
+
+    @contextmanager
+    def _apart(self, name: str) -> Iterator[None]:
+        others = {ETCD, *self._running} - {name}
+        pairs = {(name, other) for other in others} | {(other, name) for other in others}
+        cut = self._world.network.cut
+        cut |= pairs
+        try:
+            yield
+        finally:
+            cut -= pairs
+
+    async def _ends(self, queues: tuple[QueueRef, ...]) -> dict[QueueRef, int]:
+        """Next offset by queue."""
+        problems: tuple[str, ...] = ("not asked yet",)
+        while problems:
+            extents, problems = await self._admin.extents(queues)
+        return {queue: next_offset for queue, (_, next_offset) in extents.items()}
+
+    async def _left(self, group: str) -> str:
+        """What is not handled; empty if nothing is left."""
+        if delayed := sum(len(node.store.schedule.waiting) for node in self._world.nodes.values()):
+            return f"{delayed} delayed messages are still to come"
+        progress = await _patiently(lambda: self._admin.group_progress(group))
+        for queue in progress.queues:
+            if queue.committed_offset is None and queue.log_end_offset:
+                return f"nobody has begun {queue.topic}/{queue.broker}/{queue.queue_id}"
+            if queue.lag:
+                place = f"{queue.topic}/{queue.broker}/{queue.queue_id}"
+                return f"{queue.lag} messages of {place} are not acknowledged"
+        return ", ".join(progress.problems)
+
+
+class _BrokerEnvironment(MemoryEnvironment):
+    """Knows what is in storage, and who has failed."""
+
+    def __init__(self, seed: str) -> None:
+        super().__init__(seed)
+        self.nodes: dict[str, StorageNode] = {}
+        self.errors: list[BaseException] = []
+
+    def storage_opened(self, node_id: str, node: StorageNode) -> None:
+        """See MemoryEnvironment."""
+        self.nodes[node_id] = node
+
+    def failed(self, process: str, error: BaseException) -> None:
+        """See MemoryEnvironment."""
+        super().failed(process, error)
+        self.errors.append(error)
+
+
+async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer, however often it takes on a bad network."""
+    while True:
+        try:
+            return await ask()
+        except BatonError as error:
+            if error.retry is Retry.NEVER:
+                raise
+            await asyncio.sleep(0.01)
+
+
+def _no_faults(*, delays: bool) -> Faults:
+    return Faults() if delays else Faults(delay_ms_min=0, delay_ms_max=0)

@@ -1,0 +1,304 @@
+"""gRPC channels and servers on a played network.
+
+Between the stubs that a client makes from a channel and the servicers that a service adds to a
+server everything is real: serializers, the edge interceptor, statuses with their details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import aclosing
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from batonmq._common.rpc import from_rpc_error
+from batonmq_server.runtime.interceptor import EdgeInterceptor
+from batonmq_server.testing.memory_network import (
+    END,
+    UNAVAILABLE,
+    CallResponse,
+    CallStatus,
+    MemoryCall,
+    MemoryNetwork,
+    Metadata,
+)
+from batonmq_server.testing.virtual_time import VirtualHost
+
+_EXCEEDED = CallStatus(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+Read = Callable[[bytes], Any]
+Write = Callable[[Any], bytes]
+
+
+def memory_connector(
+    network: MemoryNetwork, host: VirtualHost
+) -> Callable[[str], grpc.aio.Channel]:
+    """What makes the channels of `host`."""
+    return lambda address: MemoryChannel(network, host, address)  # type: ignore[return-value]
+
+
+class MemoryChannel:
+    """What stubs ask of `grpc.aio.Channel`, for one host."""
+
+    def __init__(self, network: MemoryNetwork, host: VirtualHost, address: str) -> None:
+        self._network, self._host, self._address = network, host, address
+        self._open: dict[MemoryCall, None] = {}
+
+    def unary_unary(
+        self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
+    ) -> Callable[..., UnaryCall]:
+        """What makes the calls of a method with one answer."""
+
+        def call(request: Any, *, timeout: float | None = None) -> UnaryCall:
+            begun = self._begin(path, request, request_serializer(request), timeout)
+            return UnaryCall(begun, response_deserializer)
+
+        return call
+
+    def unary_stream(
+        self, path: str, request_serializer: Write, response_deserializer: Read, **_: object
+    ) -> Callable[..., StreamCall]:
+        """What makes the calls of a method with answers as they come."""
+
+        def call(request: Any, *, timeout: float | None = None) -> StreamCall:
+            begun = self._begin(path, request, request_serializer(request), timeout, streams=True)
+            return StreamCall(begun, response_deserializer)
+
+        return call
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As if there were always a connection: it is the calls that fail."""
+        return grpc.ChannelConnectivity.READY
+
+    async def __aenter__(self) -> MemoryChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Give up every call under way."""
+        for call in self._open:
+            if not call.over:
+                call.settle(0, CallStatus(grpc.StatusCode.CANCELLED, "channel closed"))
+
+    def _begin(
+        self, path: str, request: Any, raw: bytes, timeout_s: float | None, *, streams: bool = False
+    ) -> MemoryCall:
+        call = MemoryCall(self._network, self._host, self._address, path, timeout_s)
+        call.raw, call.streams = raw, streams
+        self._open = {one: None for one in self._open if not one.over} | {call: None}
+        self._network.watcher.called(call, request)
+        self._network.begin(call)
+        return call
+
+
+class _ClientCall:
+    """A call as its client has it."""
+
+    def __init__(self, call: MemoryCall, read: Read) -> None:
+        self._call, self._read = call, read
+        now_s = call.network.loop.time()
+        self._end_s = None if call.timeout_s is None else now_s + call.timeout_s
+        self._metadata: Metadata = ()
+
+    def cancel(self) -> None:
+        self._call.network.end_call(self._call)
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata(*self._metadata)
+
+    async def _next(self) -> Any:
+        """The next answer; if there is none, the call is over."""
+        watcher = self._call.network.watcher
+        try:
+            async with asyncio.timeout_at(self._end_s):
+                answer = await self._call.next()
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            self.cancel()
+            failure = error if isinstance(error, grpc.aio.AioRpcError) else _EXCEEDED.error()
+            watcher.told(self._call, failure)
+            raise failure from None
+        except BaseException:
+            self.cancel()
+            raise
+        self._metadata = answer.metadata
+        message = self._read(answer.raw)
+        watcher.told(self._call, message)
+        return message
+
+
+class UnaryCall(_ClientCall):
+    """A call with one answer; await it."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._only().__await__()
+
+    async def _only(self) -> Any:
+        answer = await self._next()
+        self.cancel()
+        return answer
+
+
+class StreamCall(_ClientCall):
+    """A call with answers as they come."""
+
+    def __aiter__(self) -> StreamCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await self._next()
+
+
+class _Aborted(grpc.aio.AbortError):
+    def __init__(self, status: CallStatus) -> None:
+        super().__init__(status.details)
+        self.status = status
+
+
+class _Context:
+    """What servicers ask of `grpc.aio.ServicerContext`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float | None) -> None:
+        self._loop = loop
+        self.trailing: Metadata = ()
+        self.end_s = None if timeout_s is None else loop.time() + timeout_s
+
+    def time_remaining(self) -> float | None:
+        return None if self.end_s is None else max(0.0, self.end_s - self._loop.time())
+
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        self.trailing = tuple(metadata)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
+    ) -> None:
+        raise _Aborted(CallStatus(code, details, tuple(trailing_metadata)))
+
+
+class MemoryServer:
+    """What servicers are added to; `host` is the process, whose end is the server's."""
+
+    def __init__(
+        self, network: MemoryNetwork, host: VirtualHost, address: str, edge: EdgeInterceptor
+    ) -> None:
+        self.host, self._network, self._address, self._edge = host, network, address, edge
+        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._wrapped: dict[str, Any] = {}
+        self._open: dict[asyncio.Task[None], tuple[MemoryCall, int]] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
+        """The same handlers come by name as well."""
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        """As servicers do."""
+        for name, handler in handlers.items():
+            self._handlers[f"/{service}/{name}"] = handler
+
+    def start(self) -> None:
+        """Take calls."""
+        self._network.serve(self._address, self)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; those under way may take `grace_s` to end."""
+        self._network.close(self._address)
+        if self._open:
+            _, left = await asyncio.wait(self._open, timeout=grace_s)
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left)
+
+    def crash(self, noticed: bool) -> None:
+        """The process is gone. Clients may notice, or wait for their deadlines."""
+        self._network.close(self._address)
+        if noticed:
+            for call, copy in self._open.values():
+                refuse = partial(call.settle, copy, UNAVAILABLE)
+                self._network.send(call.target, call.source, refuse)
+
+    def arrive(self, call: MemoryCall, copy: int) -> None:
+        """A call comes in."""
+        self.host.post(self._accept, call, copy)
+
+    def _accept(self, call: MemoryCall, copy: int) -> None:
+        task = self.host.spawn(self._answer(call, copy))
+        call.tasks.append(task)
+        self._open[task] = (call, copy)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        del self._open[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    async def _answer(self, call: MemoryCall, copy: int) -> None:
+        way = _ResponsePath(self._network, call, copy)
+        request: Any = None
+        try:
+            handler = await self._handler(call.path)
+            context = _Context(self._network.loop, call.timeout_s)
+            request = handler.request_deserializer(call.raw)
+            async with asyncio.timeout_at(context.end_s):
+                if not call.streams:
+                    answer = await handler.unary_unary(request, context)
+                    self._network.watcher.answered(call, request, answer)
+                    way.send(CallResponse(handler.response_serializer(answer), context.trailing))
+                    return
+                async with aclosing(handler.unary_stream(request, context)) as answers:
+                    async for answer in answers:
+                        self._network.watcher.answered(call, request, answer)
+                        way.send(CallResponse(handler.response_serializer(answer)))
+                way.send(END)
+        except _Aborted as aborted:
+            error = from_rpc_error(aborted.status.error())
+            self._network.watcher.answered(call, request, error)
+            way.send(aborted.status)
+        except TimeoutError:
+            return
+
+    async def _handler(self, path: str) -> Any:
+        if path not in self._wrapped:
+
+            async def found(_: object) -> Any:
+                return self._handlers[path]
+
+            self._wrapped[path] = await self._edge.intercept_service(
+                found, SimpleNamespace(method=path)
+            )
+        return self._wrapped[path]
+
+
+class _ResponsePath:
+    """The answers of one call on their way back: in order, and if one gets lost, so do the rest."""
+
+    def __init__(self, network: MemoryNetwork, call: MemoryCall, copy: int) -> None:
+        self._network, self._call, self._copy = network, call, copy
+        self._last_s = 0.0
+        self._broken = False
+        self._travelling: deque[CallResponse | CallStatus] = deque()
+
+    def send(self, answer: CallResponse | CallStatus) -> None:
+        network, call = self._network, self._call
+        if self._broken:
+            return
+        arrival_s = max(network.loop.time() + network.delay_s(), self._last_s)
+        self._last_s = arrival_s
+        if network.lost(call.target, call.source):
+            self._broken = call.streams
+            if not call.streams:
+                return
+            answer = UNAVAILABLE
+            call.cancel_at_server()
+        self._travelling.append(answer)
+        network.later(arrival_s - network.loop.time(), self._arrive)
+
+    def _arrive(self) -> None:
+        self._call.settle(self._copy, self._travelling.popleft())

@@ -1,0 +1,130 @@
+"""Goal: what can't be taken back is done when a person agrees, or a program has said so before.
+
+Method: the question in a child that has a terminal of its own; the sums it tells as functions.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from batonmq._core.queues import QueueRef
+from batonmq._core.reset_targets import ResetTarget, ShiftBy, ToEarliest, ToLatest, ToOffset, ToTime
+from batonmq.admin.resets import Done, Step
+from batonmq.cli.change_options import operation
+from batonmq.cli.group_resets import TargetOptions, parse_offsets, planned
+from batonmq.errors import InvalidArgument
+
+NOW = 1_000_000_000
+COMMAND = [sys.executable, "-m", "batonmq.cli", "--nameserver", "127.0.0.1:1", "topic", "delete"]
+
+
+@contextmanager
+def _asking() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command that has asked its question, and the terminal to answer at."""
+    ours, theirs = pty.openpty()
+    try:
+        with subprocess.Popen(
+            [*COMMAND, "t"],
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process:
+            assert process.stderr is not None
+            asked = b""
+            while not asked.endswith(b"[y/N] "):
+                asked += os.read(process.stderr.fileno(), 1_000)
+            assert asked == b"Delete topic t with all its messages? [y/N] "
+            yield process, ours
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def _answered(keys: bytes) -> tuple[int, str]:
+    """Exit status and standard error of a command whose question is answered with `keys`."""
+    with _asking() as (process, terminal):
+        os.write(terminal, keys)
+        out, err = process.communicate(timeout=25)
+    assert out == b""
+    return process.returncode, err.decode()
+
+
+def test_no_leaves_everything_as_it_is() -> None:
+    status, told = _answered(b"n\n")
+    assert status == 1
+    assert "NOT_CONFIRMED: nothing was changed" in told
+
+
+def test_end_of_input_is_no_agreement() -> None:
+    status, told = _answered(b"\x04")
+    assert status == 1
+    assert "NOT_CONFIRMED" in told
+
+
+def test_ctrl_c_at_the_question_is_130() -> None:
+    with _asking() as (process, _):
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=25) == (b"", b"")
+    assert process.returncode == 130
+
+
+def test_yes_goes_on() -> None:
+    status, told = _answered(b"y\n")
+    assert status == 1
+    assert "UNREACHABLE" in told
+
+
+def test_plan_tells_what_comes_again_and_what_is_skipped() -> None:
+    step = Step("g", "t", "b", 0, 10, 4, 6, 0, 1, 2)
+    other = replace(step, queue_id=1, replayed_count=0, skipped_count=3)
+    assert planned(Done((step, other))).startswith(
+        "a plan for 2 queues, nothing was changed: 6 messages would be delivered again, 3 skipped"
+    )
+
+
+def test_exported_offsets_are_read_and_a_bad_line_is_named() -> None:
+    lines = ["t,b,0,5\n", "\n", "t,b,1,0\n"]
+    assert parse_offsets(lines) == {QueueRef("t", "b", 0): 5, QueueRef("t", "b", 1): 0}
+    for bad in ("t,b,0", "t,b,x,1", "t,b,0,-1", "t,b,0,6"):
+        with pytest.raises(InvalidArgument, match="line 4"):
+            parse_offsets([*lines, bad])
+
+
+def test_operation_has_an_id_of_its_own_unless_one_is_given() -> None:
+    first, second = operation("me", "r", ""), operation("me", "r", "")
+    assert first.op_id != second.op_id
+    assert (first.by, first.reason) == ("me", "r")
+    assert operation("me", "r", "id") == operation("me", "r", "id")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "target"),
+    [
+        (TargetOptions(to_offset=0), ToOffset(0)),
+        (TargetOptions(shift_by=0), ShiftBy(0)),
+        (TargetOptions(shift_by=-3), ShiftBy(-3)),
+        (TargetOptions(to_current=True), ShiftBy(0)),
+        (TargetOptions(to_datetime="5"), ToTime(5)),
+        (TargetOptions(by_duration="10s"), ToTime(NOW - 10_000)),
+        (TargetOptions(to_earliest=True), ToEarliest()),
+        (TargetOptions(to_latest=True), ToLatest()),
+    ],
+)
+def test_what_is_typed_is_one_target(wanted: TargetOptions, target: ResetTarget) -> None:
+    assert wanted.count == 1
+    assert wanted.target(NOW) == target
+
+
+def test_nothing_typed_counts_as_nothing() -> None:
+    assert TargetOptions().count == 0
+    assert TargetOptions(to_offset=0, to_latest=True).count == 2

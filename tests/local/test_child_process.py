@@ -1,0 +1,150 @@
+"""Goal: a child process is started, watched and ended as promised, and nothing outlives its parent.
+
+Method: real processes that run a few lines of Python; conditions are waited for, never times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from batonmq_server.local.child_process import ChildProcess, NotReady, Program
+from tests.support.waiting import lives, until
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
+
+
+def _child(tmp_path: Path, code: str, **env: str) -> ChildProcess:
+    log_path = tmp_path / "logs" / "child.log"
+
+    async def is_up() -> bool:
+        return log_path.exists() and "up" in log_path.read_text()
+
+    command = [sys.executable, "-c", code]
+    return ChildProcess(
+        Program(
+            name="child",
+            command=command,
+            log_path=log_path,
+            is_ready=is_up,
+            env=env,
+            drop=("PRIVATE_",),
+        )
+    )
+
+
+async def test_stop_ends_it_with_sigterm(tmp_path: Path) -> None:
+    child = _child(tmp_path, SLEEPER)
+    child.spawn()
+    await child.ready(20)
+    assert child.wanted
+    assert await child.stop(20)
+    assert (child.returncode, child.pid, child.wanted) == (-signal.SIGTERM, None, False)
+
+
+async def test_stop_ends_a_paused_one(tmp_path: Path) -> None:
+    child = _child(tmp_path, SLEEPER)
+    child.spawn()
+    await child.ready(20)
+    child.send(signal.SIGSTOP)
+    assert await child.stop(20)
+
+
+async def test_stop_kills_what_ignores_sigterm(tmp_path: Path) -> None:
+    child = _child(tmp_path, STUBBORN)
+    child.spawn()
+    await child.ready(20)
+    assert not await child.stop(0.1)
+    assert child.returncode == -signal.SIGKILL
+
+
+async def test_kill_reaches_grandchildren(tmp_path: Path) -> None:
+    code = f"""
+import subprocess, sys
+inner = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
+print("pid", inner.pid, flush=True)
+inner.wait()
+"""
+    child = _child(tmp_path, code)
+    child.spawn()
+    await child.ready(20)
+    await until(lambda: len(child.last_lines(5)) == 2)
+    inner = int(next(line for line in child.last_lines(5) if line.startswith("pid")).split()[1])
+    child.kill_now()
+    await until(lambda: not lives(inner))
+
+
+async def test_one_that_ends_before_it_serves_is_reported_with_its_exit(tmp_path: Path) -> None:
+    child = _child(tmp_path, "import sys; print('no such disk'); sys.exit(7)")
+    child.spawn()
+    with pytest.raises(NotReady, match=r"child ended \(exit code 7\) before it served"):
+        await child.ready(20)
+    assert child.last_lines(3) == ["no such disk"]
+
+
+async def test_one_that_never_serves_is_given_up(tmp_path: Path) -> None:
+    child = _child(tmp_path, "import time; time.sleep(600)")
+    child.spawn()
+    with pytest.raises(NotReady, match="does not serve after"):
+        await child.ready(0.1)
+    child.kill_now()
+
+
+async def test_unasked_end_leaves_it_wanted(tmp_path: Path) -> None:
+    child = _child(tmp_path, SLEEPER)
+    child.spawn()
+    child.send(signal.SIGKILL)
+    assert await child.ended() == -signal.SIGKILL
+    assert child.wanted
+
+
+async def test_environment_is_inherited_but_for_what_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATE_KEY", "inherited")
+    monkeypatch.setenv("SHARED_KEY", "inherited")
+    names = ("PRIVATE_KEY", "SHARED_KEY", "OWN_KEY")
+    child = _child(
+        tmp_path, f"import os; print([os.environ.get(n) for n in {names}])", OWN_KEY="added"
+    )
+    child.spawn()
+    assert await child.ended() == 0
+    assert child.last_lines(1) == ["[None, 'inherited', 'added']"]
+
+
+async def test_log_goes_on_after_a_restart_and_its_end_is_of_the_last_run(tmp_path: Path) -> None:
+    child = _child(tmp_path, "import os; print(os.getpid())")
+    for _ in range(2):
+        child.spawn()
+        await child.ended()
+    lines = child.program.log_path.read_text().splitlines()
+    assert len(set(lines)) == 2
+    assert child.last_lines(10) == lines[1:]
+
+
+async def test_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent_code = f"""
+import pathlib, sys, time
+from batonmq_server.local.child_process import ChildProcess, Program
+async def never(): return False
+child = ChildProcess(Program(name="c", command=[sys.executable, "-c", {STUBBORN!r}],
+    log_path=pathlib.Path({str(tmp_path / "log")!r}), is_ready=never))
+child.spawn()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", parent_code, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    await until((tmp_path / "log").read_text)
+    assert lives(pid)
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not lives(pid))

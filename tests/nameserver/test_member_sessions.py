@@ -1,0 +1,149 @@
+"""Members whose connection breaks, through real servers on a real etcd.
+
+Goal: who has died is removed within a short grace, and who only reconnects is never removed.
+Method: watches that are members' sessions are cancelled; heartbeats go to the same or another
+replica. The grace is four seconds, the lease thirty, so only the session can be the reason. "Never"
+is shown by a marker: a member whose session broke later, and who has been removed. Sessions break
+a second after the heartbeat: one that is closer is not told apart from one after the break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from batonmq_server.runtime.etcd.session import EtcdSession
+from tests.nameserver.replica import Replica, ids, incarnation, next_group, refusal, replica
+from tests.support.waiting import until
+
+GRACE_MS = 4_000
+"""Who reconnects has as long."""
+
+
+@pytest_asyncio.fixture
+async def here(etcd_endpoint: str, cluster: str, etcd: EtcdSession) -> AsyncIterator[Replica]:
+    async with replica(etcd_endpoint, cluster, session_grace_ms=GRACE_MS) as running:
+        await running.create("flights")
+        yield running
+
+
+@pytest_asyncio.fixture
+async def there(etcd_endpoint: str, cluster: str, here: Replica) -> AsyncIterator[Replica]:
+    async with replica(etcd_endpoint, cluster, session_grace_ms=GRACE_MS) as running:
+        yield running
+
+
+async def broken(at: Replica, client_id: str, *, as_member: bool = True) -> None:
+    """Open a session and let it break, a second after the last heartbeat."""
+    with at.watch_group("g", session=client_id if as_member else "") as call:
+        await next_group(call)
+        await aged(at, client_id)
+
+
+async def aged(at: Replica, client_id: str, by_s: int = 1) -> None:
+    """Until the last heartbeat is older than that."""
+    etcd = at.runtime.etcd
+    live = await etcd.get(etcd.key("live", "g", client_id))
+    assert live is not None
+
+    async def old() -> bool:
+        left_s, granted_s = await etcd.time_to_live(live.lease_id)
+        return left_s < granted_s - by_s
+
+    await until(old)
+
+
+async def removed(at: Replica, client_id: str) -> None:
+    await until(lambda: _is_gone(at, client_id))
+
+
+async def _is_gone(at: Replica, client_id: str) -> bool:
+    return client_id not in ids(await at.group("g"))
+
+
+async def marked(at: Replica) -> None:
+    """Until a member whose session breaks now has been removed."""
+    await at.join("g", "marker")
+    await broken(at, "marker")
+    await removed(at, "marker")
+
+
+async def test_member_whose_session_breaks_is_removed_after_the_grace(
+    here: Replica, there: Replica, etcd: EtcdSession
+) -> None:
+    await here.join("g", "stays")
+    await there.join("g", "dies")
+    with there.watch_group("g", session="stays") as call:
+        assert ids(await next_group(call)) == ["dies", "stays"]
+        await broken(here, "dies")
+        assert ids(await next_group(call)) == ["stays"]
+    await until(lambda: here.metric("broken_sessions_total") == 1)
+    assert here.metric("expiries_total") == 0
+    assert await etcd.get(etcd.key("live", "g", "dies")) is None
+
+
+async def test_member_that_reconnects_here_is_kept(here: Replica) -> None:
+    await here.join("g", "c1")
+    await broken(here, "c1")
+    with here.watch_group("g", session="c1") as call:
+        await next_group(call)
+        await marked(here)
+        assert ids(await here.group("g")) == ["c1"]
+
+
+async def test_member_that_reconnects_elsewhere_and_sends_a_heartbeat_is_kept(
+    here: Replica, there: Replica
+) -> None:
+    await here.join("g", "c1")
+    await broken(here, "c1")
+    await there.join("g", "c1")
+    await marked(here)
+    assert ids(await here.group("g")) == ["c1"]
+
+
+async def test_break_that_is_noticed_long_after_the_member_has_moved_removes_nobody(
+    here: Replica, there: Replica
+) -> None:
+    """This replica was frozen: the member has been heard elsewhere, but not since the break."""
+    await here.join("g", "c1")
+    with here.watch_group("g", session="c1") as call:
+        await next_group(call)
+        await aged(here, "c1", by_s=4)  # its session is younger than its heartbeat
+        await there.join("g", "c1")
+        await aged(here, "c1")
+    await marked(here)
+    assert ids(await here.group("g")) == ["c1"]
+
+
+async def test_member_with_a_second_session_is_kept(here: Replica) -> None:
+    await here.join("g", "c1")
+    with here.watch_group("g", session="c1") as call:
+        await next_group(call)
+        await broken(here, "c1")
+        await marked(here)
+        assert ids(await here.group("g")) == ["c1"]
+
+
+async def test_watch_of_an_onlooker_is_nobodys_session(here: Replica) -> None:
+    await here.join("g", "c1")
+    await broken(here, "c1", as_member=False)
+    await marked(here)
+    assert ids(await here.group("g")) == ["c1"]
+
+
+async def test_session_of_an_earlier_life_removes_nobody(here: Replica) -> None:
+    await here.join("g", "c1")
+    with here.watch_group("g", session="c1") as call:
+        await next_group(call)
+        await here.leave("g", "c1")
+        answer = await here.beat("g", "c1", incarnation=incarnation("c1", 2))
+        assert ids(answer.group) == ["c1"]
+    await marked(here)
+    assert ids(await here.group("g")) == ["c1"]
+
+
+async def test_session_without_incarnation_is_invalid(here: Replica) -> None:
+    await here.join("g", "c1")
+    with here.watch_group("g", session="c 1") as call:
+        assert (await refusal(call.read())).reason == "INVALID_NAME"

@@ -1,0 +1,176 @@
+"""Goal: a group gets one offsets set, keeps it, and is moved by etcd's word alone.
+
+Method: in-process replicas on a real etcd; the sets are entries among the nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import pytest
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import (
+    BatonError,
+    GroupMoving,
+    GroupNotFound,
+    OffsetsUnreachable,
+    SetNotFound,
+)
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
+from tests.nameserver.replica import CALL_TIMEOUT_S, Replica
+from tests.support.waiting import until
+
+COUNT = 200
+
+
+async def locate(nameserver: Replica, group: str) -> str:
+    request = pb.LocateGroupRequest(group=group)
+    try:
+        answer = await nameserver.stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return answer.placement.offsets_set
+
+
+async def move(
+    nameserver: Replica, group: str, to_set: str = "", *, dry_run: bool = False
+) -> pb.MoveGroupResponse:
+    request = pb.MoveGroupRequest(group=group, to_set=to_set, dry_run=dry_run)
+    try:
+        return await nameserver.stub.MoveGroup(request, timeout=CALL_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def stored(etcd: EtcdSession, group: str) -> GroupPlacement | None:
+    found = await etcd.get(f"places/{group}")
+    return decode_placement(found) if found is not None else None
+
+
+async def add_set(etcd: EtcdSession, nameserver: Replica, name: str) -> None:
+    """A set that is up, as far as etcd knows."""
+    node = pb.Node(
+        service=pb.SERVICE_KIND_OFFSETS,
+        node_id=f"{name}-0",
+        replica_set=name,
+        address="127.0.0.1:1",
+        epoch=1,
+        leader=True,
+    )
+    revision = await etcd.put(f"nodes/offsets/{name}-0", node.SerializeToString())
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        await nameserver.runtime.nodes.reached(revision)
+
+
+async def finish(etcd: EtcdSession, group: str) -> None:
+    """Do what the new set does when the group has arrived."""
+    place = await stored(etcd, group)
+    assert place is not None
+    await etcd.put(f"places/{group}", GroupPlacement(place.offsets_set, place.move).encode())
+
+
+async def test_groups_are_spread_and_only_those_move_that_go_to_a_new_set(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await add_set(etcd, nameserver, "offsets-b")
+    groups = [f"group-{number}" for number in range(COUNT)]
+    before = {group: await locate(nameserver, group) for group in groups}
+    assert 0.35 * COUNT < list(before.values()).count("offsets-b") < 0.65 * COUNT
+    await add_set(etcd, nameserver, "offsets-c")
+    assert {group: await locate(nameserver, group) for group in groups} == before, "as chosen"
+    moved = {
+        group: (await move(nameserver, group, dry_run=True)).placement.offsets_set
+        for group in groups
+    }
+    went = {group for group in groups if moved[group] != before[group]}
+    assert {moved[group] for group in went} == {"offsets-c"}
+    assert 0.2 * COUNT < len(went) < 0.47 * COUNT
+    assert {(await stored(etcd, group)) for group in went} == {
+        place for group in went if (place := await stored(etcd, group)) and not place.move
+    }, "a dry run moves nothing"
+
+
+async def test_a_group_that_is_joined_has_a_place_and_keeps_it_when_it_is_deleted(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await nameserver.join("billing", "a")
+    place = await stored(etcd, "billing")
+    assert place is not None
+    assert place.offsets_set == "offsets"
+    await nameserver.leave("billing", "a")
+    await nameserver.delete_group("billing")
+    await add_set(etcd, nameserver, "offsets-b")
+    await nameserver.join("billing", "a")
+    assert await stored(etcd, "billing") == place, "its tokens are there"
+
+
+async def test_a_move_is_written_once_and_the_next_one_waits_for_its_end(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await add_set(etcd, nameserver, "offsets-b")
+    await add_set(etcd, nameserver, "offsets-c")
+    await nameserver.set_group("billing")
+    begin = await locate(nameserver, "billing")
+    first, second = sorted({"offsets", "offsets-b", "offsets-c"} - {begin})
+    answer = await move(nameserver, "billing", first)
+    assert (answer.before.offsets_set, answer.placement.offsets_set) == (begin, first)
+    place = await stored(etcd, "billing")
+    assert place is not None
+    assert (place.offsets_set, place.move, place.from_set) == (first, 1, begin)
+    again = await move(nameserver, "billing", first)
+    assert again.before == again.placement == answer.placement, "it is on its way there"
+    with pytest.raises(GroupMoving) as refusal:
+        await move(nameserver, "billing", second)
+    assert refusal.value.facts["from_set"] == begin
+    await finish(etcd, "billing")
+    answer = await move(nameserver, "billing", second)
+    assert (answer.placement.move, answer.placement.from_set) == (2, first)
+    assert await locate(nameserver, "billing") == second
+
+
+async def test_a_group_is_moved_to_a_set_that_is_there(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await nameserver.set_group("billing")
+    with pytest.raises(SetNotFound) as refusal:
+        await move(nameserver, "billing", "nowhere")
+    assert refusal.value.facts == {"offsets_set": "nowhere", "known": "offsets"}
+    with pytest.raises(GroupNotFound):
+        await move(nameserver, "nobody", "offsets")
+    with pytest.raises(BatonError, match="offsets_set"):
+        await move(nameserver, "billing", "No Set")
+
+
+async def test_a_group_without_any_set_waits_for_one(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await etcd.delete("nodes/offsets/offsets-0")
+    await until(lambda: "offsets/offsets-0" not in nameserver.runtime.nodes.values)
+    await nameserver.set_group("billing")
+    assert await stored(etcd, "billing") is None
+    with pytest.raises(OffsetsUnreachable):
+        await locate(nameserver, "billing")
+    await add_set(etcd, nameserver, "offsets-b")
+    assert await locate(nameserver, "billing") == "offsets-b"
+
+
+async def test_a_topic_is_created_once_every_set_that_keeps_a_group_has_forgotten_it(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await etcd.put("places/far", GroupPlacement("away").encode())
+    tries: list[int] = []
+
+    async def is_refused() -> bool:
+        try:
+            await nameserver.create(f"topic-{len(tries)}")
+        except grpc.aio.AioRpcError as error:
+            assert isinstance(from_rpc_error(error), OffsetsUnreachable)
+            return True
+        tries.append(1)
+        return False
+
+    await until(is_refused)

@@ -1,0 +1,203 @@
+"""Electing a node that is not in sync, because all that are in sync are lost.
+
+Goal: nothing is given up while somebody could be elected without a loss; what is given up is told
+before, and who did it stands with the set for ever.
+Method: sets and nodes written into etcd as they write themselves, a real nameserver, and the
+command as a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from batonmq._common.clock import Clock
+from batonmq._common.rpc import from_rpc_error
+from batonmq.errors import BatonError
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.replication.replica_set import (
+    ACCEPTED_LOSSES_MAX,
+    ReplicaSetRecord,
+    decode_record,
+)
+from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, register_broker
+
+SET = "broker-a"
+KEY = f"replicas/storage/{SET}"
+BEFORE = ReplicaSetRecord(7, "a-0", frozenset({"a-0", "a-1"}), 7)
+
+
+async def put_set(etcd: EtcdSession, standing: ReplicaSetRecord = BEFORE) -> None:
+    await etcd.put(KEY, standing.encode())
+
+
+async def up(etcd: EtcdSession, name: str, epoch: int = 6, version: int = 4_096) -> None:
+    place: dict[str, Any] = {"replica_epoch": epoch, "replica_version": version, "replica_set": SET}
+    await register_broker(etcd, name, leader=False, **place)
+
+
+async def standing(etcd: EtcdSession) -> ReplicaSetRecord:
+    return decode_record(await etcd.get(KEY))
+
+
+async def elect(
+    nameserver: Replica, node_id: str = "a-2", **fields: Any
+) -> pb.ElectReplicaResponse:
+    known: dict[str, Any] = {
+        "service": pb.SERVICE_KIND_STORAGE,
+        "replica_set": SET,
+        "node_id": node_id,
+        "execute": True,
+        "by": "ops@host",
+    }
+    request = pb.ElectReplicaRequest(**(known | fields))
+    try:
+        return await nameserver.stub.ElectReplica(request, timeout=CALL_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def refusal(nameserver: Replica, **fields: Any) -> BatonError:
+    with pytest.raises(BatonError) as refused:
+        await elect(nameserver, **fields)
+    return refused.value
+
+
+async def test_what_would_be_given_up_is_told_and_nothing_is_changed(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await put_set(etcd)
+    await up(etcd, "a-2")
+    before = await standing(etcd)
+    answer = await elect(nameserver, execute=False, by="")
+    assert (list(answer.before.in_sync), answer.before.served_epoch) == (["a-0", "a-1"], 7)
+    assert [(n.node_id, n.replica_epoch, n.replica_version) for n in answer.up] == [
+        ("a-2", 6, 4_096)
+    ]
+    assert await standing(etcd) == before
+
+
+async def test_the_chosen_node_alone_may_be_elected_and_it_is_recorded(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await put_set(etcd)
+    await up(etcd, "a-2")
+    begin_ms = Clock().unix_ms()
+    await elect(nameserver)
+    now = await standing(etcd)
+    assert (now.in_sync, now.epoch, now.served_epoch) == (frozenset({"a-2"}), 7, 0)
+    (loss,) = now.accepted
+    assert (loss.node_id, list(loss.lost), loss.epoch) == ("a-2", ["a-0", "a-1"], 7)
+    assert (loss.by, loss.unix_ms >= begin_ms) == ("ops@host", True)
+    assert (await refusal(nameserver)).reason == "STILL_IN_SYNC", "it is in sync itself now"
+
+
+async def test_losses_before_stay_up_to_a_bound(nameserver: Replica, etcd: EtcdSession) -> None:
+    await up(etcd, "a-2")
+    for _ in range(ACCEPTED_LOSSES_MAX + 2):
+        now = await standing(etcd)
+        await put_set(
+            etcd, ReplicaSetRecord(now.epoch + 1, "a-0", frozenset({"a-0"}), 0, now.accepted)
+        )
+        await elect(nameserver)
+    epochs = [loss.epoch for loss in (await standing(etcd)).accepted]
+    assert epochs == list(range(3, ACCEPTED_LOSSES_MAX + 3))
+
+
+@pytest.mark.parametrize("execute", [False, True])
+async def test_nothing_is_given_up_while_one_in_sync_is_up(
+    nameserver: Replica, etcd: EtcdSession, execute: bool
+) -> None:
+    await put_set(etcd)
+    await up(etcd, "a-2")
+    await up(etcd, "a-1")
+    before = await standing(etcd)
+    error = await refusal(nameserver, execute=execute)
+    assert (error.reason, error.facts) == ("STILL_IN_SYNC", {"node_id": "a-1"})
+    assert await standing(etcd) == before
+
+
+async def test_nothing_is_given_up_while_somebody_leads(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    """Its entry may be gone a moment before its lease."""
+    await put_set(etcd)
+    await up(etcd, "a-2")
+    key = etcd.key("elections", "storage", SET)
+    await etcd.put(key, b"a-0")
+    before = await standing(etcd)
+    assert (await refusal(nameserver)).reason == "STILL_IN_SYNC"
+    assert await standing(etcd) == before
+    await etcd.delete(key)
+    await elect(nameserver)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"service": pb.SERVICE_KIND_LOCKMGR}, "INVALID_ARGUMENT", "service"),
+        ({"replica_set": ""}, "INVALID_ARGUMENT", "replica_set"),
+        ({"replica_set": "broker-b"}, "INVALID_ARGUMENT", "replica_set"),
+        ({"replica_set": "a/b"}, "INVALID_ARGUMENT", "replica_set"),
+        ({"node_id": "a-9"}, "INVALID_ARGUMENT", "node_id"),
+        ({"by": ""}, "INVALID_ARGUMENT", "by"),
+        ({"by": "x" * 201}, "LIMIT_EXCEEDED", "by"),
+    ],
+)
+async def test_what_can_not_be_meant_is_refused(
+    nameserver: Replica, etcd: EtcdSession, fields: dict[str, Any], reason: str, field: str
+) -> None:
+    await put_set(etcd)
+    await up(etcd, "a-2")
+    error = await refusal(nameserver, **fields)
+    assert (error.reason, error.facts["field"]) == (reason, field)
+    assert (await standing(etcd)).in_sync == BEFORE.in_sync
+
+
+async def command(nameserver: Replica, *more: str) -> tuple[int | None, str, str]:
+    """How `baton cluster elect … a-2` ends, and what it says."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "batonmq.cli", "--nameserver", nameserver.address,
+        "cluster", "elect", "--service", "storage", "--set", SET, "a-2", *more,
+        stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_command_tells_and_does_it_only_if_the_loss_is_accepted(
+    nameserver: Replica, etcd: EtcdSession
+) -> None:
+    await put_set(etcd)
+    await up(etcd, "a-2", epoch=5)
+    await up(etcd, "a-3", epoch=6)
+    before = await standing(etcd)
+    code, out, err = await command(nameserver)
+    assert code == 0, err
+    for line in (
+        "a-0, a-1 had all that broker-a has answered for, up to epoch 7; what a-2 lacks of it is",
+        "it has nothing of the last 2 epochs",
+        "a-3 had come further when it registered",
+        "nothing was changed; do it with --accept-loss",
+    ):
+        assert line in out
+    code, _, err = await command(nameserver, "--accept-loss")
+    assert (code, "give --yes" in err) == (2, True), "nobody is there to be asked"
+    assert await standing(etcd) == before
+    code, out, err = await command(
+        nameserver, "--accept-loss", "--yes", "--by", "ops", "--format", "json"
+    )
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["lost"], told["done"]) == (["a-0", "a-1"], True)
+    now = await standing(etcd)
+    assert (now.in_sync, now.accepted[0].by) == (frozenset({"a-2"}), "ops")
+    code, _, err = await command(nameserver, "--accept-loss", "--yes")
+    assert (code, "STILL_IN_SYNC: a-2 is in sync, and up" in err) == (1, True)
