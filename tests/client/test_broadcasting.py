@@ -95,7 +95,7 @@ async def test_damaged_file_is_refused_untouched(
 
 async def test_file_of_another_group_is_refused(tmp_path: Path) -> None:
     await written(tmp_path / "f")
-    with pytest.raises(InvalidArgument, match="is of group g, not h"):
+    with pytest.raises(InvalidArgument, match="belongs to group g, not h"):
         await LocalOffsets(tmp_path / "f", "h").open()
 
 
@@ -129,7 +129,7 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
         ConsumerSettings(model="broadcasting")
     with pytest.raises(InvalidArgument, match="offsets_file"):
         ConsumerSettings(offsets_file=tmp_path / "f")
-    with pytest.raises(InvalidArgument, match="send back"):
+    with pytest.raises(InvalidArgument, match="send_back is not possible"):
         ConsumerSettings(model="broadcasting", offsets_file=tmp_path / "f", send_back=True)
 
 
