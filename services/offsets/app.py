@@ -149,33 +149,33 @@ def _replicated_app(
 
     async def serve_epoch(leadership: OffsetsLeadership) -> OffsetsEpoch:
         offsets = await leader_epoch(
-            disk, leadership.epoch, leadership.write, leadership.keeper.check_room, context
+            disk, leadership.epoch, leadership.write, leadership.in_sync_set.check_size, context
         )
         opened(offsets)
         return offsets
 
-    role = OffsetsReplica(settings, runtime, follower, serve_epoch, context.metrics)
+    replica = OffsetsReplica(settings, runtime, follower, serve_epoch, context.metrics)
     front = cast(
-        pb_grpc.OffsetsServiceServicer, LeaderServicer(role, lambda: role.offsets.servicer)
+        pb_grpc.OffsetsServiceServicer, LeaderServicer(replica, lambda: replica.offsets.servicer)
     )
     return App(
         servicers={
             SERVICE: partial(pb_grpc.add_OffsetsServiceServicer_to_server, front),
             REPLICATION: partial(
                 replication_grpc.add_ReplicationServiceServicer_to_server,
-                ReplicationServicer(role, disk),
+                ReplicationServicer(replica, disk),
             ),
         },
         rules=RULES,
         loops=[
-            role.run,
-            role.member.registration.run,
+            replica.run,
+            replica.registration.run,
             follower.run,
             context.gates.run,
             context.directory.placements.run,
         ],
         long_polls=frozenset({"Fetch"}),
         leader=False,
-        caught_up=role.member.in_sync,
-        resign=role.member.resign,
+        caught_up=replica.is_in_sync,
+        resign=replica.resign,
     )

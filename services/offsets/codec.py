@@ -10,7 +10,7 @@ stand together. Keys of anything but queues begin with NUL. A value begins with 
 
 from __future__ import annotations
 
-import google_crc32c
+from crc32c import crc32c
 from google.protobuf.message import DecodeError
 
 from baton.common.v1 import queue_pb2
@@ -53,7 +53,7 @@ def unseal(key: bytes, stored: bytes) -> bytes:
 
 
 def _checksum(key: bytes, value: bytes) -> bytes:
-    checksum: int = google_crc32c.value(key + value)
+    checksum: int = crc32c(key + value)
     return checksum.to_bytes(_CHECKSUM_SIZE, "little")
 
 

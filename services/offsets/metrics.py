@@ -127,12 +127,12 @@ class OffsetsMetrics:
             registry=registry,
         )
 
-    def show_leadership(self, keeper: InSyncSet) -> None:
+    def show_leadership(self, in_sync_set: InSyncSet) -> None:
         """Show the in-sync set and the lag of the followers, until `show_follower`."""
-        books = keeper.books
-        self._in_sync.set_function(lambda: len(books.in_sync))
-        for name in keeper.members - {books.me}:
-            self._lag.labels(name).set_function(partial(books.lag, name))
+        tracker = in_sync_set.tracker
+        self._in_sync.set_function(lambda: len(tracker.in_sync))
+        for name in in_sync_set.node_ids - {tracker.leader}:
+            self._lag.labels(name).set_function(partial(tracker.lag, name))
 
     def show_follower(self) -> None:
         """Show that this node is not the leader."""
