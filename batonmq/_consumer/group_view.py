@@ -72,6 +72,6 @@ def assigned_queues(group: pb.Group, me: queue_pb2.Incarnation) -> Iterator[Queu
     places = {place for place, member in enumerate(group.members, 1) if member.incarnation == me}
     for topic in group.assignments:
         for broker in topic.brokers:
-            for queue_id, owner in enumerate(broker.owners):
+            for queue_id, owner in enumerate(broker.member_numbers):
                 if owner in places:
                     yield QueueRef(topic.topic, broker.broker, queue_id)

@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 VerdictKind = Literal["accepted", "staged", "replaced", "overruled"]
 
-_KINDS: Mapping[pb.Verdict.ValueType, VerdictKind] = {
-    pb.VERDICT_ACCEPTED: "accepted",
-    pb.VERDICT_STAGED: "staged",
-    pb.VERDICT_REPLACED: "replaced",
-    pb.VERDICT_OVERRULED: "overruled",
+_KINDS: Mapping[pb.SubscriptionVerdict.ValueType, VerdictKind] = {
+    pb.SUBSCRIPTION_VERDICT_ACCEPTED: "accepted",
+    pb.SUBSCRIPTION_VERDICT_STAGED: "staged",
+    pb.SUBSCRIPTION_VERDICT_REPLACED: "replaced",
+    pb.SUBSCRIPTION_VERDICT_OVERRULED: "overruled",
 }
 
 

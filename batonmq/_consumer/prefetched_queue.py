@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from batonmq._common.aio import unless
 from batonmq._connection.directory import Directory
@@ -262,14 +260,14 @@ def _final(error: BatonError, failures: int) -> bool:
 def _decoded(
     queue: QueueRef, found: FetchedBatches, first: int, wanted: Filter
 ) -> Iterator[ReceivedMessage]:
-    codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
     for raw in found.batches:
         header = check_batch(raw, stamped=True)
         begin = max(first - header.first_offset, 0)
         stop = min(found.next_offset - header.first_offset, header.count)
-        indexes = np.arange(begin, stop)
-        if codes is not None:
-            indexes = indexes[np.isin(tag_hashes(raw, header)[begin:stop], codes)]
-        for record in decode_records(raw, header, indexes.tolist()):
+        indexes: Sequence[int] = range(begin, stop)
+        if wanted.hashes is not None:
+            hashes = tag_hashes(raw, header)
+            indexes = [index for index in indexes if hashes[index] in wanted.hashes]
+        for record in decode_records(raw, header, indexes):
             if wanted.accepts(record.tag, record.keys, record.properties):
                 yield ReceivedMessage(queue, 0, header, record, redelivered=False)

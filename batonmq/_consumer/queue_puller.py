@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.storage.v1 import storage_service_pb2 as pb
 from batonmq._common.aio import unless
@@ -183,15 +181,14 @@ def _decode(
     runner: AssignedQueue, progress: QueueProgress, answer: pb.PullResponse, wanted: Filter
 ) -> Iterator[ReceivedMessage]:
     first, end = progress.next_offset, answer.next_offset
-    codes = None if wanted.hashes is None else np.fromiter(wanted.hashes, np.int64)
     for raw in answer.batches:
         header = check_batch(raw, stamped=True)
         begin = max(first - header.first_offset, 0)
         stop = min(end - header.first_offset, header.count)
         indexes: Sequence[int] = range(begin, stop)
-        if codes is not None:
-            hits = np.flatnonzero(np.isin(tag_hashes(raw, header)[begin:stop], codes))
-            indexes = (hits + begin).tolist()
+        if wanted.hashes is not None:
+            hashes = tag_hashes(raw, header)
+            indexes = [index for index in indexes if hashes[index] in wanted.hashes]
         for record in decode_records(raw, header, indexes):
             if progress.is_done(record.offset):
                 continue

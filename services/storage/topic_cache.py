@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -104,7 +105,7 @@ class TopicCache:
     def _parsed(self, name: str, stored: KeyValue) -> TopicQueues | None:
         """Return the topic stored in etcd; None if it can't be decoded."""
         try:
-            topic = pb.Topic.FromString(stored.value)
+            topic = StoredTopic.FromString(stored.value)
         except DecodeError as error:
             log.error("topic in etcd can't be decoded topic=%s error=%s", name, error)
             return None

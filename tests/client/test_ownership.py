@@ -379,7 +379,7 @@ async def test_a_staged_member_is_told_so_and_has_no_queue(
 ) -> None:
     async with twins(1) as at:
         at.nameserver.verdict = nameserver_pb.HeartbeatResponse(
-            verdict=nameserver_pb.VERDICT_STAGED,
+            verdict=nameserver_pb.SUBSCRIPTION_VERDICT_STAGED,
             differences=[
                 error_pb2.SubscriptionDifference(
                     topic=TOPIC,
@@ -399,7 +399,7 @@ async def test_a_staged_member_is_told_so_and_has_no_queue(
             assert f"{TOPIC}: new asks for 'b', old has 'a'" in caplog.text
             assert life.queues() == set()
             at.nameserver.verdict = nameserver_pb.HeartbeatResponse(
-                verdict=nameserver_pb.VERDICT_ACCEPTED
+                verdict=nameserver_pb.SUBSCRIPTION_VERDICT_ACCEPTED
             )
             at.nameserver.subscribe("b")
             await until(lambda: life.consumer.verdict.kind == "accepted")

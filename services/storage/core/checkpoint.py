@@ -42,8 +42,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-import google_crc32c
 import numpy as np
+from crc32c import crc32c
 
 from batonmq_server.storage.core.delay_queue import ROW as DELAY_ROW
 from batonmq_server.storage.core.keyindex import OpenRun, RunExtent
@@ -142,7 +142,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
             checkpoint.waiting,
         )
     )
-    return content + CRC.pack(google_crc32c.value(content))
+    return content + CRC.pack(crc32c(content))
 
 
 def decode(raw: bytes) -> Checkpoint | None:
@@ -190,7 +190,7 @@ def position_of(raw: bytes) -> int:
 def _good(raw: bytes) -> bytes:
     """Return the content without its checksum; empty if the checksum or version is wrong."""
     content = raw[: -CRC.size]
-    if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(google_crc32c.value(content)):
+    if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(crc32c(content)):
         return b""
     return content if HEAD.unpack_from(content)[:2] == (MAGIC, VERSION) else b""
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import google_crc32c
+from crc32c import crc32c
 
 from batonmq.errors import DataLoss, DataLossDetail
 from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
@@ -105,7 +105,7 @@ def encode(history: EpochHistory) -> bytes:
     """Return the content of the file."""
     head = HEAD.pack(MAGIC, VERSION, history.damaged, len(history.starts))
     content = head + b"".join(START.pack(*start) for start in history.starts)
-    return content + CRC.pack(google_crc32c.value(content))
+    return content + CRC.pack(crc32c(content))
 
 
 def decode(raw: bytes) -> EpochHistory:
@@ -117,7 +117,7 @@ def decode(raw: bytes) -> EpochHistory:
     if not raw:
         return EpochHistory()
     content = raw[: -CRC.size]
-    if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(google_crc32c.value(content)):
+    if len(content) < HEAD.size or raw[-CRC.size :] != CRC.pack(crc32c(content)):
         raise _damaged("its checksum is wrong")
     magic, version, damaged, count = HEAD.unpack_from(content)
     if (magic, version) != (MAGIC, VERSION) or len(content) != HEAD.size + count * START.size:

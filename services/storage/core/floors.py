@@ -21,7 +21,7 @@ import struct
 from collections.abc import Collection
 from typing import NamedTuple
 
-import google_crc32c
+from crc32c import crc32c
 
 from batonmq.errors import DataLoss, DataLossDetail
 
@@ -48,7 +48,7 @@ def encode(floors: Collection[QueueFloor]) -> bytes:
         for floor in floors
     )
     content = b"".join((HEAD.pack(MAGIC, VERSION, 0, len(floors)), *rows))
-    return content + CRC.pack(google_crc32c.value(content))
+    return content + CRC.pack(crc32c(content))
 
 
 def decode(raw: bytes) -> list[QueueFloor]:
@@ -60,9 +60,7 @@ def decode(raw: bytes) -> list[QueueFloor]:
     if not raw:
         return []
     content = raw[: -CRC.size]
-    if len(raw) < HEAD.size + CRC.size or raw[-CRC.size :] != CRC.pack(
-        google_crc32c.value(content)
-    ):
+    if len(raw) < HEAD.size + CRC.size or raw[-CRC.size :] != CRC.pack(crc32c(content)):
         raise _damaged("its checksum is wrong")
     magic, version, _, count = HEAD.unpack_from(content)
     if (magic, version) != (MAGIC, VERSION):

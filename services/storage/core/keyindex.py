@@ -37,9 +37,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
+from crc32c import crc32c
 
 from batonmq.errors import DataLoss
 from batonmq_server.storage.core.files import UNREADABLE, BadIndex, Disk, FileCache
@@ -134,9 +134,9 @@ def encode_run(run: EndedRun) -> bytes:
     at = run.stretch
     head = HEAD.pack(
         MAGIC, VERSION, 0, at.first_position, at.next_position, at.first_unix_ms, at.last_unix_ms,
-        len(rows), google_crc32c.value(columns),
+        len(rows), crc32c(columns),
     )  # fmt: skip
-    return head + CRC.pack(google_crc32c.value(head)) + columns
+    return head + CRC.pack(crc32c(head)) + columns
 
 
 class KeyIndex:
@@ -286,7 +286,7 @@ class KeyIndex:
     def _read_open(self, open_run: OpenRun) -> Rows:
         path = open_path(open_run.stretch.first_position)
         raw = self._disk.load(path)[: open_run.count * ROW.itemsize]
-        if len(raw) != open_run.count * ROW.itemsize or google_crc32c.value(raw) != open_run.crc:
+        if len(raw) != open_run.count * ROW.itemsize or crc32c(raw) != open_run.crc:
             raise BadIndex(f"{path} does not match the checkpoint")
         return np.frombuffer(raw, ROW)
 
@@ -344,7 +344,7 @@ class _OpenRunRows:
     def crc(self) -> int:
         """Return the CRC-32C of the rows."""
         added = self.rows[self._crc_count :].tobytes()
-        self._crc = google_crc32c.extend(self._crc, added)
+        self._crc = crc32c(added, self._crc)
         self._crc_count = self.count
         return self._crc
 
@@ -427,9 +427,7 @@ def _read_run(disk: Disk, first_position: int) -> _RunFile:
         raw, size = file.read(0, _COLUMNS_AT), file.size
     finally:
         file.close()
-    if len(raw) < _COLUMNS_AT or CRC.unpack_from(raw, HEAD.size)[0] != google_crc32c.value(
-        raw[: HEAD.size]
-    ):
+    if len(raw) < _COLUMNS_AT or CRC.unpack_from(raw, HEAD.size)[0] != crc32c(raw[: HEAD.size]):
         raise BadIndex(f"{path} has a damaged head")
     magic, version, _, begin, end, first_unix_ms, last_unix_ms, count, _ = HEAD.unpack_from(raw)
     run = _RunFile(RunExtent(begin, end, first_unix_ms, last_unix_ms), count)

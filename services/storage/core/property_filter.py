@@ -13,13 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from batonmq._core.records import (
-    RECORD,
-    Int64Array,
-    read_header,
-    record_lengths,
-    record_section,
-)
+from batonmq._columns.batch_columns import Int64Array, record_lengths
+from batonmq._core.records import RECORD, read_header, record_section
 from batonmq._core.subscription import KEYS, TAGS, SqlFilter
 
 STEPS_MAX = 6_144

@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-import google_crc32c
+from crc32c import crc32c
 
 from batonmq._core.records import Header, read_header
 from batonmq.errors import BatonError, DataLoss, DataLossDetail
@@ -71,7 +71,7 @@ class RecoveryReport:
 def encode_synced(position: int) -> bytes:
     """Return the content of the file `synced`."""
     raw = position.to_bytes(8, "big")
-    return SYNCED.pack(position, google_crc32c.value(raw))
+    return SYNCED.pack(position, crc32c(raw))
 
 
 def decode_synced(raw: bytes) -> int:
@@ -79,7 +79,7 @@ def decode_synced(raw: bytes) -> int:
     if len(raw) != SYNCED.size:
         return 0
     position, crc = SYNCED.unpack(raw)
-    return int(position) if google_crc32c.value(raw[:8]) == crc else 0
+    return int(position) if crc32c(raw[:8]) == crc else 0
 
 
 class Recovery:

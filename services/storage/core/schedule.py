@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import google_crc32c
+from crc32c import crc32c
 
 from batonmq._core.records import (
     BATCH_BYTES_MAX,
@@ -118,7 +118,7 @@ def delivery(key: DelayKey, batch: bytes, queue_id: int) -> bytes:
     head = bytearray(batch[:HEADER_BYTES])
     DELIVERED.pack_into(head, DELIVERED_FROM, -deliver_unix_ms, schedule_id)
     struct.pack_into(">I", head, QUEUE_FROM, queue_id)
-    crc = google_crc32c.extend(google_crc32c.value(bytes(head[BODY_FROM:])), batch[HEADER_BYTES:])
+    crc = crc32c(batch[HEADER_BYTES:], crc32c(bytes(head[BODY_FROM:])))
     struct.pack_into(">I", head, BODY_FROM - 4, crc)
     return bytes(head) + batch[HEADER_BYTES:]
 

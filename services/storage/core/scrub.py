@@ -58,7 +58,7 @@ class LogScrub:
         return ScrubRange(path, begin, end, self.position, next_position, end_position)
 
     def check(self, range_: ScrubRange) -> None:
-        """Check a range_.
+        """Check a range.
 
         Raises:
             FileNotFoundError: its segment is no longer there.

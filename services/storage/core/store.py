@@ -13,17 +13,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from batonmq._columns.batch_columns import check_batch, key_hashes, tag_hashes
 from batonmq._core.names import check_topic
 from batonmq._core.records import (
     BODY_FROM,
     Header,
-    check_batch,
     check_body,
     check_stamp,
-    key_hashes,
     read_header,
     stamped_head,
-    tag_hashes,
 )
 from batonmq._core.subscription import SqlFilter
 from batonmq.errors import (
