@@ -190,7 +190,7 @@ def unacked_error(entry: LockEntry, seen: Observation, policy: LockPolicy) -> Un
         retry_after_ms=policy.slot_ms,
         facts={
             "owner": owner.client_id if owner else "",
-            "unacked_error": seen.unacked_count,
+            "unacked": seen.unacked_count,
             "lowest_offset": seen.committed,
         },
     )
