@@ -1,8 +1,8 @@
 """The batch: how messages stand on the wire, in the log and in a pull response, byte for byte.
 
-A batch belongs to one queue. It is encoded once, by the producer; storage stamps the head of
-the header and touches nothing else. Two checksums make that possible: the producer's covers
-everything it wrote, storage's covers the stamp. docs/format.md has the same table in prose.
+A batch belongs to one queue. It is encoded once, by the producer; storage stamps the head of the
+header and touches nothing else. Two checksums make that possible: the producer's covers everything
+it wrote, storage's covers the stamp. docs/reference/format.md has the same table in prose.
 
 All numbers are big-endian.
 

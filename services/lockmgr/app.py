@@ -15,12 +15,13 @@ from batonmq_server.lockmgr.membership import PREFIX as GROUPS
 from batonmq_server.lockmgr.membership import Membership
 from batonmq_server.lockmgr.offsets_client import OffsetsPeers
 from batonmq_server.lockmgr.server import LockmgrServicer
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.places import PREFIX as PLACES
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
+from batonmq_server.runtime.group_gates import GATES_PREFIX as GATES
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES
+from batonmq_server.runtime.leader_channels import LeaderChannels
+from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.lockmgr.v1.LockmgrService"
 
@@ -28,13 +29,13 @@ SERVICE = "baton.lockmgr.v1.LockmgrService"
 @asynccontextmanager
 async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The parts of a lock manager, for the runtime to run."""
-    groups, gates = Mirror(runtime.etcd, GROUPS), Mirror(runtime.etcd, GATES)
-    places = Mirror(runtime.etcd, PLACES)
-    peers: OffsetsPeers = Peers(
-        runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect
+    groups, gates = EtcdMirror(runtime.etcd, GROUPS), EtcdMirror(runtime.etcd, GATES)
+    places = EtcdMirror(runtime.etcd, PLACES)
+    peers: OffsetsPeers = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
     )
     leader = Candidate(
-        settings, runtime, Membership(groups, gates), peers, Places(places, runtime.nodes)
+        settings, runtime, Membership(groups, gates), peers, GroupPlacements(places, runtime.nodes)
     )
     servicer = LockmgrServicer(leader, runtime.clock, settings.hold_ms_max)
     try:
@@ -47,7 +48,7 @@ async def build(settings: LockmgrSettings, runtime: Runtime) -> AsyncIterator[Ap
             rules=RULES,
             leader=False,
             loops=[groups.run, gates.run, places.run, leader.run, leader.registration.run],
-            held=frozenset({"Acquire"}),
+            long_polls=frozenset({"Acquire"}),
             caught_up=partial(all_ready, groups, gates, places),
             drain=leader.settle,
         )

@@ -19,9 +19,9 @@ from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.lockmgr.offsets_client import OffsetsClient, OffsetsPeers
 from batonmq_server.lockmgr.takeover import Takeover
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.places import Places
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.registration import Registration
+from batonmq_server.runtime.group_placements import GroupPlacements
+from batonmq_server.runtime.leader_registration import LeaderRegistration
+from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Candidate:
         runtime: Runtime,
         members: Membership,
         peers: OffsetsPeers,
-        places: Places,
+        places: GroupPlacements,
     ) -> None:
         self._settings, self._runtime = settings, runtime
         self._members, self._peers, self._places = members, peers, places
@@ -51,7 +51,7 @@ class Candidate:
             runtime.etcd, "lockmgr", settings.node_id, ttl_ms=settings.leader_lease_ms
         )
         self._desk: Leader | None = None
-        self.registration = Registration(runtime)
+        self.registration = LeaderRegistration(runtime)
 
     def desk(self) -> Leader:
         """Who answers.
@@ -91,12 +91,12 @@ class Candidate:
                 limit = self._settings.watchers_max
                 self._desk = Leader(term, self._members, self._election.valid, tasks, limit)
                 tasks.create_task(taking_over.run(self._desk.confirmed))
-                self.registration.leads(number)
+                self.registration.set_epoch(number)
         finally:
             if self._desk is not None:
                 self._desk.close()
             self._desk = None
-            self.registration.leads(0)
+            self.registration.set_epoch(0)
             self._recorder.standing(0, LockTable(term.policy).counts(), watchers=0)
 
     def _term(self, number: int) -> Term:

@@ -61,9 +61,9 @@ from batonmq_server.lockmgr.offsets_client import (
     OffsetsClient,
     offsets_unreachable,
 )
-from batonmq_server.runtime.etcd import Compare
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.gates import Gate
+from batonmq_server.runtime.etcd.session import Compare
+from batonmq_server.runtime.group_gates import GATES_PREFIX as GATES
+from batonmq_server.runtime.group_gates import GroupGate
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class QueueRequest:
     reset_epoch: int = 0
     initial_offset: int = 0
     topic_id: int = 0
-    gate: Gate | None = None
+    gate: GroupGate | None = None
 
     @property
     def subscription_generation(self) -> int:

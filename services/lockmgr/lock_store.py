@@ -15,7 +15,7 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import NoQuorum
 from batonmq_server.lockmgr.core.lock_entry import LockRecord
 from batonmq_server.lockmgr.lock_proto import key_from_pb, lock_from_pb, lock_to_pb
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Put
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class LockStore:
         gate = change.gate is not None and revision == change.revision and not deposed
         return WriteConflict(lock, revision, deposed, gate)
 
-    async def _get(self, key: str) -> Stored | None:
+    async def _get(self, key: str) -> KeyValue | None:
         tries = 0
         while True:
             try:
@@ -160,5 +160,5 @@ def _key(key: GroupQueue) -> str:
     return EtcdSession.key("locks", key.group, key.topic, key.broker, str(key.queue_id))
 
 
-def _lock(stored: Stored) -> LockRecord:
+def _lock(stored: KeyValue) -> LockRecord:
     return lock_from_pb(stored_lock_pb2.StoredLock.FromString(stored.value))

@@ -11,8 +11,8 @@ from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import NotMember, NotSubscribed, SubscriptionDraining
 from batonmq_server.lockmgr.core.lock_entry import Requester
-from batonmq_server.runtime.gates import Gate, Gates
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.group_gates import GroupGate, GroupGates
 
 PREFIX = "groups/"
 WAIT_S = 2.0
@@ -35,8 +35,8 @@ class Membership:
         groups, gates: Run by somebody else.
     """
 
-    def __init__(self, groups: Mirror, gates: Mirror) -> None:
-        self._groups, self._gates, self._open = groups, gates, Gates(gates)
+    def __init__(self, groups: EtcdMirror, gates: EtcdMirror) -> None:
+        self._groups, self._gates, self._open = groups, gates, GroupGates(gates)
         self._known: dict[str, tuple[int, GroupMembers]] = {}
         self._changed = asyncio.Event()
         groups.on_change.append(self._tell)
@@ -67,7 +67,7 @@ class Membership:
         gate = self._open.get(name)
         return gate is not None and gate.draining
 
-    def admit(self, key: GroupQueue, asker: Requester) -> Gate:
+    def admit(self, key: GroupQueue, asker: Requester) -> GroupGate:
         """The gate that a grant to the asker has to find unchanged.
 
         Raises:
@@ -112,7 +112,7 @@ class Membership:
             lambda: self.group(name).generation >= generation and self._open.get(name) is not None
         )
 
-    async def passed(self, name: str, gate: Gate) -> bool:
+    async def passed(self, name: str, gate: GroupGate) -> bool:
         """Wait, but not for long, until the group has another gate here; whether it has."""
         await self._until(lambda: self._open.get(name) != gate)
         return self._open.get(name) != gate

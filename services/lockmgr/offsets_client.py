@@ -27,14 +27,14 @@ from batonmq.errors import (
 )
 from batonmq_server.lockmgr.core.lock_entry import Observation
 from batonmq_server.lockmgr.lock_proto import key_from_pb, key_to_pb
-from batonmq_server.runtime.by_set import BySet
-from batonmq_server.runtime.peers import Peers
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import GroupPlacements
+from batonmq_server.runtime.leader_channels import LeaderChannels
+from batonmq_server.runtime.per_replica_set import PerReplicaSet
 
 RPC_TIMEOUT_S = 2.0
 _FENCES_MAX = 64
 """Fences per call; each may bring thousands of ranges along and be answered with more."""
-OffsetsPeers: TypeAlias = "Peers[pb_grpc.OffsetsServiceAsyncStub]"
+OffsetsPeers: TypeAlias = "LeaderChannels[pb_grpc.OffsetsServiceAsyncStub]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class OffsetsClient:
         term: Sent with every fence, so that none lands after a newer leader's Announce.
     """
 
-    def __init__(self, peers: OffsetsPeers, places: Places, term: int) -> None:
+    def __init__(self, peers: OffsetsPeers, places: GroupPlacements, term: int) -> None:
         self._places = places
-        self._sets = BySet(lambda name: _SetClient(peers, name, term))
+        self._sets = PerReplicaSet(lambda name: _SetClient(peers, name, term))
 
     async def run(self) -> None:
         """Send what is asked for, for ever; to be run as one task."""

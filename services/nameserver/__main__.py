@@ -38,10 +38,12 @@ from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.topic_shrinker import TopicShrinker
 from batonmq_server.nameserver.topic_store import TopicStore
 from batonmq_server.nameserver.unclean_election import UncleanElection
-from batonmq_server.runtime.mirror import all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.process import App, Runtime, run
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import all_ready
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.process import run
+from batonmq_server.runtime.service_runtime import Runtime
 
 ACCESS = "baton.nameserver.v1.AccessService"
 
@@ -67,8 +69,10 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
     sessions = MemberSessions(
         runtime.etcd, catalog, group_store, telemetry, grace_ms=settings.session_grace_ms
     )
-    offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub, runtime.connect)
-    places = Places(catalog.places, runtime.nodes)
+    offsets = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub, runtime.connect
+    )
+    places = GroupPlacements(catalog.places, runtime.nodes)
 
     def keeper_of(group: str) -> offsets_grpc.OffsetsServiceAsyncStub:
         return offsets.stub(places.set_of(group))
@@ -88,7 +92,9 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         placing=PlacementCalls(runtime.etcd, turns, catalog, places, group_store),
         telemetry=telemetry,
     )
-    lockmgr = Peer(runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect)
+    lockmgr = LeaderChannel(
+        runtime.nodes, "lockmgr", lockmgr_grpc.LockmgrServiceStub, runtime.connect
+    )
     brokers = BrokerChannels(lambda: catalog.addresses, runtime.connect)
     questions = QueueQueries(lockmgr.stub, keeper_of, brokers)
     inspector = QueueInspector(catalog, refusals.of, questions, runtime.clock)
@@ -106,7 +112,7 @@ async def build(settings: NameserverSettings, runtime: Runtime) -> AsyncIterator
         groups,
         DiagnosisCalls(groups, topics, inspector),
         UncleanElection(runtime.etcd),
-        runtime.guard.may,
+        runtime.guard.allows,
     )
     access = AccessServicer(AccessStore(runtime.etcd, turns), runtime.guard)
     name = pb.DESCRIPTOR.services_by_name["NameserverService"].full_name

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from batonmq._common.aio import only_error
 from batonmq._common.backoff import Backoff
 from batonmq.errors import Overloaded
-from batonmq_server.runtime.etcd import Compare, Stored
+from batonmq_server.runtime.etcd.session import Compare, KeyValue
 
 TRIES_MAX = 20
 _BACKOFF = Backoff(first_ms=5, delay_ms_max=250)
@@ -45,7 +45,7 @@ class CompareAndSwap:
         )
 
 
-def unchanged(key: str, stored: Stored | None) -> Compare:
+def unchanged(key: str, stored: KeyValue | None) -> Compare:
     """The condition that the key is still as it was read."""
     return Compare(key, mod_revision=stored.mod_revision if stored else 0)
 

@@ -49,7 +49,7 @@ from batonmq_server.nameserver.group_requests import (
     GroupWrite,
 )
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 
 BATCH_MAX = 32
 """Calls about one group that one transaction answers. Each may need three of etcd's 128 steps."""
@@ -90,7 +90,7 @@ class GroupStore:
         stored = await self._etcd.get(self._etcd.key("groups", name))
         return (_decoded(stored), stored.mod_revision) if stored else None
 
-    async def refresh(self, live: Stored) -> bool:
+    async def refresh(self, live: KeyValue) -> bool:
         """Start the lease of a live key anew; False if it has ended."""
         return await self._etcd.attach(live.lease_id).refresh()
 
@@ -344,9 +344,9 @@ class _View:
     """A group and its live keys by client id, as read for one decision."""
 
     name: str
-    stored: Stored | None
+    stored: KeyValue | None
     group: Group | None
-    live: Mapping[str, Stored]
+    live: Mapping[str, KeyValue]
     ledger: GroupTransaction
 
     @property
@@ -354,7 +354,7 @@ class _View:
         return self.stored.mod_revision if self.stored else 0
 
 
-def _decoded(stored: Stored) -> Group:
+def _decoded(stored: KeyValue) -> Group:
     try:
         return group_from_pb(pb.Group.FromString(stored.value))
     except (DecodeError, KeyError) as error:

@@ -21,7 +21,7 @@ from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.member_silence import Silence, next_look_ms, silence_of
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 
 log = logging.getLogger(__name__)
 

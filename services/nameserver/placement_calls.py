@@ -18,8 +18,13 @@ from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.nameserver.group_store import GroupStore, group_not_found
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
-from batonmq_server.runtime.places import PREFIX, Place, Places, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    GroupPlacements,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +41,7 @@ class PlacementCalls:
         etcd: EtcdSession,
         turns: CompareAndSwap,
         catalog: Catalog,
-        places: Places,
+        places: GroupPlacements,
         store: GroupStore,
     ) -> None:
         self._etcd, self._turns, self._catalog = etcd, turns, catalog
@@ -48,7 +53,7 @@ class PlacementCalls:
         self._catalog.check_ready()
         return pb.LocateGroupResponse(place=_place_pb(await self.place(group)))
 
-    async def place(self, group: str) -> Place:
+    async def place(self, group: str) -> GroupPlacement:
         """The place of a group; one that has none gets it.
 
         Raises:
@@ -73,18 +78,18 @@ class PlacementCalls:
         if self._places.get(group) is None and await self._store.read(group) is None:
             raise group_not_found(group)
 
-        async def attempt() -> tuple[Place, Place, int] | None:
+        async def attempt() -> tuple[GroupPlacement, GroupPlacement, int] | None:
             before, stored = await self._given(group)
             after = self._after(group, before, wanted)
             if after == before or request.dry_run:
                 return before, after, 0
-            key = PREFIX + group
+            key = PLACEMENTS_PREFIX + group
             revision = await self._etcd.txn(
                 compare=[unchanged(key, stored)], put=[Put(key, after.encode())]
             )
             return (before, after, revision) if revision is not None else None
 
-        before, after, revision = await self._turns.retried(PREFIX + group, attempt)
+        before, after, revision = await self._turns.retried(PLACEMENTS_PREFIX + group, attempt)
         if revision:
             await self._catalog.caught_up(places=revision)
             log.info(
@@ -96,7 +101,7 @@ class PlacementCalls:
             )
         return pb.MoveGroupResponse(before=_place_pb(before), place=_place_pb(after))
 
-    def _after(self, group: str, before: Place, wanted: str) -> Place:
+    def _after(self, group: str, before: GroupPlacement, wanted: str) -> GroupPlacement:
         """Where a group is after a move to `wanted`, or to where a new one would be.
 
         Raises:
@@ -123,16 +128,16 @@ class PlacementCalls:
                     "move": before.move,
                 },
             )
-        return Place(to_set, before.move + 1, before.offsets_set)
+        return GroupPlacement(to_set, before.move + 1, before.offsets_set)
 
-    async def _given(self, group: str) -> tuple[Place, Stored]:
+    async def _given(self, group: str) -> tuple[GroupPlacement, KeyValue]:
         """The place as etcd has it now; one is chosen if there is none."""
-        key = PREFIX + group
+        key = PLACEMENTS_PREFIX + group
         while True:
             stored = await self._etcd.get(key)
             if stored is not None:
-                return place_of(stored), stored
-            chosen = Place(self._chosen(group))
+                return decode_placement(stored), stored
+            chosen = GroupPlacement(self._chosen(group))
             if await self._etcd.txn(
                 compare=[unchanged(key, None)], put=[Put(key, chosen.encode())]
             ):
@@ -150,5 +155,5 @@ class PlacementCalls:
         return known[highest(group, known)]
 
 
-def _place_pb(place: Place) -> pb.Place:
+def _place_pb(place: GroupPlacement) -> pb.Place:
     return pb.Place(offsets_set=place.offsets_set, move=place.move, from_set=place.from_set)

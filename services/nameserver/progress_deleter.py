@@ -15,7 +15,7 @@ from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, GroupInUse, OffsetsUnreachable, Unreachable
 from batonmq_server.nameserver.compare_and_swap import run_concurrently
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import GroupPlacements
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class ProgressDeleter:
     """
 
     def __init__(
-        self, offsets: Callable[[str], pb_grpc.OffsetsServiceAsyncStub], places: Places
+        self, offsets: Callable[[str], pb_grpc.OffsetsServiceAsyncStub], places: GroupPlacements
     ) -> None:
         self._offsets, self._places = offsets, places
         self._epochs: dict[str, int] = defaultdict(int)

@@ -9,7 +9,7 @@ from batonmq.errors import BatonError, NoQuorum
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.core.groups import Heartbeat
 from batonmq_server.nameserver.group_proto import refused_to_pb
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 
 log = logging.getLogger(__name__)
 

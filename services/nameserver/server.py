@@ -15,7 +15,7 @@ from batonmq_server.nameserver.diagnosis_calls import DiagnosisCalls
 from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.topic_calls import TopicCalls
 from batonmq_server.nameserver.unclean_election import UncleanElection
-from batonmq_server.runtime.access import Need, join, use
+from batonmq_server.runtime.access.permissions import Permission, join_group, use_topic
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,7 +37,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         groups: GroupCalls,
         stuck: DiagnosisCalls,
         electing: UncleanElection,
-        may: Callable[[Context, Need], bool] = lambda _context, _need: True,
+        may: Callable[[Context, Permission], bool] = lambda _context, _need: True,
     ) -> None:
         self._catalog, self._electing = catalog, electing
         self._topics, self._groups, self._stuck = topics, groups, stuck
@@ -59,7 +59,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListTopicsRequest, context: Context
     ) -> pb.ListTopicsResponse:
         """See the proto."""
-        return await self._topics.list(request, lambda name: self._may(context, use(name)))
+        return await self._topics.list(request, lambda name: self._may(context, use_topic(name)))
 
     async def DescribeTopic(
         self, request: pb.DescribeTopicRequest, context: Context
@@ -125,7 +125,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         """See the proto."""
-        return await self._groups.list(request, lambda name: self._may(context, join(name)))
+        return await self._groups.list(request, lambda name: self._may(context, join_group(name)))
 
     async def DescribeGroup(
         self, request: pb.DescribeGroupRequest, context: Context

@@ -13,7 +13,7 @@ from batonmq.errors import TopicExists, TopicNotFound, TopicNotFoundDetail
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap, unchanged
 from batonmq_server.nameserver.core.topics import Topic, spread_queues, with_rooms
 from batonmq_server.nameserver.topic_proto import topic_from_bytes, topic_to_pb
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
 
 _TOPIC_ID = "counters/topic_id"
 Forget = Callable[[str, int], Awaitable[object]]

@@ -17,20 +17,21 @@ from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, leader_epoc
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.follower import Follower, ReplicationPeer
 from batonmq_server.offsets.group_importer import PlacementDirectory
-from batonmq_server.offsets.leadership import Leadership
+from batonmq_server.offsets.leadership import OffsetsLeadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.offsets.persistence import ProgressStore, read_change_log
+from batonmq_server.offsets.replica import OffsetsReplica
 from batonmq_server.offsets.replication_server import ReplicationServicer
-from batonmq_server.offsets.role import Role
-from batonmq_server.runtime.gates import PREFIX as GATES
-from batonmq_server.runtime.mirror import Mirror, all_ready
-from batonmq_server.runtime.peers import Peer, Peers
-from batonmq_server.runtime.places import OFFSETS
-from batonmq_server.runtime.places import PREFIX as PLACES
-from batonmq_server.runtime.process import App, Runtime
-from batonmq_server.runtime.replicas import check_alone
-from batonmq_server.runtime.role import WhileLeader
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.mirror import EtcdMirror, all_ready
+from batonmq_server.runtime.group_gates import GATES_PREFIX as GATES
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE
+from batonmq_server.runtime.group_placements import PLACEMENTS_PREFIX as PLACES
+from batonmq_server.runtime.leader_channels import LeaderChannel, LeaderChannels
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.replication.leader_servicer import LeaderServicer
+from batonmq_server.runtime.replication.replica_set import check_single_node
+from batonmq_server.runtime.service_runtime import Runtime
 
 SERVICE = "baton.offsets.v1.OffsetsService"
 REPLICATION = "baton.offsets.v1.ReplicationService"
@@ -40,8 +41,8 @@ REPLICATION = "baton.offsets.v1.ReplicationService"
 async def build(settings: OffsetsSettings, runtime: Runtime) -> AsyncIterator[App]:
     """The app of the process."""
     if len(settings.members) <= 1:
-        await runtime.patiently(
-            check_alone(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
+        await runtime.unless_stopped(
+            check_single_node(runtime.etcd, "offsets", settings.replica_set, settings.node_id)
         )
     else:
         await asyncio.to_thread(set_aside_damage, settings.data_dir)
@@ -62,10 +63,10 @@ async def served(
     Args:
         opened: Told of the service of each epoch, before anything is answered.
     """
-    others: Peers[pb_grpc.OffsetsServiceAsyncStub] = Peers(
-        runtime.nodes, OFFSETS, pb_grpc.OffsetsServiceStub, runtime.connect
+    others: LeaderChannels[pb_grpc.OffsetsServiceAsyncStub] = LeaderChannels(
+        runtime.nodes, OFFSETS_SERVICE, pb_grpc.OffsetsServiceStub, runtime.connect
     )
-    places = Mirror(runtime.etcd, PLACES)
+    places = EtcdMirror(runtime.etcd, PLACES)
     metrics = OffsetsMetrics(runtime.registry)
     metrics.replicas.set(len(settings.members))
     context = EpochContext(
@@ -73,12 +74,12 @@ async def served(
         clock=runtime.clock,
         metrics=metrics,
         events=EventPublisher(runtime.hub),
-        gates=Mirror(runtime.etcd, GATES),
+        gates=EtcdMirror(runtime.etcd, GATES),
         directory=PlacementDirectory(settings.replica_set, runtime.etcd, places, others.stub),
     )
-    peer: ReplicationPeer = Peer(
+    peer: ReplicationPeer = LeaderChannel(
         runtime.nodes,
-        OFFSETS,
+        OFFSETS_SERVICE,
         replication_grpc.ReplicationServiceStub,
         runtime.connect,
         replica_set=settings.replica_set,
@@ -88,7 +89,7 @@ async def served(
             yield _alone(settings, disk, context, opened)
         else:
             changes = read_change_log(disk, kept_bytes_max=settings.replica_kept_bytes_max)
-            stuck = Stuck(context.metrics.stuck)
+            stuck = FollowProblem(context.metrics.stuck)
             following = Follower(disk, changes, peer, settings, runtime, stuck)
             yield _replicated(settings, runtime, following, context, opened)
     finally:
@@ -131,15 +132,17 @@ def _replicated(
     """A node that is leader at times, and follower at others."""
     disk = following.disk
 
-    async def serve_epoch(leadership: Leadership) -> OffsetsEpoch:
+    async def serve_epoch(leadership: OffsetsLeadership) -> OffsetsEpoch:
         offsets = await leader_epoch(
             disk, leadership.epoch, leadership.write, leadership.keeper.check_room, context
         )
         opened(offsets)
         return offsets
 
-    role = Role(settings, runtime, following, serve_epoch, context.metrics)
-    front = cast(pb_grpc.OffsetsServiceServicer, WhileLeader(role, lambda: role.offsets.servicer))
+    role = OffsetsReplica(settings, runtime, following, serve_epoch, context.metrics)
+    front = cast(
+        pb_grpc.OffsetsServiceServicer, LeaderServicer(role, lambda: role.offsets.servicer)
+    )
     return App(
         servicers={
             SERVICE: partial(pb_grpc.add_OffsetsServiceServicer_to_server, front),
@@ -156,8 +159,8 @@ def _replicated(
             context.gates.run,
             context.directory.places.run,
         ],
-        held=frozenset({"Fetch"}),
+        long_polls=frozenset({"Fetch"}),
         leader=False,
         caught_up=role.member.in_sync,
-        leave=role.member.leave,
+        resign=role.member.resign,
     )

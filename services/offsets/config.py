@@ -8,7 +8,7 @@ from pydantic import Field
 
 from batonmq_server.offsets.core.values import QueueLimits
 from batonmq_server.offsets.disk import FREE_BYTES_MIN
-from batonmq_server.runtime.keeper import ReplicaPolicy
+from batonmq_server.runtime.replication.in_sync_set import ReplicaPolicy
 from batonmq_server.runtime.settings import ServiceSettings
 
 

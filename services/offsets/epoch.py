@@ -32,7 +32,7 @@ from batonmq_server.offsets.persistence import (
 from batonmq_server.offsets.placement_resolver import PlacementResolver
 from batonmq_server.offsets.server import OffsetsServicer, Parts
 from batonmq_server.offsets.telemetry import OffsetsTelemetry
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 Write = Callable[[Sequence[Entry]], Awaitable[None]]
 
@@ -45,7 +45,7 @@ class EpochContext:
     clock: Clock
     metrics: OffsetsMetrics
     events: EventPublisher
-    gates: Mirror
+    gates: EtcdMirror
     directory: PlacementDirectory
 
 
@@ -56,7 +56,7 @@ class OffsetsEpoch:
     disk: ProgressStore
     table: ProgressTable
     commits: GroupCommit[DurableKey]
-    gates: Mirror
+    gates: EtcdMirror
     servicer: OffsetsServicer
     importer: GroupImporter
 

@@ -23,14 +23,14 @@ from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDet
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.core.change_log import ChangeLog, Entry, StoreChange
 from batonmq_server.offsets.persistence import ProgressStore, change_log_of, read_change_log
-from batonmq_server.runtime.peers import Peer
-from batonmq_server.runtime.position import Position
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.leader_channels import LeaderChannel
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.replication.position import ReplicaPosition
+from batonmq_server.runtime.service_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-ReplicationPeer: TypeAlias = "Peer[pb_grpc.ReplicationServiceAsyncStub]"
+ReplicationPeer: TypeAlias = "LeaderChannel[pb_grpc.ReplicationServiceAsyncStub]"
 CALL_TIMEOUT_S = 5.0
 READ_ALL_TIMEOUT_S, PART_TIMEOUT_S = 120.0, 10.0
 """A leader that is dead, and has not said so, is not waited for any longer."""
@@ -57,15 +57,15 @@ class Follower:
         peer: ReplicationPeer,
         settings: OffsetsSettings,
         runtime: Runtime,
-        stuck: Stuck,
+        stuck: FollowProblem,
     ) -> None:
         self.disk, self.changes, self._peer, self.stuck = disk, changes, peer, stuck
         self._runtime, self.writing = runtime, asyncio.Lock()
         self._node_id, self._hold_ms = settings.node_id, settings.replica_policy.hold_ms
         self._kept_bytes_max = settings.replica_kept_bytes_max
-        self.leader = Position(0, 0)
+        self.leader = ReplicaPosition(0, 0)
         self._compare_ms = runtime.clock.monotonic_ms() + SYNC_ALL_FIRST_MS
-        self._expected: tuple[Position, bytes] | None = None
+        self._expected: tuple[ReplicaPosition, bytes] | None = None
 
     async def reload(self) -> None:
         """This node is no leader any more: go on from what is on the disk."""
@@ -122,7 +122,7 @@ class Follower:
         async with self.writing:
             if self.changes.position != before:
                 return  # it was leader meanwhile
-            self.leader = Position(answer.epoch, answer.version)
+            self.leader = ReplicaPosition(answer.epoch, answer.version)
             if everything is not None:
                 await self._begin_anew(everything)
             else:
@@ -153,7 +153,7 @@ class Follower:
             self.changes.append(change)
 
     async def _read_all(
-        self, stub: pb_grpc.ReplicationServiceAsyncStub, before: Position
+        self, stub: pb_grpc.ReplicationServiceAsyncStub, before: ReplicaPosition
     ) -> list[tuple[bytes, bytes]]:
         entries: list[tuple[bytes, bytes]] = []
         request = pb.ReadAllRequest(node_id=self._node_id, epoch=before.epoch)
@@ -179,7 +179,7 @@ class Follower:
         self._expected = None
 
     async def _ask_digest(
-        self, stub: pb_grpc.ReplicationServiceAsyncStub, before: Position
+        self, stub: pb_grpc.ReplicationServiceAsyncStub, before: ReplicaPosition
     ) -> None:
         """From time to time learn what the leader's state comes to, at a position still to come."""
         now_ms = self._runtime.clock.monotonic_ms()
@@ -188,7 +188,10 @@ class Follower:
         self._compare_ms = now_ms + SYNC_ALL_MS
         request = pb.DigestRequest(node_id=self._node_id, epoch=before.epoch)
         answer = await stub.Digest(request, timeout=CALL_TIMEOUT_S)
-        self._expected = Position(answer.position.epoch, answer.position.version), answer.digest
+        self._expected = (
+            ReplicaPosition(answer.position.epoch, answer.position.version),
+            answer.digest,
+        )
 
     async def _compare(self) -> None:
         """Compare all that is on the disk; begin anew with the next step if it is not the same.
@@ -226,4 +229,4 @@ def _change(read: pb.Change) -> StoreChange:
     entries: list[Entry] = [
         (entry.key, entry.value if entry.HasField("value") else None) for entry in read.entries
     ]
-    return StoreChange(Position(read.position.epoch, read.position.version), entries)
+    return StoreChange(ReplicaPosition(read.position.epoch, read.position.version), entries)

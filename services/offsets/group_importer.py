@@ -46,9 +46,13 @@ from batonmq_server.offsets.persistence import (
     placement_entry,
     tombstone_entries,
 )
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ class PlacementDirectory:
 
     offsets_set: str
     etcd: EtcdSession
-    places: Mirror
+    places: EtcdMirror
     stub: Callable[[str], pb_grpc.OffsetsServiceAsyncStub]
 
 
@@ -111,10 +115,10 @@ class GroupImporter:
     async def _place_what_is_here(self) -> None:
         """Groups that began here and have no place get it, before another set is given them."""
         groups = {key.group for key, _ in self._table.items()}
-        here = Place(self._directory.offsets_set).encode()
+        here = GroupPlacement(self._directory.offsets_set).encode()
         for group in sorted(groups - self._directory.places.values.keys()):
             while self._table.placements.get(group) is None:
-                key = PREFIX + group
+                key = PLACEMENTS_PREFIX + group
                 try:
                     await self._directory.etcd.txn(
                         compare=[Compare(key, create_revision=0)], put=[Put(key, here)]
@@ -127,23 +131,26 @@ class GroupImporter:
     def _tell(self, _: frozenset[str]) -> None:
         self._changed.set()
 
-    def _waiting(self) -> dict[str, Place]:
+    def _waiting(self) -> dict[str, GroupPlacement]:
         """Groups that are to be here, and whose move is not finished."""
-        found = {group: place_of(stored) for group, stored in self._directory.places.values.items()}
+        found = {
+            group: decode_placement(stored)
+            for group, stored in self._directory.places.values.items()
+        }
         return {
             group: place
             for group, place in found.items()
             if place.offsets_set == self._directory.offsets_set and place.from_set
         }
 
-    async def _try(self, group: str, place: Place, turns: asyncio.Semaphore) -> None:
+    async def _try(self, group: str, place: GroupPlacement, turns: asyncio.Semaphore) -> None:
         try:
             async with turns:
                 await self._move(group, place)
         except BatonError as error:
             log.info("group has not arrived yet group=%s move=%d why=%s", group, place.move, error)
 
-    async def _move(self, group: str, place: Place) -> None:
+    async def _move(self, group: str, place: GroupPlacement) -> None:
         placement = self._table.placements.get(group)
         if placement is not None and placement.move > place.move:
             return  # what is known here of etcd is old
@@ -156,15 +163,15 @@ class GroupImporter:
         forget = pb.ForgetGroupRequest(group=group, move=place.move)
         stub = self._directory.stub(place.from_set)
         await answered(stub.ForgetGroup(forget, timeout=CALL_TIMEOUT_S))
-        key = PREFIX + group
-        finished = Place(place.offsets_set, place.move)
+        key = PLACEMENTS_PREFIX + group
+        finished = GroupPlacement(place.offsets_set, place.move)
         done = await self._directory.etcd.txn(
             compare=[Compare(key, mod_revision=place.revision)], put=[Put(key, finished.encode())]
         )
         if done:
             log.info("group moved group=%s move=%d from=%s", group, place.move, place.from_set)
 
-    async def _fetch(self, group: str, place: Place) -> None:
+    async def _fetch(self, group: str, place: GroupPlacement) -> None:
         async with self._placement_lock:
             self._table.placements.put(group, LocalPlacement(place.move, PlacementState.ARRIVING))
             await self._written(PlacementKey(group))
@@ -185,7 +192,7 @@ class GroupImporter:
         await self._open(group, place, answer.term, answer.topic_ids)
 
     async def _open(
-        self, group: str, place: Place, term: int, topic_ids: Mapping[str, int]
+        self, group: str, place: GroupPlacement, term: int, topic_ids: Mapping[str, int]
     ) -> None:
         """All of the group is written here: begin to answer.
 

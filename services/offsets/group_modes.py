@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batonmq.errors import GroupInUse, ModeChanged, NotServing
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.group_gates import GroupGates
 
 
 class GroupModes:
@@ -14,8 +14,8 @@ class GroupModes:
         gates: Mirror of the gates in etcd, run by somebody else.
     """
 
-    def __init__(self, gates: Mirror) -> None:
-        self._mirror, self._gates = gates, Gates(gates)
+    def __init__(self, gates: EtcdMirror) -> None:
+        self._mirror, self._gates = gates, GroupGates(gates)
 
     def check(self, group: str, token: int) -> None:
         """Refuse acks and deliveries in the other mode than the group's. `token` 0 is none.

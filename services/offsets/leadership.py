@@ -13,14 +13,14 @@ from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq_server.offsets.core.change_log import ChangeLog, Entry, StoreChange
 from batonmq_server.offsets.persistence import ProgressStore, first_change, next_change
-from batonmq_server.runtime.keeper import Keeper
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 """One answer holds no more changes than this, but one in any case."""
 
 
-class Leadership:
+class OffsetsLeadership:
     """One node's time as leader.
 
     Args:
@@ -28,7 +28,7 @@ class Leadership:
     """
 
     def __init__(
-        self, keeper: Keeper, changes: ChangeLog, disk: ProgressStore, clock: Clock
+        self, keeper: InSyncSet, changes: ChangeLog, disk: ProgressStore, clock: Clock
     ) -> None:
         self.keeper, self._changes, self._disk, self._clock = keeper, changes, disk, clock
         self._grown = asyncio.Event()
@@ -39,7 +39,7 @@ class Leadership:
         return self.keeper.epoch
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """Of this node."""
         return self._changes.position
 
@@ -71,7 +71,9 @@ class Leadership:
         grown.set()
         return version
 
-    async def fetch(self, name: str, position: Position, hold_ms: int) -> list[StoreChange] | None:
+    async def fetch(
+        self, name: str, position: ReplicaPosition, hold_ms: int
+    ) -> list[StoreChange] | None:
         """What follows `position`, which follower `name` has; None if it has to begin anew."""
         if not self._changes.contains(position):
             self.keeper.books.forget(name)

@@ -12,7 +12,7 @@ from batonmq.errors import BatonError, Fenced
 from batonmq_server.offsets.core.progress_table import ProgressTable
 from batonmq_server.offsets.core.resets import ResetOrder, ResetOutcome
 from batonmq_server.offsets.core.values import CommitResult, FenceCondition, FenceGrant
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 
 CUT_OFF = "CUT_OFF"
 """Cause of duplicates: a queue was given back before a handler had ended."""
@@ -127,7 +127,7 @@ class OffsetsMetrics:
             registry=registry,
         )
 
-    def lead(self, keeper: Keeper) -> None:
+    def lead(self, keeper: InSyncSet) -> None:
         """Show a leadership until `follow`."""
         books = keeper.books
         self._in_sync.set_function(lambda: len(books.in_sync))

@@ -15,9 +15,13 @@ from collections.abc import Iterable
 from batonmq.errors import NoQuorum, NotServing
 from batonmq_server.offsets.core.local_placements import arriving, moved
 from batonmq_server.offsets.core.progress_table import ProgressTable
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.places import PREFIX, Place, place_of
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Put
+from batonmq_server.runtime.group_placements import (
+    PLACEMENTS_PREFIX,
+    GroupPlacement,
+    decode_placement,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +39,10 @@ class PlacementResolver:
     """
 
     def __init__(
-        self, table: ProgressTable, offsets_set: str, etcd: EtcdSession, places: Mirror
+        self, table: ProgressTable, offsets_set: str, etcd: EtcdSession, places: EtcdMirror
     ) -> None:
         self._table, self._set, self._etcd, self._places = table, offsets_set, etcd, places
-        self._found: dict[str, Place] = {}
+        self._found: dict[str, GroupPlacement] = {}
 
     def check(self, group: str) -> None:
         """Refuse a call about a group that this set does not keep; what it changes follows at once.
@@ -88,20 +92,20 @@ class PlacementResolver:
     def _is_ours(self, group: str) -> bool:
         return self._table.placements.get(group) is not None or self._table.has(group)
 
-    def _place(self, group: str) -> Place | None:
+    def _place(self, group: str) -> GroupPlacement | None:
         stored = self._places.values.get(group)
         if stored is None:
             return self._found.get(group)
         self._found.pop(group, None)
-        return place_of(stored)
+        return decode_placement(stored)
 
-    async def _claimed(self, group: str) -> Place:
+    async def _claimed(self, group: str) -> GroupPlacement:
         """The place of a group, which is this set if it has had none."""
         while True:
             stored = await self._places.now(group)
             if stored is not None:
-                return place_of(stored)
-            key, place = PREFIX + group, Place(self._set)
+                return decode_placement(stored)
+            key, place = PLACEMENTS_PREFIX + group, GroupPlacement(self._set)
             await self._etcd.txn(
                 compare=[Compare(key, create_revision=0)], put=[Put(key, place.encode())]
             )

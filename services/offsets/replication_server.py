@@ -13,9 +13,9 @@ from batonmq.errors import InvalidArgument, LimitExceeded, OldEpoch, OldEpochDet
 from batonmq_server.offsets.core.change_log import StoreChange
 from batonmq_server.offsets.follower import digest_of
 from batonmq_server.offsets.persistence import ProgressStore, change_log_of
-from batonmq_server.offsets.role import Role
-from batonmq_server.runtime.position import Position
-from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.offsets.replica import OffsetsReplica
+from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
@@ -25,13 +25,13 @@ PART_ENTRIES = 4_096
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     """See replication_service.proto."""
 
-    def __init__(self, role: Role, disk: ProgressStore) -> None:
+    def __init__(self, role: OffsetsReplica, disk: ProgressStore) -> None:
         self._role, self._disk = role, disk
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
         leadership = self._role.leadership
-        at = Position(request.position.epoch, request.position.version)
+        at = ReplicaPosition(request.position.epoch, request.position.version)
         self._check(request.node_id, at.epoch)
         if request.hold_ms > HOLD_MS_MAX:
             raise LimitExceeded(

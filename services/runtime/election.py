@@ -11,7 +11,7 @@ from typing import Any
 
 from batonmq._common.aio import wait_until
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Lease, Put
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, Lease, Put
 
 log = logging.getLogger(__name__)
 

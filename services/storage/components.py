@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from batonmq.errors import NotLeader
-from batonmq_server.runtime.gates import Gates
-from batonmq_server.runtime.process import Loop, Runtime
+from batonmq_server.runtime.app import Loop
+from batonmq_server.runtime.group_gates import GroupGates
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.checkpointer import Checkpointer
 from batonmq_server.storage.config import StorageSettings
@@ -48,7 +49,7 @@ class StorageEnvironment:
     metrics: StorageMetrics
     stream: StorageMetricStream
     topics: TopicCache
-    gates: Gates
+    gates: GroupGates
     deliveries: DeliveryRouter
     in_thread: InThread
 

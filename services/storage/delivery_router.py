@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from batonmq.errors import BatonError, GroupMoved, NotServing
-from batonmq_server.runtime.by_set import BySet
-from batonmq_server.runtime.places import Places
+from batonmq_server.runtime.group_placements import GroupPlacements
+from batonmq_server.runtime.per_replica_set import PerReplicaSet
 from batonmq_server.storage.delivery_recorder import (
     DeliveryRecorder,
     PendingDelivery,
@@ -31,8 +31,8 @@ class DeliveryRouter:
         make: Of the set of this name.
     """
 
-    def __init__(self, places: Places, make: Callable[[str], DeliveryRecorder]) -> None:
-        self._places, self._sets = places, BySet(make)
+    def __init__(self, places: GroupPlacements, make: Callable[[str], DeliveryRecorder]) -> None:
+        self._places, self._sets = places, PerReplicaSet(make)
 
     async def run(self) -> None:
         """Send for ever; to be run as one task."""

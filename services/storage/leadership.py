@@ -16,7 +16,7 @@ from typing import Any
 from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
-from batonmq_server.runtime.keeper import Keeper
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import PositionRange
@@ -49,7 +49,7 @@ class FetchResult:
     producers: bytes = b""
 
 
-class Leadership:
+class StorageLeadership:
     """One node's time as leader.
 
     In the keeper's books positions are one higher than in the log, for those who have the history
@@ -61,7 +61,7 @@ class Leadership:
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: InSyncSet,
         components: StorageComponents,
         clock: Clock,
         stream: StorageMetricStream,

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 
 from batonmq.errors import DiskFull, NotServing
-from batonmq_server.runtime.position import NOWHERE, Position
-from batonmq_server.runtime.process import Loop
+from batonmq_server.runtime.app import Loop
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.files import Disk
 from batonmq_server.storage.flusher import InThread
@@ -76,10 +76,10 @@ class LogCopy:
         return self._failure is not None
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """How far this copy has come; nowhere while it is being changed, or its disk has failed."""
         if self._components is None or self._closing.is_set() or self._failure is not None:
-            return NOWHERE
+            return NO_POSITION
         return self._components.node.position
 
     async def run(self) -> None:

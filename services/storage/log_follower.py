@@ -20,9 +20,9 @@ from baton.storage.v1 import replication_service_pb2_grpc as pb_grpc
 from batonmq._common.backoff import Backoff
 from batonmq._common.rpc import from_rpc_error
 from batonmq.errors import BatonError, DataLoss, DiskFull, OldEpoch, OldEpochDetail
-from batonmq_server.runtime.peers import Peer
-from batonmq_server.runtime.process import Runtime
-from batonmq_server.runtime.stuck import Stuck
+from batonmq_server.runtime.leader_channels import LeaderChannel
+from batonmq_server.runtime.replication.follow_problem import FollowProblem
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.core import checkpoint
@@ -34,7 +34,7 @@ from batonmq_server.storage.node import LogStart
 
 log = logging.getLogger(__name__)
 
-ReplicationPeer: TypeAlias = "Peer[pb_grpc.ReplicationServiceAsyncStub]"
+ReplicationPeer: TypeAlias = "LeaderChannel[pb_grpc.ReplicationServiceAsyncStub]"
 CALL_TIMEOUT_S = 5.0
 _BACKOFF = Backoff(first_ms=50, delay_ms_max=500)
 
@@ -52,7 +52,7 @@ class LogFollower:
         peer: ReplicationPeer,
         settings: StorageSettings,
         runtime: Runtime,
-        stuck: Stuck,
+        stuck: FollowProblem,
     ) -> None:
         self._copy, self._peer, self._runtime, self._stuck = copy, peer, runtime, stuck
         self._node_id, self._broker = settings.node_id, settings.broker_name

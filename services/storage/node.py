@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from batonmq.errors import DataLoss
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replication.position import ReplicaPosition
 from batonmq_server.storage.core import checkpoint, epochs, floors
 from batonmq_server.storage.core.checkpoint_writer import CheckpointWriter
 from batonmq_server.storage.core.commitlog import FOLDER as LOG
@@ -74,7 +74,7 @@ class StorageNode:
         self._synced = disk.open(SYNCED, create=True)
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """How far this copy has come."""
         return self.history.position(self.store.log.next_position)
 

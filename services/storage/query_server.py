@@ -23,8 +23,8 @@ from batonmq.errors import (
     TopicNotFound,
     WrongBroker,
 )
-from batonmq_server.runtime.access import consume
-from batonmq_server.runtime.guard import Require
+from batonmq_server.runtime.access.guard import PermissionCheck
+from batonmq_server.runtime.access.permissions import consume
 from batonmq_server.storage import validation
 from batonmq_server.storage.core.producers import QueueKey
 from batonmq_server.storage.core.query import KeyMatches, MessageMatch, MessageQueries, TimeWindow
@@ -92,7 +92,7 @@ class QueryServicer(pb_grpc.QueryServiceServicer):
         topics: TopicCache,
         damage: DamageTracker,
         is_follower: Callable[[], bool] = lambda: False,
-        require: Require | None = None,
+        require: PermissionCheck | None = None,
     ) -> None:
         self._broker, self._store, self._topics, self._damage = broker, store, topics, damage
         self._is_follower, self._require = is_follower, require

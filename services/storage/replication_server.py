@@ -17,12 +17,12 @@ from batonmq.errors import (
     OldEpochDetail,
     WrongBroker,
 )
-from batonmq_server.runtime.role import WhileLeader
-from batonmq_server.runtime.stuck import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.follow_problem import PROBLEM_CHARS_MAX
+from batonmq_server.runtime.replication.leader_servicer import LeaderServicer
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core.epochs import EpochHistory, read_history
 from batonmq_server.storage.leadership import FetchLimits
-from batonmq_server.storage.role import Role
+from batonmq_server.storage.replica import StorageReplica
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HOLD_MS_MAX = 10_000
@@ -33,7 +33,7 @@ EPOCHS_MAX = 1_000_000
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     """See replication_service.proto."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: StorageReplica) -> None:
         self._role = role
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
@@ -121,12 +121,12 @@ class CurrentServicer:
 
     def __init__(
         self,
-        role: Role,
+        role: StorageReplica,
         pick: Callable[[StorageComponents], Any],
         anywhere: frozenset[str] = frozenset(),
     ) -> None:
         self._role, self._pick, self._anywhere = role, pick, anywhere
-        self._at_leader = WhileLeader(role, lambda: pick(role.acting))
+        self._at_leader = LeaderServicer(role, lambda: pick(role.acting))
 
     def __getattr__(self, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if method not in self._anywhere:

@@ -15,8 +15,8 @@ from batonmq._common.rpc import error_to_pb
 from batonmq._core.delays import check_deliver_time
 from batonmq._core.records import read_header, read_topic
 from batonmq.errors import BatonError, InvalidArgument, NotScheduled, WrongBroker
-from batonmq_server.runtime.access import produce
-from batonmq_server.runtime.guard import Require
+from batonmq_server.runtime.access.guard import PermissionCheck
+from batonmq_server.runtime.access.permissions import produce
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core import schedule
@@ -61,7 +61,7 @@ class ScheduleServicer(pb_grpc.ScheduleServiceServicer):
         appender: Appender,
         topics: TopicCache,
         changed: Callable[[], None],
-        require: Require | None = None,
+        require: PermissionCheck | None = None,
     ) -> None:
         self._appender, self._topics, self._changed = appender, topics, changed
         self._require = require

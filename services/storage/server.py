@@ -17,7 +17,7 @@ from batonmq._core.keyed_queues import TOPICS_REVISION
 from batonmq._core.names import METRICS_TOPIC
 from batonmq._core.records import read_header
 from batonmq.errors import BatonError, DataLoss, NotLeader, OffsetAheadOfLog
-from batonmq_server.runtime.gates import Gates
+from batonmq_server.runtime.group_gates import GroupGates
 from batonmq_server.storage import validation
 from batonmq_server.storage.appender import Appender
 from batonmq_server.storage.core.producers import QueueKey, StoreReceipt
@@ -64,7 +64,7 @@ class ServicerParts:
     store: Store
     appender: Appender
     topics: TopicCache
-    gates: Gates
+    gates: GroupGates
     flusher: Flusher
     pulls: LongPolls
     deliveries: DeliveryRouter

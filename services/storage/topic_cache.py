@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq.errors import BatonError, TopicNotFound, TopicNotFoundDetail
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import TopicQueues
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class TopicCache:
         broker: Name of this node.
     """
 
-    def __init__(self, mirror: Mirror, session: EtcdSession, broker: str, clock: Clock) -> None:
+    def __init__(self, mirror: EtcdMirror, session: EtcdSession, broker: str, clock: Clock) -> None:
         self._mirror, self._session, self._broker, self._clock = mirror, session, broker, clock
         self._known: dict[str, tuple[int, TopicQueues]] = {}
         self._missing: dict[str, int] = {}
@@ -101,7 +101,7 @@ class TopicCache:
             self._missing[name] = self._clock.monotonic_ms() + MISSING_MS
         return topic
 
-    def _parsed(self, name: str, stored: Stored) -> TopicQueues | None:
+    def _parsed(self, name: str, stored: KeyValue) -> TopicQueues | None:
         """What etcd has; nothing if nobody can read it."""
         try:
             topic = pb.Topic.FromString(stored.value)

@@ -18,7 +18,7 @@ from aetcd import rpc
 
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Lease, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Lease, Put
 from batonmq_server.testing.memory_network import MemoryNetwork
 from batonmq_server.testing.virtual_time import VirtualHost
 
@@ -39,7 +39,7 @@ class _Lease:
 class _Change:
     revision: int
     key: str
-    stored: Stored | None
+    stored: KeyValue | None
 
 
 class MemoryEtcd:
@@ -52,18 +52,18 @@ class MemoryEtcd:
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.revision = 1
-        self.on_put: list[Callable[[Stored], None]] = []
-        self._kept: dict[str, Stored] = {}
+        self.on_put: list[Callable[[KeyValue], None]] = []
+        self._kept: dict[str, KeyValue] = {}
         self._leases: dict[int, _Lease] = {}
         self._lease_count = 0
         self._changes: list[_Change] = []
         self._watches: dict[_EtcdWatch, None] = {}
 
-    def get(self, key: str) -> Stored | None:
+    def get(self, key: str) -> KeyValue | None:
         """The key as it is now."""
         return self._kept.get(key)
 
-    def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+    def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """Every key under `prefix`, and the revision."""
         found = [self._kept[key] for key in sorted(self._kept) if key.startswith(prefix)]
         return found, self.revision
@@ -148,7 +148,7 @@ class MemoryEtcd:
         if lease_id:
             self._leases[lease_id].keys[put.key] = None
         created = before.create_revision if before else self.revision
-        stored = Stored(put.key, put.value, created, self.revision, lease_id)
+        stored = KeyValue(put.key, put.value, created, self.revision, lease_id)
         self._kept[put.key] = stored
         for tell in self.on_put:
             tell(stored)
@@ -232,11 +232,11 @@ class MemoryEtcdSession(EtcdSession):
     async def __aexit__(self, *_: object) -> None:
         return
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         """See EtcdSession."""
         return await self._call(lambda: self._server.get(key))
 
-    async def get_prefix(self, prefix: str) -> tuple[list[Stored], int]:
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """See EtcdSession."""
         return await self._call(lambda: self._server.get_prefix(prefix))
 

@@ -32,9 +32,10 @@ from batonmq_server.lockmgr.app import build as build_lockmgr
 from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.offsets.app import build as build_offsets
 from batonmq_server.offsets.config import OffsetsSettings
-from batonmq_server.runtime.etcd import EtcdSession, Put, Stored
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue, Put
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.process import App, Runtime
+from batonmq_server.runtime.service_runtime import Runtime
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Session(EtcdSession):
         self._check()
         return revision
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         self._check()
         return await super().get(key)
 
@@ -509,21 +510,21 @@ async def _served(
     app: App, runtime: Runtime, rules: Rules | None = None
 ) -> AsyncIterator[grpc.aio.Channel]:
     """Serve and run the app's loops; everything ends with the block."""
-    edge = EdgeInterceptor(Clock(), runtime.registry, app.held)
+    edge = EdgeInterceptor(Clock(), runtime.registry, app.long_polls)
     interceptors = [edge, rules] if rules else [edge]
     server = grpc.aio.server(interceptors=interceptors, options=OPTIONS)
     for add in app.servicers.values():
         add(server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    runtime.bound(address, "")
+    runtime.node_entry.set_addresses(address, "")
     await server.start()
     try:
         async with asyncio.TaskGroup() as tasks, connect(address) as channel:
             loops = [runtime.nodes.run, *app.loops]
             running = [tasks.create_task(loop()) for loop in loops]
-            if not runtime.registered:
-                await runtime.register(replica_set=app.replica_set)
-            running.append(tasks.create_task(runtime.keep_registered()))
+            if not runtime.node_entry.defined:
+                await runtime.node_entry.write(replica_set=app.replica_set)
+            running.append(tasks.create_task(runtime.node_entry.keep()))
             yield channel
             for task in running:
                 task.cancel()

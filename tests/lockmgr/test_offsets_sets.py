@@ -14,8 +14,8 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
 from batonmq._common.rpc import error_from_pb
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import Put
-from batonmq_server.runtime.places import Place
+from batonmq_server.runtime.etcd.session import Put
+from batonmq_server.runtime.group_placements import GroupPlacement
 from tests.lockmgr.scene import OPEN, TIMEOUT_S, TOPIC, Member, Node, Scene, scene
 from tests.support.waiting import until
 
@@ -39,7 +39,7 @@ async def far_group(s: Scene, member: Member, token: int = 0) -> None:
     put = [
         Put(f"groups/{FAR}", group.SerializeToString()),
         Put(f"gates/{FAR}", nameserver_pb.Gate(**OPEN).SerializeToString()),
-        Put(f"places/{FAR}", Place("away").encode()),
+        Put(f"places/{FAR}", GroupPlacement("away").encode()),
     ]
     if token:
         lock = stored_lock_pb2.StoredLock(owner=member.incarnation, token=token, acquire_seq=1)
@@ -85,7 +85,7 @@ async def test_a_new_leader_does_not_wait_for_a_set_that_is_away(
         assert isinstance(refusal, BatonError)
         assert refusal.reason == "HANDOVER_PENDING"
         assert refusal.facts["step"] == "announce"
-        await s.etcd.put(f"places/{FAR}", Place("offsets").encode())
+        await s.etcd.put(f"places/{FAR}", GroupPlacement("offsets").encode())
 
         async def confirmed() -> bool:
             return await state(node, far, 5) == "NOT_OWNER"

@@ -41,12 +41,12 @@ from batonmq_server.offsets.disk import Disk
 from batonmq_server.offsets.epoch import EpochContext, OffsetsEpoch, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.gates import PREFIX as GATES_PREFIX
-from batonmq_server.runtime.mirror import Mirror
-from batonmq_server.runtime.peers import Peers
-from batonmq_server.runtime.places import OFFSETS, Places
-from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_gates import GATES_PREFIX
+from batonmq_server.runtime.group_placements import OFFSETS_SERVICE, GroupPlacements
+from batonmq_server.runtime.leader_channels import LeaderChannels
+from batonmq_server.runtime.service_runtime import Runtime
 from tests.offsets.service_calls import only_set
 from tests.support.serving import serving_at
 
@@ -140,8 +140,10 @@ class Direct:
         store = GroupStore(
             etcd, turns, topic_store, member_lease_ms=30_000, on_change=telemetry.group_changed
         )
-        self.offsets = Peers(runtime.nodes, OFFSETS, offsets_grpc.OffsetsServiceStub)
-        places = Places(self.catalog.places, runtime.nodes)
+        self.offsets = LeaderChannels(
+            runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub
+        )
+        places = GroupPlacements(self.catalog.places, runtime.nodes)
         progress = ProgressDeleter(self.offsets.stub, places)
         self.topics = TopicCalls(settings, self.catalog, topic_store, progress)
         self.groups = GroupCalls(
@@ -210,7 +212,7 @@ async def offsets_service(etcd: EtcdSession, folder: Path) -> AsyncIterator[Offs
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     with Disk(folder) as disk:
-        gates = Mirror(etcd, GATES_PREFIX)
+        gates = EtcdMirror(etcd, GATES_PREFIX)
         offsets = standalone_epoch(
             disk,
             EpochContext(
@@ -238,7 +240,7 @@ async def register_offsets(etcd: EtcdSession, address: str, epoch: int) -> int:
         address=address,
         epoch=epoch,
         leader=True,
-        replica_set=OFFSETS,
+        replica_set=OFFSETS_SERVICE,
     )
     return await etcd.put(etcd.key("nodes", "offsets", "offsets-0"), node.SerializeToString())
 

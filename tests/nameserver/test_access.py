@@ -25,10 +25,10 @@ from batonmq.errors import InvalidArgument, InvalidName, LimitExceeded
 from batonmq_server.nameserver import access_store
 from batonmq_server.nameserver.access_store import AccessStore
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
-from batonmq_server.runtime import stored_access
-from batonmq_server.runtime.access import Grant as StoredGrant
-from batonmq_server.runtime.access import Role as StoredRole
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.access import stored_access
+from batonmq_server.runtime.access.permissions import AccessRole as StoredRole
+from batonmq_server.runtime.access.permissions import Grant as StoredGrant
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import Replica
 
 READ = Grant(Role.CONSUME, "topic:orders")

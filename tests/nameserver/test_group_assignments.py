@@ -10,7 +10,7 @@ import asyncio
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import LimitExceeded
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Replica,

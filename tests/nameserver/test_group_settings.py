@@ -21,7 +21,7 @@ from batonmq._core.queues import GroupQueue
 from batonmq.errors import GroupInUse
 from batonmq_server.offsets.core.values import AckState, Instant, ProgressSource
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     Direct,
     Replica,

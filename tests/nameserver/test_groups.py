@@ -13,7 +13,7 @@ from typing import Any
 from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq.errors import Difference
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import (
     CALL_TIMEOUT_S,
     Direct,

@@ -33,7 +33,7 @@ from batonmq_server.nameserver.inspector import (
     state_of,
 )
 from batonmq_server.nameserver.queue_monitor import QueueMonitor
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from tests.nameserver.service_twins import TIMEOUT_S, Scene, queue_to_pb, scene
 
 
@@ -420,7 +420,7 @@ class Watch:
 
     def register(self, node_id: str) -> None:
         node = pb.Node(service=pb.SERVICE_KIND_NAMESERVER, node_id=node_id)
-        self._nodes[f"nameserver/{node_id}"] = Stored(node_id, node.SerializeToString(), 1, 1)
+        self._nodes[f"nameserver/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
 
     def shown(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples by the values of their labels."""

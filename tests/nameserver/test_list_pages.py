@@ -18,7 +18,7 @@ from batonmq._connection.channels import connect
 from batonmq.admin.access import AccessControl, Grant, Role
 from batonmq.admin.admin import Admin
 from batonmq_server.runtime import paging
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica, refusal
 from tests.support.waiting import until
 

@@ -19,8 +19,8 @@ from batonmq.errors import (
     OffsetsUnreachable,
     SetNotFound,
 )
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.places import Place, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.nameserver.replica import CALL_TIMEOUT_S, Replica
 from tests.support.waiting import until
 
@@ -46,9 +46,9 @@ async def move(
         raise from_rpc_error(error) from error
 
 
-async def stored(etcd: EtcdSession, group: str) -> Place | None:
+async def stored(etcd: EtcdSession, group: str) -> GroupPlacement | None:
     found = await etcd.get(f"places/{group}")
-    return place_of(found) if found is not None else None
+    return decode_placement(found) if found is not None else None
 
 
 async def add_set(etcd: EtcdSession, nameserver: Replica, name: str) -> None:
@@ -70,7 +70,7 @@ async def finish(etcd: EtcdSession, group: str) -> None:
     """Do what the new set does when the group has arrived."""
     place = await stored(etcd, group)
     assert place is not None
-    await etcd.put(f"places/{group}", Place(place.offsets_set, place.move).encode())
+    await etcd.put(f"places/{group}", GroupPlacement(place.offsets_set, place.move).encode())
 
 
 async def test_groups_are_spread_and_only_those_move_that_go_to_a_new_set(
@@ -160,7 +160,7 @@ async def test_a_group_without_any_set_waits_for_one(
 async def test_a_topic_is_created_once_every_set_that_keeps_a_group_has_forgotten_it(
     nameserver: Replica, etcd: EtcdSession
 ) -> None:
-    await etcd.put("places/far", Place("away").encode())
+    await etcd.put("places/far", GroupPlacement("away").encode())
     tries: list[int] = []
 
     async def is_refused() -> bool:

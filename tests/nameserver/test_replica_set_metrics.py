@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
 from batonmq_server.nameserver.set_metrics import SetMetrics
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from tests.nameserver.service_twins import Scene, scene
 
 Shown = dict[tuple[str, str], float]
@@ -20,7 +20,7 @@ Shown = dict[tuple[str, str], float]
 def register(to: Scene, kind: str, node_id: str, replica_set: str, *, leader: bool) -> None:
     service = pb.ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
     node = pb.Node(service=service, node_id=node_id, replica_set=replica_set, leader=leader)
-    to.nodes.values[f"{kind}/{node_id}"] = Stored(node_id, node.SerializeToString(), 1, 1)
+    to.nodes.values[f"{kind}/{node_id}"] = KeyValue(node_id, node.SerializeToString(), 1, 1)
 
 
 def shown(of: Scene) -> tuple[Shown, Shown]:

@@ -30,7 +30,7 @@ from batonmq_server.nameserver.core.groups import Group, Heartbeat, Subscription
 from batonmq_server.nameserver.group_requests import GroupChange
 from batonmq_server.nameserver.group_store import BATCH_MAX, GroupStore
 from batonmq_server.nameserver.topic_store import TopicStore
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Put
 
 BROKERS = {"broker-a": ""}
 
@@ -344,7 +344,7 @@ async def test_a_topic_created_between_two_readings_is_seen_or_has_no_smaller_id
     read = race.session.get
     reads: list[str] = []
 
-    async def read_slowly(key: str) -> Stored | None:
+    async def read_slowly(key: str) -> KeyValue | None:
         stored = await read(key)
         reads.append(key)
         if len(reads) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq_server.runtime.etcd import Compare, EtcdSession, Put, Stored
+from batonmq_server.runtime.etcd.session import Compare, EtcdSession, KeyValue, Put
 from tests.nameserver.replica import (
     Replica,
     grant,
@@ -27,7 +27,7 @@ LATEST = pb.SUBSCRIPTION_POLICY_STAGED_LATEST
 WARN = pb.SUBSCRIPTION_POLICY_WARN
 
 
-async def gate_of(etcd: EtcdSession, group: str = "g") -> tuple[pb.Gate, Stored]:
+async def gate_of(etcd: EtcdSession, group: str = "g") -> tuple[pb.Gate, KeyValue]:
     stored = await etcd.get(etcd.key("gates", group))
     assert stored is not None
     return pb.Gate.FromString(stored.value), stored

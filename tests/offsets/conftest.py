@@ -21,9 +21,9 @@ from batonmq_server.offsets.disk import Disk
 from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.gates import PREFIX
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_gates import GATES_PREFIX
 from tests.offsets.service_calls import Service, only_set
 from tests.support.serving import serving
 
@@ -40,7 +40,7 @@ async def service(tmp_path: Path, etcd: EtcdSession) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     limits = QueueLimits(ack_ranges_max=1_000)
-    gates = Mirror(etcd, PREFIX)
+    gates = EtcdMirror(etcd, GATES_PREFIX)
     with Disk(tmp_path) as disk:
         offsets = standalone_epoch(
             disk,

@@ -28,8 +28,8 @@ from batonmq_server.offsets.disk import FREE_BYTES_MIN, Disk
 from batonmq_server.offsets.epoch import EpochContext, standalone_epoch
 from batonmq_server.offsets.event_publisher import EventPublisher
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.offsets.service_calls import TERM, Service, call, only_set, queue
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -49,7 +49,7 @@ async def serving_in(folder: Path, room: Room) -> AsyncIterator[Service]:
     clock, registry = Clock(), CollectorRegistry()
     hub = EventHub("offsets/offsets-0", 1, clock)
     etcd = EtcdSession("127.0.0.1:1", "unused", clock)
-    gates = Mirror(etcd, "gates/")
+    gates = EtcdMirror(etcd, "gates/")
     with Disk(folder, free_bytes=room) as disk:
         offsets = standalone_epoch(
             disk,

@@ -38,8 +38,8 @@ from batonmq_server.offsets.core.local_placements import (
     PlacementState,
 )
 from batonmq_server.offsets.disk import StoredEntry
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.places import Place, place_of
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.group_placements import GroupPlacement, decode_placement
 from tests.offsets.replica_cluster import (
     LEASE_MS,
     TIMEOUT_S,
@@ -70,14 +70,14 @@ class Scene:
 
     async def place(self, offsets_set: str, move: int = 0, from_set: str = "") -> None:
         """Do what the nameserver does."""
-        place = Place(offsets_set, move, from_set)
+        place = GroupPlacement(offsets_set, move, from_set)
         await self.etcd.put(f"places/{GROUP}", place.encode())
 
     async def finished(self, move: int) -> bool:
         """Whether etcd says that the move is over."""
         stored = await self.etcd.get(f"places/{GROUP}")
         assert stored is not None
-        place = place_of(stored)
+        place = decode_placement(stored)
         return place.move == move and not place.from_set
 
     async def moved(self, move: int) -> None:

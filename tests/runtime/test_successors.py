@@ -9,8 +9,8 @@ from typing import cast
 
 from batonmq._common.clock import Clock
 from batonmq_server.runtime.election import Election
-from batonmq_server.runtime.keeper import Keeper, ReplicaPolicy, Won
-from batonmq_server.runtime.replicas import ReplicaSet, Standing
+from batonmq_server.runtime.replication.in_sync_set import InSyncSet, ReplicaPolicy, Won
+from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, ReplicaSetStore
 
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)
 
@@ -21,11 +21,11 @@ class SetTwin:
     members = frozenset("abcd")
 
 
-def keeper(up: str) -> Keeper:
+def keeper(up: str) -> InSyncSet:
     """Of leader a, with b and c in sync."""
-    standing = Standing(7, "a", frozenset("abc"), served_epoch=6, mod_revision=1)
-    won = Won(cast(Election, None), cast(ReplicaSet, SetTwin()), standing)
-    return Keeper(won, 5, POLICY, Clock(), lambda: frozenset(up))
+    standing = ReplicaSetRecord(7, "a", frozenset("abc"), served_epoch=6, mod_revision=1)
+    won = Won(cast(Election, None), cast(ReplicaSetStore, SetTwin()), standing)
+    return InSyncSet(won, 5, POLICY, Clock(), lambda: frozenset(up))
 
 
 async def test_who_was_not_heard_of_is_no_successor() -> None:

@@ -1,4 +1,4 @@
-"""Moves between sets of offsets that leave out a rule (docs/replication.md)."""
+"""Moves between sets of offsets that leave out a rule (docs/explanation/replication.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batonmq_server.offsets.group_exporter import GroupExporter
 from batonmq_server.offsets.group_importer import GroupImporter
 from batonmq_server.offsets.persistence import entries_of_group
 from batonmq_server.offsets.placement_resolver import PlacementResolver
-from batonmq_server.runtime.places import Place
+from batonmq_server.runtime.group_placements import GroupPlacement
 
 
 def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def adopt_a_lower_move(patch: pytest.MonkeyPatch) -> None:
     """A leader fetches whatever the copy of etcd says that it has, and opens what it has got."""
     real = GroupImporter._move
 
-    async def move(self: GroupImporter, group: str, place: Place) -> None:
+    async def move(self: GroupImporter, group: str, place: GroupPlacement) -> None:
         home = self._table.placements.get(group)
         if home is not None and home.move >= place.move:
             self._table.placements.put(group, LocalPlacement(place.move, PlacementState.ARRIVING))

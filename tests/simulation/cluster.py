@@ -34,7 +34,7 @@ from batonmq_server.lockmgr.config import LockmgrSettings
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.epoch import OffsetsEpoch
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from batonmq_server.storage.config import StorageSettings
 from batonmq_server.storage.node import StorageNode
 from batonmq_server.testing import processes
@@ -136,7 +136,7 @@ class World(processes.MemoryEnvironment):
     def failed(self, process: str, error: BaseException) -> None:
         self.checker.books.fail("unexpected", f"process {process} ends with {error!r}")
 
-    def _put(self, stored: Stored) -> None:
+    def _put(self, stored: KeyValue) -> None:
         if stored.key == SET_KEY:
             self.checker.replicas.standing_written(stored)
         elif stored.key == STORE_SET_KEY:

@@ -6,7 +6,7 @@ from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq._core.subscription import TagFilter
-from batonmq_server.runtime.etcd import Stored
+from batonmq_server.runtime.etcd.session import KeyValue
 from tests.simulation.books import Books, Queue, holder_of, key_of, token_of
 
 
@@ -16,7 +16,7 @@ class EtcdChecks:
     def __init__(self, books: Books, topic: str) -> None:
         self._books, self._topic = books, topic
 
-    def written(self, stored: Stored) -> None:
+    def written(self, stored: KeyValue) -> None:
         """A key has a new value."""
         kind, _, rest = stored.key.partition("/")
         if kind == "locks":

@@ -22,8 +22,8 @@ from baton.storage.v1 import storage_service_pb2_grpc as pb_grpc
 from batonmq._common.clock import Clock
 from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connect
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.process import Runtime
+from batonmq_server.runtime.etcd.session import EtcdSession
+from batonmq_server.runtime.service_runtime import Runtime
 from batonmq_server.storage.app import build
 from batonmq_server.storage.config import StorageSettings
 from tests.storage.batches import TOPIC, TOPIC_ID

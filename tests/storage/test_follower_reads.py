@@ -30,7 +30,7 @@ from batonmq._core.records import decode_records, read_header
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries
 from batonmq.errors import BatonError
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.nameserver.replica import replica
 from tests.storage.batches import TOPIC, batch
 from tests.storage.offsets_twin import OffsetsTwin

@@ -30,7 +30,7 @@ from batonmq._common.rpc import error_from_pb, from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq._core.records import check_batch, decode_records
 from batonmq.errors import BatonError, NotServing
-from batonmq_server.runtime.etcd import EtcdSession
+from batonmq_server.runtime.etcd.session import EtcdSession
 from tests.storage.batches import TOPIC, TOPIC_ID, batch
 from tests.storage.offsets_twin import OffsetsTwin
 from tests.storage.running_node import WATERMARKS, pull_request

@@ -15,8 +15,8 @@ import pytest
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, TopicNotFound
-from batonmq_server.runtime.etcd import EtcdSession, Stored
-from batonmq_server.runtime.mirror import Mirror
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession, KeyValue
 from batonmq_server.storage.core.store import TopicQueues
 from batonmq_server.storage.topic_cache import MISSING_MS, TopicCache
 from tests.storage.clock import JumpingClock
@@ -27,7 +27,7 @@ class CountingSession(EtcdSession):
 
     asked_count = 0
 
-    async def get(self, key: str) -> Stored | None:
+    async def get(self, key: str) -> KeyValue | None:
         self.asked_count += 1
         return await super().get(key)
 
@@ -37,7 +37,7 @@ class Scene:
 
     def __init__(self, session: CountingSession) -> None:
         self.session, self.clock = session, JumpingClock()
-        self.mirror = Mirror(session, "topics/")
+        self.mirror = EtcdMirror(session, "topics/")
         self.topics = TopicCache(self.mirror, session, "broker-a", self.clock)
 
     async def put(self, name: str, topic_id: int, **queue_counts: int) -> int:

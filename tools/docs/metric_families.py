@@ -23,10 +23,10 @@ from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_metrics import GroupMetrics
 from batonmq_server.nameserver.set_metrics import SetMetrics
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.etcd import EtcdSession
-from batonmq_server.runtime.guard import Guard
+from batonmq_server.runtime.access.guard import Guard
+from batonmq_server.runtime.etcd.mirror import EtcdMirror
+from batonmq_server.runtime.etcd.session import EtcdSession
 from batonmq_server.runtime.interceptor import EdgeInterceptor
-from batonmq_server.runtime.mirror import Mirror
 from batonmq_server.runtime.settings import ServiceSettings
 from batonmq_server.runtime.tls import show_expiry
 from batonmq_server.storage.metrics import StorageMetrics
@@ -82,7 +82,7 @@ def _families(make: Callable[[CollectorRegistry], object]) -> list[Family]:
 
 def _nameserver(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
-    catalog = Catalog(etcd, Mirror(etcd, "nodes/"), watchers_max=1)
+    catalog = Catalog(etcd, EtcdMirror(etcd, "nodes/"), watchers_max=1)
     registry.register(SetMetrics(catalog))
     return GroupEvents(registry, _hub(), catalog, 30_000), GroupMetrics(registry)
 

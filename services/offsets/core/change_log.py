@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from batonmq.errors import DataLoss
-from batonmq_server.runtime.position import Position
+from batonmq_server.runtime.replication.position import ReplicaPosition
 
 Entry = tuple[bytes, bytes | None]
 """A key and its value; None takes the key away."""
@@ -25,7 +25,7 @@ POSITION, HISTORY = b"position", b"history"
 class StoreChange:
     """One step: everything in it, or nothing."""
 
-    position: Position
+    position: ReplicaPosition
     entries: Sequence[Entry]
 
     @property
@@ -55,18 +55,18 @@ class ChangeLog:
         self._kept_bytes, self._kept_bytes_max = 0, kept_bytes_max
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReplicaPosition:
         """The last change."""
-        return Position(self._history[-1][0] if self._history else 0, self._version)
+        return ReplicaPosition(self._history[-1][0] if self._history else 0, self._version)
 
-    def next(self, epoch: int) -> tuple[Position, list[tuple[bytes, bytes]]]:
+    def next(self, epoch: int) -> tuple[ReplicaPosition, list[tuple[bytes, bytes]]]:
         """Where the next change would lead, and what a node that is there holds by name.
 
         Raises:
             AssertionError: a newer epoch has written already.
         """
         assert epoch >= self.position.epoch
-        at = Position(epoch, self._version + 1)
+        at = ReplicaPosition(epoch, self._version + 1)
         own = [(POSITION, b"%d" % at.version)]
         if epoch > self.position.epoch:
             own.append((HISTORY, encode_history([*self._history, (epoch, at.version)])))
@@ -94,13 +94,13 @@ class ChangeLog:
         self._history, self._version = other._history, other._version
         self._kept, self._kept_bytes = other._kept, other._kept_bytes
 
-    def contains(self, position: Position) -> bool:
+    def contains(self, position: ReplicaPosition) -> bool:
         """Whether that is a point of this node's history, so that who stands there can go on."""
         if position.version > self._version:
             return False
         return self._epoch_of(position.version) == position.epoch
 
-    def since(self, position: Position, bytes_max: int) -> list[StoreChange] | None:
+    def since(self, position: ReplicaPosition, bytes_max: int) -> list[StoreChange] | None:
         """The changes after `position`, as many as fit, but one in any case.
 
         None if they are not kept, and for who has nothing: one that has lost what it had must not

@@ -1,7 +1,8 @@
 """Which groups this replica set keeps: those that came here, and those that left.
 
 A group that began here and never moved has no entry. One that has left is sealed: nothing about it
-is answered any more, whatever anybody believes of where it is (see docs/replication.md). Pure.
+is answered any more, whatever anybody believes of where it is (see
+docs/explanation/replication.md). Pure.
 """
 
 from __future__ import annotations

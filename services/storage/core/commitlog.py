@@ -1,7 +1,7 @@
 """The commit log: segments of fixed size, batches one behind the other.
 
 It knows positions, not queues. A batch lies in one segment: where the next one does not fit, a
-filler closes the segment. docs/format.md has the bytes.
+filler closes the segment. docs/reference/format.md has the bytes.
 
     log/00000000000000000000    segment, named by the position of its first byte, 20 digits
     log/00000000001073741824

@@ -24,7 +24,7 @@ from itertools import pairwise
 import google_crc32c
 
 from batonmq.errors import DataLoss, DataLossDetail
-from batonmq_server.runtime.position import NOWHERE, Position
+from batonmq_server.runtime.replication.position import NO_POSITION, ReplicaPosition
 
 PATH = "epochs"
 MAGIC, VERSION = 0x42544E48, 1
@@ -53,9 +53,9 @@ class EpochHistory:
         """The last one; 0 for none."""
         return self.starts[-1][0] if self.starts else 0
 
-    def position(self, end: int) -> Position:
+    def position(self, end: int) -> ReplicaPosition:
         """How far a node has come whose log has this history and ends at `end`."""
-        return NOWHERE if self.damaged else Position(self.epoch, end)
+        return NO_POSITION if self.damaged else ReplicaPosition(self.epoch, end)
 
     def with_epoch(self, epoch: int, position: int) -> EpochHistory:
         """A later epoch begins to write at `position`, the end of the log."""

@@ -8,7 +8,7 @@ new in it to an append-only file. Both can be made anew from the log, byte for b
     keyindex/<position, 20 digits>         ended run, named by where it begins in the log
     keyindex/<position, 20 digits>.open    the open run: rows in the order of the log
 
-A run file, big-endian; docs/format.md has the same in prose:
+A run file, big-endian; docs/reference/format.md has the same in prose:
 
     at  size  field
      0     4  magic "BTNK"

@@ -3,7 +3,8 @@
 A batch for later lies in the log inside of a batch of a system topic. Its delivery is a batch of
 its own queue whose producer fields say which one it is; that it is cancelled, or can't be
 delivered, is a batch of the system topic too. So whatever was written before a crash decides what
-still waits: there is no state beside the log that could lag behind. docs/format.md has the bytes.
+still waits: there is no state beside the log that could lag behind. docs/reference/format.md has
+the bytes.
 """
 
 from __future__ import annotations

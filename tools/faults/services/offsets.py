@@ -11,7 +11,9 @@ from shutil import disk_usage
 from batonmq_server.offsets.app import served
 from batonmq_server.offsets.config import OffsetsSettings
 from batonmq_server.offsets.disk import Disk, Entry, set_aside_damage
-from batonmq_server.runtime.process import App, Runtime, run
+from batonmq_server.runtime.app import App
+from batonmq_server.runtime.process import run
+from batonmq_server.runtime.service_runtime import Runtime
 from tools.faults.upsets import UpsetClock, Upsets
 
 

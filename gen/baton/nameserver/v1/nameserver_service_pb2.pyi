@@ -1226,7 +1226,7 @@ class Subscription(_message.Message):
     """Topic name. Required."""
     expression: _builtins.str
     """Filter: `*` or empty for all, tags separated by `||`, or `sql:`, a space and a condition on
-    properties (docs/filters.md); at most 2,048 characters.
+    properties (docs/reference/filters.md); at most 2,048 characters.
     """
     def __init__(
         self,
