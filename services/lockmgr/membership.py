@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._core.queues import GroupQueue, Incarnation
 from batonmq.errors import NotMember, NotSubscribed, SubscriptionDraining
 from batonmq_server.lockmgr.core.lock_entry import Requester
@@ -140,7 +140,7 @@ class Membership:
 
 
 def _group(value: bytes) -> GroupMembers:
-    group = pb.Group.FromString(value)
+    group = StoredGroup.FromString(value)
     return GroupMembers(
         generation=group.generation,
         members=frozenset(

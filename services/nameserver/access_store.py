@@ -39,8 +39,8 @@ class IdentityAccess:
 class AccessStore:
     """All methods raise `NoQuorum` if etcd does not answer."""
 
-    def __init__(self, etcd: EtcdSession, turns: CompareAndSwap) -> None:
-        self._etcd, self._turns = etcd, turns
+    def __init__(self, etcd: EtcdSession, swap: CompareAndSwap) -> None:
+        self._etcd, self._swap = etcd, swap
 
     async def grants_of(self, identity: str) -> frozenset[Grant]:
         """What is granted to an identity now."""
@@ -125,7 +125,7 @@ class AccessStore:
             )
             return len(before ^ after) if revision else None
 
-        return await self._turns.retried(key, attempt)
+        return await self._swap.run(key, attempt)
 
 
 def _grants(stored: KeyValue | None) -> frozenset[Grant]:

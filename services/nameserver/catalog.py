@@ -17,10 +17,11 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq.errors import NotServing, Overloaded
 from batonmq_server.nameserver.core.groups import Group
 from batonmq_server.nameserver.core.topics import Route, Topic, build_route
-from batonmq_server.nameserver.group_proto import group_from_pb
+from batonmq_server.nameserver.group_proto import group_from_stored, group_to_pb
 from batonmq_server.nameserver.group_store import is_owned
 from batonmq_server.nameserver.topic_proto import topic_from_bytes
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -263,8 +264,8 @@ def _follow(
 
 
 def _pushed(value: bytes) -> _Pushed:
-    message = pb.WatchGroupResponse(group=pb.Group.FromString(value))
-    return _Pushed(message, group_from_pb(message.group))
+    stored = StoredGroup.FromString(value)
+    return _Pushed(pb.WatchGroupResponse(group=group_to_pb(stored)), group_from_stored(stored))
 
 
 def _decoded(key: str, value: bytes, decode: Callable[[bytes], Value]) -> Value | None:

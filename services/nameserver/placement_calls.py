@@ -1,6 +1,6 @@
 """Which offsets replica set keeps which group: chosen once, written to etcd, moved by an operator.
 
-    places/<group>      nameserver.v1.Place
+    places/<group>      nameserver.v1.StoredPlacement
 
 A new group goes to the set with the highest score of a hash of both (rendezvous hashing). What
 was chosen stands in etcd, so nobody computes it again: a set that is added gets new groups, and old
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._core.keyed_queues import highest
+from batonmq._core.keyed_queues import index_of_highest
 from batonmq._core.names import check_group, check_offsets_set
 from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
 from batonmq_server.nameserver.catalog import Catalog
@@ -39,19 +39,19 @@ class PlacementCalls:
     def __init__(
         self,
         etcd: EtcdSession,
-        turns: CompareAndSwap,
+        swap: CompareAndSwap,
         catalog: Catalog,
         places: GroupPlacements,
         store: GroupStore,
     ) -> None:
-        self._etcd, self._turns, self._catalog = etcd, turns, catalog
+        self._etcd, self._swap, self._catalog = etcd, swap, catalog
         self._places, self._store = places, store
 
     async def locate(self, request: pb.LocateGroupRequest) -> pb.LocateGroupResponse:
         """See the proto."""
         group = check_group(request.group)
         self._catalog.check_ready()
-        return pb.LocateGroupResponse(place=_place_pb(await self.place(group)))
+        return pb.LocateGroupResponse(placement=_place_pb(await self.place(group)))
 
     async def place(self, group: str) -> GroupPlacement:
         """The place of a group; one that has none gets it.
@@ -63,7 +63,7 @@ class PlacementCalls:
         known = self._places.get(group)
         return known if known is not None else (await self._given(group))[0]
 
-    async def given_if_possible(self, group: str) -> None:
+    async def place_if_possible(self, group: str) -> None:
         """As `place`, of a group that is about to be created; without a set it waits."""
         try:
             await self.place(group)
@@ -89,7 +89,7 @@ class PlacementCalls:
             )
             return (before, after, revision) if revision is not None else None
 
-        before, after, revision = await self._turns.retried(PLACEMENTS_PREFIX + group, attempt)
+        before, after, revision = await self._swap.run(PLACEMENTS_PREFIX + group, attempt)
         if revision:
             await self._catalog.caught_up(places=revision)
             log.info(
@@ -99,7 +99,7 @@ class PlacementCalls:
                 after.from_set,
                 after.offsets_set,
             )
-        return pb.MoveGroupResponse(before=_place_pb(before), place=_place_pb(after))
+        return pb.MoveGroupResponse(before=_place_pb(before), placement=_place_pb(after))
 
     def _after(self, group: str, before: GroupPlacement, wanted: str) -> GroupPlacement:
         """Where a group is after a move to `wanted`, or to where a new one would be.
@@ -152,8 +152,8 @@ class PlacementCalls:
         known = sorted(self._places.registered())
         if not known:
             raise OffsetsUnreachable("no node of offsets is registered", retry_after_ms=500)
-        return known[highest(group, known)]
+        return known[index_of_highest(group, known)]
 
 
-def _place_pb(place: GroupPlacement) -> pb.Place:
-    return pb.Place(offsets_set=place.offsets_set, move=place.move, from_set=place.from_set)
+def _place_pb(place: GroupPlacement) -> pb.Placement:
+    return pb.Placement(offsets_set=place.offsets_set, move=place.move, from_set=place.from_set)

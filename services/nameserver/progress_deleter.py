@@ -36,7 +36,7 @@ class ProgressDeleter:
         self._offsets, self._places = offsets, places
         self._epochs: dict[str, int] = defaultdict(int)
 
-    async def forget(self, topic: str, topic_id: int) -> None:
+    async def delete_topic(self, topic: str, topic_id: int) -> None:
         """End the progress on earlier topics of a name, before one is created as `topic_id`.
 
         Repeating it, early or late, does no harm.
@@ -51,7 +51,7 @@ class ProgressDeleter:
         if sum(counts):
             log.info("progress forgotten topic=%s queues=%d", topic, sum(counts))
 
-    async def forget_group(self, group: str) -> int:
+    async def delete_group(self, group: str) -> int:
         """End the progress of a deleted group; the number of queues that had some.
 
         Repeating it, early or late, does no harm: offsets looks whether the group exists.

@@ -35,13 +35,13 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         catalog: Catalog,
         topics: TopicCalls,
         groups: GroupCalls,
-        stuck: DiagnosisCalls,
-        electing: UncleanElection,
+        diagnosis: DiagnosisCalls,
+        unclean_election: UncleanElection,
         may: Callable[[Context, Permission], bool] = lambda _context, _need: True,
     ) -> None:
-        self._catalog, self._electing = catalog, electing
-        self._topics, self._groups, self._stuck = topics, groups, stuck
-        self._placing, self._may = groups.placing, may
+        self._catalog, self._unclean_election = catalog, unclean_election
+        self._topics, self._groups = topics, groups
+        self._diagnosis, self._may = diagnosis, may
 
     async def CreateTopic(
         self, request: pb.CreateTopicRequest, context: Context
@@ -101,7 +101,7 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
         self, request: pb.ElectReplicaRequest, context: Context
     ) -> pb.ElectReplicaResponse:
         """See the proto."""
-        return await self._electing.elect(request)
+        return await self._unclean_election.elect(request)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
@@ -147,16 +147,16 @@ class NameserverServicer(pb_grpc.NameserverServiceServicer):
 
     async def WhyStuck(self, request: pb.WhyStuckRequest, context: Context) -> pb.WhyStuckResponse:
         """See the proto."""
-        return await self._stuck.why(request)
+        return await self._diagnosis.why_stuck(request)
 
     async def LocateGroup(
         self, request: pb.LocateGroupRequest, context: Context
     ) -> pb.LocateGroupResponse:
         """See the proto."""
-        return await self._placing.locate(request)
+        return await self._groups.placement.locate(request)
 
     async def MoveGroup(
         self, request: pb.MoveGroupRequest, context: Context
     ) -> pb.MoveGroupResponse:
         """See the proto."""
-        return await self._placing.move(request)
+        return await self._groups.placement.move(request)

@@ -63,7 +63,7 @@ RULES: AccessRules = {
             ),
             "ListResets": requires_by_request(lambda request: [join_group(request.group)]),
             "ListHolds": requires_by_request(lambda request: queue_permissions(request.queue)),
-            "HandOver": services_only("offsets"),
+            "ExportGroup": services_only("offsets"),
             "ForgetGroup": services_only("offsets"),
         },
     ),

@@ -10,7 +10,7 @@ stand together. Keys of anything but queues begin with NUL. A value begins with 
 
 from __future__ import annotations
 
-import google_crc32c
+from crc32c import crc32c
 from google.protobuf.message import DecodeError
 
 from baton.common.v1 import queue_pb2
@@ -53,7 +53,7 @@ def unseal(key: bytes, stored: bytes) -> bytes:
 
 
 def _checksum(key: bytes, value: bytes) -> bytes:
-    checksum: int = google_crc32c.value(key + value)
+    checksum: int = crc32c(key + value)
     return checksum.to_bytes(_CHECKSUM_SIZE, "little")
 
 
@@ -176,7 +176,7 @@ def _progress(read: stored_progress_pb2.StoredProgress) -> Progress:
 def encode_token_change(handover: TokenChange) -> bytes:
     """A change of a token, all of it."""
     token, end, reach = handover.ended
-    return stored_progress_pb2.StoredHandover(
+    return stored_progress_pb2.StoredTokenChange(
         token=handover.token,
         holder=_encode_holder(handover.holder),
         unix_ms=handover.unix_ms,
@@ -196,7 +196,7 @@ def decode_token_change(stored: bytes) -> TokenChange:
         DataLoss: these bytes are not a handover.
     """
     try:
-        read = stored_progress_pb2.StoredHandover.FromString(stored)
+        read = stored_progress_pb2.StoredTokenChange.FromString(stored)
         reach = DeliveryReach(read.ended_delivered, read.ended_delivered_max)
         return TokenChange(
             read.token,
@@ -251,24 +251,24 @@ def decode_reset(stored: bytes) -> RecordedReset:
         raise DataLoss(f"a stored operation can't be read: {error}") from error
 
 
-def encode_placement(home: LocalPlacement) -> bytes:
+def encode_local_placement(home: LocalPlacement) -> bytes:
     """What became of a group, on the disk."""
-    return stored_progress_pb2.StoredHome(
+    return stored_progress_pb2.StoredLocalPlacement(
         move=home.move,
-        state=stored_progress_pb2.HomeState.ValueType(home.state),
+        state=stored_progress_pb2.LocalPlacementState.ValueType(home.state),
         gone_to=home.gone_to,
         topic_ids=home.topic_ids,
     ).SerializeToString(deterministic=True)
 
 
-def decode_placement(stored: bytes) -> LocalPlacement:
-    """Inverse of `encode_placement`.
+def decode_local_placement(stored: bytes) -> LocalPlacement:
+    """Inverse of `encode_local_placement`.
 
     Raises:
         DataLoss: these bytes are no entry of a group.
     """
     try:
-        read = stored_progress_pb2.StoredHome.FromString(stored)
+        read = stored_progress_pb2.StoredLocalPlacement.FromString(stored)
         return LocalPlacement(
             read.move, PlacementState(read.state), read.gone_to, dict(read.topic_ids)
         )
@@ -277,17 +277,17 @@ def decode_placement(stored: bytes) -> LocalPlacement:
 
 
 def _encode_step(step: ResetStep) -> stored_progress_pb2.StoredResetStep:
-    key, moved = step.key, step.moved
+    key, effect = step.key, step.effect
     queue = queue_pb2.QueueRef(topic=key.topic, broker=key.broker, queue_id=key.queue_id)
     return stored_progress_pb2.StoredResetStep(
         queue=queue_pb2.GroupQueue(group=key.group, queue=queue),
-        from_offset=moved.before.committed_offset,
-        from_acked=moved.before.acked.encoded,
+        from_offset=effect.before.committed_offset,
+        from_acked=effect.before.acked.encoded,
         to_offset=step.to_offset,
-        replayed_count=moved.replayed_count,
-        skipped_count=moved.skipped_count,
-        reset_epoch=moved.reset_epoch,
-        token=moved.token,
+        replayed_count=effect.replayed_count,
+        skipped_count=effect.skipped_count,
+        reset_epoch=effect.reset_epoch,
+        token=effect.token,
     )
 
 
@@ -308,7 +308,7 @@ def _encode_holder(holder: Incarnation | None) -> queue_pb2.Incarnation | None:
 
 
 def _decode_holder(
-    read: stored_progress_pb2.StoredProgress | stored_progress_pb2.StoredHandover,
+    read: stored_progress_pb2.StoredProgress | stored_progress_pb2.StoredTokenChange,
 ) -> Incarnation | None:
     if not read.HasField("holder"):
         return None

@@ -77,7 +77,7 @@ class Follower:
         try:
             self.disk.check_room()
         except DiskFull as error:
-            self.stuck.met(error)
+            self.stuck.report(error)
             return False
         return True
 
@@ -88,10 +88,10 @@ class Follower:
             try:
                 await self._step()
                 if self.has_room():
-                    self.stuck.passed()
+                    self.stuck.clear()
                 failures = 0
             except BatonError as error:
-                self.stuck.met(error)
+                self.stuck.report(error)
                 level = logging.WARNING if failures == 10 else logging.DEBUG
                 log.log(level, "not following position=%s error=%s", self.changes.position, error)
                 delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)

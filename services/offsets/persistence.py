@@ -13,12 +13,12 @@ from batonmq.errors import DataLoss
 from batonmq_server.offsets.codec import (
     META,
     decode_key,
-    decode_placement,
+    decode_local_placement,
     decode_progress,
     decode_reset,
     decode_token_change,
     encode_key,
-    encode_placement,
+    encode_local_placement,
     encode_progress,
     encode_reset,
     encode_token_change,
@@ -244,7 +244,9 @@ def _restore_meta(table: ProgressTable, records: ResetHistory, meta: dict[bytes,
     """Homes first: of a group that is not here nothing else counts."""
     for key, value in meta.items():
         if key.startswith(PLACEMENT):
-            table.placements.put(key.removeprefix(PLACEMENT).decode(), decode_placement(value))
+            table.placements.put(
+                key.removeprefix(PLACEMENT).decode(), decode_local_placement(value)
+            )
     for key, value in meta.items():
         if key.startswith(TOPIC):
             table.restore_topic(key.removeprefix(TOPIC).decode(), _number(meta, key))
@@ -291,7 +293,7 @@ def entries_of(
 
 def placement_entry(group: str, home: LocalPlacement) -> tuple[bytes, bytes]:
     """How it stands on the disk what became of a group; not sealed yet."""
-    return PLACEMENT + group.encode(), encode_placement(home)
+    return PLACEMENT + group.encode(), encode_local_placement(home)
 
 
 def tombstone_entries(key: GroupQueue, tombstone: Tombstone) -> list[Entry]:

@@ -25,12 +25,12 @@ PART_ENTRIES = 4_096
 class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     """See replication_service.proto."""
 
-    def __init__(self, role: OffsetsReplica, disk: ProgressStore) -> None:
-        self._role, self._disk = role, disk
+    def __init__(self, replica: OffsetsReplica, disk: ProgressStore) -> None:
+        self._replica, self._disk = replica, disk
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """See the proto."""
-        leadership = self._role.leadership
+        leadership = self._replica.leadership
         at = ReplicaPosition(request.position.epoch, request.position.version)
         self._check(request.node_id, at.epoch)
         if request.hold_ms > HOLD_MS_MAX:
@@ -38,9 +38,9 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
                 f"hold_ms is {request.hold_ms}; the limit is {HOLD_MS_MAX}",
                 facts={"field": "hold_ms", "limit": HOLD_MS_MAX, "actual": request.hold_ms},
             )
-        leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
+        leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, at, request.hold_ms)
-        self._role.check_still(leadership)
+        self._replica.check_still(leadership)
         return pb.FetchResponse(
             epoch=leadership.epoch,
             changes=map(_change_pb, found or ()),
@@ -56,7 +56,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         entries, at = await self._state()
         for begin in range(0, max(len(entries), 1), PART_ENTRIES):
             part = entries[begin : begin + PART_ENTRIES]
-            self._role.check()
+            self._replica.check()
             yield pb.ReadAllResponse(
                 position=at,
                 entries=[pb.Entry(key=key, value=value) for key, value in part],
@@ -68,20 +68,20 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         self._check(request.node_id, request.epoch)
         entries, at = await self._state()
         digest = await digest_of(entries)
-        self._role.check()
+        self._replica.check()
         return pb.DigestResponse(position=at, digest=digest)
 
     async def DescribeReplicas(
         self, request: pb.DescribeReplicasRequest, context: Context
     ) -> pb.DescribeReplicasResponse:
         """See the proto."""
-        keeper = self._role.leadership.keeper
+        in_sync_set = self._replica.leadership.in_sync_set
         return pb.DescribeReplicasResponse(
-            replica_set=self._role.replica_set,
-            epoch=keeper.epoch,
-            confirmed=keeper.books.confirmed,
-            min_in_sync=keeper.policy.min_in_sync,
-            replicas=keeper.replicas(),
+            replica_set=self._replica.name,
+            epoch=in_sync_set.epoch,
+            confirmed=in_sync_set.tracker.confirmed,
+            min_in_sync=in_sync_set.policy.min_in_sync,
+            replicas=in_sync_set.replicas(),
         )
 
     async def _state(self) -> tuple[list[tuple[bytes, bytes]], pb.Position]:
@@ -95,7 +95,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
         Raises:
             NotLeader, InvalidArgument, OldEpoch: refused.
         """
-        epoch = self._role.leadership.epoch
+        epoch = self._replica.leadership.epoch
         if not name:
             raise InvalidArgument("a follower has a node id", facts={"field": "node_id"})
         if seen_epoch > epoch:

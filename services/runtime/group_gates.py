@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from batonmq.errors import GroupNotFound, ModeChanged, Paused
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
@@ -99,7 +100,7 @@ class GroupGates:
 
 
 def _gate(value: bytes, revision: int) -> GroupGate:
-    gate = pb.Gate.FromString(value)
+    gate = StoredGate.FromString(value)
     broadcasting = gate.model == pb.MESSAGE_MODEL_BROADCASTING
     return GroupGate(
         revision=revision,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
+from baton.nameserver.v1.stored_placement_pb2 import StoredPlacement
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 from batonmq_server.runtime.etcd.session import KeyValue
 
@@ -33,14 +34,14 @@ class GroupPlacement:
 
     def encode(self) -> bytes:
         """As it stands in etcd."""
-        return pb.Place(
+        return StoredPlacement(
             offsets_set=self.offsets_set, move=self.move, from_set=self.from_set
         ).SerializeToString()
 
 
 def decode_placement(stored: KeyValue) -> GroupPlacement:
     """Inverse of `GroupPlacement.encode`."""
-    read = pb.Place.FromString(stored.value)
+    read = StoredPlacement.FromString(stored.value)
     return GroupPlacement(read.offsets_set, read.move, read.from_set, stored.mod_revision)
 
 

@@ -1,4 +1,4 @@
-"""`python -m batonmq_server.storage`: a storage node."""
+"""Entry point of a storage node: `python -m batonmq_server.storage`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who may make the calls of storage.
+"""The permission that each call of storage needs.
 
-GetMessage and CancelScheduled name a message and no topic: their servicers ask again once they know
-its topic.
+GetMessage and CancelScheduled name a message, not a topic. Their servicers check the permission
+themselves once they know the topic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _write(batch: bytes) -> Permission:
     try:
         return produce(read_topic(batch))
     except BadBatch:
-        return ANY_GRANT  # the servicer says what is wrong with it
+        return ANY_GRANT  # the servicer rejects the batch and says why
 
 
 RULES: AccessRules = {

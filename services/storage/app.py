@@ -1,4 +1,4 @@
-"""Puts a storage node together: alone, or as a node of a replica set."""
+"""Builds the app of a storage node: a single node, or a member of a replica set."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ REPLICATION_SERVICE = "baton.storage.v1.ReplicationService"
 
 @asynccontextmanager
 async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[App]:
-    """Recover the data directory and give the app that serves it."""
+    """Recover the data directory and yield the app that serves it."""
     with ExitStack() as stack:
         if len(settings.members) > 1:
             stack.enter_context(locked(settings.data_dir))
@@ -83,10 +83,10 @@ async def build(settings: StorageSettings, runtime: Runtime) -> AsyncIterator[Ap
 async def served(
     settings: StorageSettings, runtime: Runtime, node: StorageNode, in_thread: InThread = in_thread
 ) -> AsyncIterator[App]:
-    """The app that serves `node`, which has no replicas.
+    """Yield the app of `node`, a node without replicas.
 
     Args:
-        in_thread: Calls what blocks away from the event loop.
+        in_thread: Runs blocking calls outside the event loop.
     """
     async with _environment(settings, runtime, in_thread) as (environment, mirrors):
         components = build_components(node, environment, StandaloneRole(node.store))
@@ -132,12 +132,12 @@ async def replicated(
     in_thread: InThread = in_thread,
     on_open: Callable[[StorageNode], None] = lambda _: None,
 ) -> AsyncIterator[App]:
-    """The app of a node that is leader at times, and follower at others.
+    """Yield the app of a member of a replica set: a leader or a follower, as elected.
 
     Args:
-        disk: Nobody else uses it.
-        in_thread: Calls what blocks away from the event loop.
-        on_open: Told of the directory each time it is open, before anything works on it.
+        disk: Disk of this node; nothing else may use it.
+        in_thread: Runs blocking calls outside the event loop.
+        on_open: Called with the node each time its directory is opened, before any component runs.
     """
     peer = LeaderChannel(
         runtime.nodes,
@@ -211,15 +211,15 @@ async def replicated(
                     environment.deliveries.run,
                     copy.run,
                     role.run,
-                    role.member.registration.run,
+                    role.registration.run,
                     following.run,
                 ),
                 long_polls=frozenset({"Pull", "Fetch"}),
                 leader=False,
                 room=settings.room,
                 replica_set=settings.broker_name,
-                caught_up=role.member.in_sync,
-                resign=role.member.resign,
+                caught_up=role.is_in_sync,
+                resign=role.resign,
                 drain=copy.drain,
             )
         finally:
@@ -228,7 +228,7 @@ async def replicated(
 
 
 class _Mirrors:
-    """Copies of what etcd has, which wake the pulls of whatever serves at the moment."""
+    """The mirrors of etcd; a change wakes the long polls of the current components."""
 
     def __init__(self, topics: EtcdMirror, gates: EtcdMirror, places: EtcdMirror) -> None:
         self.topics, self.gates, self.places = topics, gates, places
@@ -237,7 +237,7 @@ class _Mirrors:
         self.gates.on_change.append(self._gates_changed)
 
     def wake(self, components: StorageComponents) -> None:
-        """From now on the pulls of `serving`."""
+        """Wake the long polls of `serving`."""
         self._components = components
 
     def _topics_changed(self, names: frozenset[str]) -> None:
@@ -298,7 +298,7 @@ async def _environment(
 
 
 def _monotonic_ms() -> Callable[[], int]:
-    """The clock of this loop, for any thread."""
+    """Return the monotonic clock of this event loop, which any thread may read."""
     loop = asyncio.get_running_loop()
     return lambda: int(loop.time() * 1000)
 

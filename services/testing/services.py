@@ -10,7 +10,7 @@ from typing import Any
 
 from batonmq_server.lockmgr import app as lockmgr_app
 from batonmq_server.lockmgr.config import LockmgrSettings
-from batonmq_server.nameserver import __main__ as nameserver_app
+from batonmq_server.nameserver import app as nameserver_app
 from batonmq_server.nameserver.config import NameserverSettings
 from batonmq_server.offsets import app as offsets_app
 from batonmq_server.offsets.config import OffsetsSettings

@@ -22,6 +22,8 @@ from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import lockmgr_service_pb2_grpc as pb_grpc
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from baton.offsets.v1 import offsets_service_pb2 as offsets_pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as offsets_grpc
 from batonmq._common.clock import Clock
@@ -220,14 +222,14 @@ class Scene:
     ) -> int:
         """Write the group's record, and its gate if that has changed; its new generation."""
         self.generation += 1
-        group = nameserver_pb.Group(
+        group = StoredGroup(
             name=GROUP,
             generation=self.generation,
             members=[nameserver_pb.Member(incarnation=m.incarnation) for m in members],
             subscriptions=[nameserver_pb.Subscription(topic=t, expression="*") for t in topics],
         )
         put = [Put(f"groups/{GROUP}", group.SerializeToString())]
-        opened = nameserver_pb.Gate(**(OPEN | gate)).SerializeToString()
+        opened = StoredGate(**(OPEN | gate)).SerializeToString()
         if opened != self.gate:
             put.append(Put(f"gates/{GROUP}", opened))
         assert await self.etcd.txn(compare=(), put=put)

@@ -12,6 +12,8 @@ from baton.common.v1 import queue_pb2
 from baton.lockmgr.v1 import lockmgr_service_pb2 as pb
 from baton.lockmgr.v1 import stored_lock_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
+from baton.nameserver.v1.stored_group_pb2 import StoredGroup
 from batonmq._common.rpc import error_from_pb
 from batonmq.errors import BatonError
 from batonmq_server.runtime.etcd.session import Put
@@ -30,7 +32,7 @@ def far_queue() -> queue_pb2.GroupQueue:
 
 async def far_group(s: Scene, member: Member, token: int = 0) -> None:
     """A group that a set keeps which is away; `member` owns its queue if there is a token."""
-    group = nameserver_pb.Group(
+    group = StoredGroup(
         name=FAR,
         generation=1,
         members=[nameserver_pb.Member(incarnation=member.incarnation)],
@@ -38,7 +40,7 @@ async def far_group(s: Scene, member: Member, token: int = 0) -> None:
     )
     put = [
         Put(f"groups/{FAR}", group.SerializeToString()),
-        Put(f"gates/{FAR}", nameserver_pb.Gate(**OPEN).SerializeToString()),
+        Put(f"gates/{FAR}", StoredGate(**OPEN).SerializeToString()),
         Put(f"places/{FAR}", GroupPlacement("away").encode()),
     ]
     if token:

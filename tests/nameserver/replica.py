@@ -23,7 +23,7 @@ from batonmq._common.rpc import from_rpc_error
 from batonmq._connection.channels import connect
 from batonmq._telemetry.events import EventHub
 from batonmq.errors import BatonError
-from batonmq_server.nameserver.__main__ import build
+from batonmq_server.nameserver.app import build
 from batonmq_server.nameserver.catalog import Catalog
 from batonmq_server.nameserver.compare_and_swap import CompareAndSwap
 from batonmq_server.nameserver.config import NameserverSettings
@@ -31,6 +31,7 @@ from batonmq_server.nameserver.group_calls import GroupCalls
 from batonmq_server.nameserver.group_events import GroupEvents
 from batonmq_server.nameserver.group_store import GroupStore
 from batonmq_server.nameserver.member_sessions import MemberSessions
+from batonmq_server.nameserver.metrics import MembershipMetrics
 from batonmq_server.nameserver.placement_calls import PlacementCalls
 from batonmq_server.nameserver.progress_deleter import ProgressDeleter
 from batonmq_server.nameserver.refused_clients import RefusedClients
@@ -134,11 +135,13 @@ class Direct:
         settings, etcd = runtime.settings, runtime.etcd
         assert isinstance(settings, NameserverSettings)
         self.catalog = Catalog(etcd, runtime.nodes, watchers_max=1)
-        telemetry = GroupEvents(CollectorRegistry(), runtime.hub, self.catalog, 30_000)
-        turns = CompareAndSwap(runtime.random)
-        topic_store = TopicStore(etcd, turns)
+        events = GroupEvents(
+            MembershipMetrics(CollectorRegistry()), runtime.hub, member_lease_ms=30_000
+        )
+        swap = CompareAndSwap(runtime.random)
+        topic_store = TopicStore(etcd, swap)
         store = GroupStore(
-            etcd, turns, topic_store, member_lease_ms=30_000, on_change=telemetry.group_changed
+            etcd, swap, topic_store, member_lease_ms=30_000, on_change=events.group_changed
         )
         self.offsets = LeaderChannels(
             runtime.nodes, OFFSETS_SERVICE, offsets_grpc.OffsetsServiceStub
@@ -152,11 +155,11 @@ class Direct:
             catalog=self.catalog,
             store=store,
             topics=self.topics,
-            sessions=MemberSessions(etcd, self.catalog, store, telemetry, grace_ms=1_000),
-            refusals=RefusedClients(etcd, self.catalog, lease_ms=30_000),
-            progress=progress,
-            placing=PlacementCalls(etcd, turns, self.catalog, places, store),
-            telemetry=telemetry,
+            sessions=MemberSessions(etcd, self.catalog, store, events, grace_ms=1_000),
+            refused=RefusedClients(etcd, self.catalog, lease_ms=30_000),
+            progress_deleter=progress,
+            placement=PlacementCalls(etcd, swap, self.catalog, places, store),
+            events=events,
         )
         self._tasks = tasks
         self._following: list[asyncio.Task[None]] = []
@@ -302,7 +305,7 @@ def owners(group: pb.Group) -> dict[str, int]:
         names[owner]
         for topic in group.assignments
         for part in topic.brokers
-        for owner in part.owners
+        for owner in part.member_numbers
     )
 
 

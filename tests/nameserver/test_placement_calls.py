@@ -33,7 +33,7 @@ async def locate(nameserver: Replica, group: str) -> str:
         answer = await nameserver.stub.LocateGroup(request, timeout=CALL_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
-    return answer.place.offsets_set
+    return answer.placement.offsets_set
 
 
 async def move(
@@ -83,7 +83,8 @@ async def test_groups_are_spread_and_only_those_move_that_go_to_a_new_set(
     await add_set(etcd, nameserver, "offsets-c")
     assert {group: await locate(nameserver, group) for group in groups} == before, "as chosen"
     moved = {
-        group: (await move(nameserver, group, dry_run=True)).place.offsets_set for group in groups
+        group: (await move(nameserver, group, dry_run=True)).placement.offsets_set
+        for group in groups
     }
     went = {group for group in groups if moved[group] != before[group]}
     assert {moved[group] for group in went} == {"offsets-c"}
@@ -116,18 +117,18 @@ async def test_a_move_is_written_once_and_the_next_one_waits_for_its_end(
     begin = await locate(nameserver, "billing")
     first, second = sorted({"offsets", "offsets-b", "offsets-c"} - {begin})
     answer = await move(nameserver, "billing", first)
-    assert (answer.before.offsets_set, answer.place.offsets_set) == (begin, first)
+    assert (answer.before.offsets_set, answer.placement.offsets_set) == (begin, first)
     place = await stored(etcd, "billing")
     assert place is not None
     assert (place.offsets_set, place.move, place.from_set) == (first, 1, begin)
     again = await move(nameserver, "billing", first)
-    assert again.before == again.place == answer.place, "it is on its way there"
+    assert again.before == again.placement == answer.placement, "it is on its way there"
     with pytest.raises(GroupMoving) as refusal:
         await move(nameserver, "billing", second)
     assert refusal.value.facts["from_set"] == begin
     await finish(etcd, "billing")
     answer = await move(nameserver, "billing", second)
-    assert (answer.place.move, answer.place.from_set) == (2, first)
+    assert (answer.placement.move, answer.placement.from_set) == (2, first)
     assert await locate(nameserver, "billing") == second
 
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.common.v1 import error_pb2, queue_pb2
-from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_gate_pb2 import StoredGate
 from baton.offsets.v1 import offsets_service_pb2 as pb
 from baton.offsets.v1 import offsets_service_pb2_grpc as pb_grpc
 from batonmq._common.rpc import from_rpc_error
@@ -75,7 +75,7 @@ class Service:
         """The gate of `group` has arrived from etcd."""
         gates = self.offsets.gates
         gates.revision += 1
-        value = nameserver_pb.Gate(**fields).SerializeToString()
+        value = StoredGate(**fields).SerializeToString()
         gates.values[group] = KeyValue(group, value, gates.revision, gates.revision)
 
     async def held(self, queue_id: int = 3, delivered: int = 10) -> None:

@@ -104,7 +104,7 @@ async def test_the_term_and_every_field_of_a_queue_survive(tmp_path: Path) -> No
     scene = busy()
     with Disk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
-        entries = entries_of(scene.table, scene.resets.records)
+        entries = entries_of(scene.table, scene.resets.history)
         await disk.write([*entries(KEY), *entries(None)])
     table = life(tmp_path)
     scene.restart()
@@ -120,7 +120,7 @@ async def test_what_is_left_of_a_deleted_topic_survives(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         scene.delete(4)
-        entries = entries_of(scene.table, scene.resets.records)
+        entries = entries_of(scene.table, scene.resets.history)
         await disk.write([*entries(KEY.topic), *entries(KEY)])
     table = life(tmp_path)
     assert (len(table), table.deleted_topic_id(KEY.topic), table.deleted_topic_id("other")) == (
@@ -208,7 +208,7 @@ def test_a_start_on_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
         scene = busy()
-        ((key, value),) = entries_of(scene.table, scene.resets.records)(KEY)
+        ((key, value),) = entries_of(scene.table, scene.resets.history)(KEY)
         assert value is not None
         disk.write_blocking([(key, value[:-1] + bytes([value[-1] ^ 1]))])
     with pytest.raises(DataLoss, match="checksum"):
@@ -221,7 +221,7 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
     scene.undo("first")
     with Disk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
-        records = scene.resets.records
+        records = scene.resets.history
         entries = entries_of(scene.table, records)
         slots = [operation.number for operation in records.newest_first(KEY.group)]
         assert slots == [2, 1]
@@ -232,7 +232,7 @@ async def test_operations_survive_with_every_field_and_in_order(tmp_path: Path) 
     kept = found.newest_first(KEY.group)
     assert kept == records.newest_first(KEY.group)
     assert kept[0].order.undone_op_id == "first"
-    assert kept[1].steps[0].moved.before.acked == scene.queue.acked
+    assert kept[1].steps[0].effect.before.acked == scene.queue.acked
 
 
 def test_a_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:

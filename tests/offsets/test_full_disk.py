@@ -99,7 +99,7 @@ async def test_a_full_disk_refuses_changes_until_it_has_room_again(
         commits = service.offsets.commits
         async with asyncio.TaskGroup() as tasks:
             caught = tasks.create_task(call(service, "Commit", commit(5)))
-            await until(lambda: commits.full is not None)
+            await until(lambda: commits.disk_full is not None)
             assert service.registry.get_sample_value("baton_offsets_disk_full") == 1
             for method, request in CHANGES.items():
                 code, error = await refused(service, method, request)
@@ -134,7 +134,7 @@ async def test_what_was_not_durable_on_a_full_disk_is_gone_after_a_restart(
         room.free_bytes = 0
         async with asyncio.TaskGroup() as tasks:
             caught = tasks.create_task(call(service, "Commit", commit(5)))
-            await until(lambda: service.offsets.commits.full is not None)
+            await until(lambda: service.offsets.commits.disk_full is not None)
             await service.offsets.commits.drain()
             caught.cancel()
     async with serving_in(tmp_path, room) as service:

@@ -269,7 +269,7 @@ async def test_a_life_begins_without_reading_holds_and_still_has_them(tmp_path: 
     assert handover is not None
     with Disk(tmp_path) as disk:
         recover_standalone(disk, QueueLimits(), NOW)
-        entries = entries_of(scene.table, scene.resets.records)
+        entries = entries_of(scene.table, scene.resets.history)
         await disk.write([*entries(KEY), *entries(TokenChangeKey(KEY, handover))])
     with Disk(tmp_path) as disk:
         _, table, _ = recover_standalone(disk, QueueLimits(), NOW)

@@ -50,15 +50,15 @@ def keep_the_longer_log(patch: pytest.MonkeyPatch) -> None:
 
 def show_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
     """Readers at a follower see what it has, and not what every member of the set has."""
-    real = LogFollower._settle
+    real = LogFollower._clear_damage
 
-    async def settle(
+    async def clear_damage(
         self: LogFollower, components: StorageComponents, answer: replication_pb.FetchResponse
     ) -> None:
         components.flusher.confirmed(components.node.store.log.synced_position)
         await real(self, components, answer)
 
-    patch.setattr(LogFollower, "_settle", settle)
+    patch.setattr(LogFollower, "_clear_damage", clear_damage)
 
 
 def replicated_alone(patch: pytest.MonkeyPatch) -> None:
@@ -86,13 +86,13 @@ def deliver_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 def take_an_empty_copy_for_whole(patch: pytest.MonkeyPatch) -> None:
     """A member that has lost its disk counts again as soon as it has reached the last epoch."""
-    real = node._of_replica
+    real = node._recover_replica
 
-    def of_replica(attempt: node._Attempt, *, accept_loss: bool) -> EpochHistory:
+    def recover_replica(attempt: node._Attempt, *, accept_loss: bool) -> EpochHistory:
         history = real(attempt, accept_loss=accept_loss)
         return history if history.starts else EpochHistory()
 
-    patch.setattr(node, "_of_replica", of_replica)
+    patch.setattr(node, "_recover_replica", recover_replica)
 
 
 def forget_the_producers(patch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ class StoreChecks(ReplicaChecks):
         """See everything that a node does to its copy from now on."""
         store = node.store
         real = {each: getattr(store, each) for each in ("append", "synced", "confirmed")}
-        keep, cut, begin_epoch = node.keep, node.cut, node.begin_epoch
+        keep, cut, begin_epoch = node.save_history, node.cut, node.begin_epoch
 
         def append(
             batches: Sequence[CheckedBatch], topics: Mapping[str, TopicQueues], *more: Any
@@ -259,7 +259,7 @@ class StoreChecks(ReplicaChecks):
                 self._fail(f"{name} is leader, and lacks {self._confirmed}, which was confirmed")
 
         vars(store).update(append=append, synced=synced, confirmed=confirmed)
-        vars(node).update(keep=kept, cut=was_cut, begin_epoch=began)
+        vars(node).update(save_history=kept, cut=was_cut, begin_epoch=began)
 
     def _appended(
         self,

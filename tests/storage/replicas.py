@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton.common.v1 import queue_pb2
 from baton.nameserver.v1 import nameserver_service_pb2 as nameserver_pb
+from baton.nameserver.v1.stored_topic_pb2 import StoredTopic
 from baton.storage.v1 import query_service_pb2 as query_pb
 from baton.storage.v1 import query_service_pb2_grpc as query_grpc
 from baton.storage.v1 import replication_service_pb2 as replication_pb
@@ -200,7 +201,7 @@ class Scene:
         """Write the topic as the nameserver does."""
         async with EtcdSession(self.endpoint, self.cluster, Clock()) as session:
             spread = [nameserver_pb.QueueSpread(broker=BROKER, queue_count=8)]
-            topic = nameserver_pb.Topic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
+            topic = StoredTopic(name=TOPIC, topic_id=TOPIC_ID, spread=spread)
             await session.put(session.key("topics", TOPIC), topic.SerializeToString())
 
     async def leader(self) -> Replica:

@@ -19,9 +19,12 @@ from batonmq._telemetry.client_metrics import ClientMetrics
 from batonmq._telemetry.events import EventHub
 from batonmq_server.lockmgr.metrics import LockmgrMetrics
 from batonmq_server.nameserver.catalog import Catalog
-from batonmq_server.nameserver.group_events import GroupEvents
-from batonmq_server.nameserver.group_metrics import GroupMetrics
-from batonmq_server.nameserver.set_metrics import SetMetrics
+from batonmq_server.nameserver.metrics import (
+    CatalogMetrics,
+    LagMetrics,
+    MembershipMetrics,
+    ReplicaSetMetrics,
+)
 from batonmq_server.offsets.metrics import OffsetsMetrics
 from batonmq_server.runtime.access.guard import Guard
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
@@ -83,8 +86,9 @@ def _families(make: Callable[[CollectorRegistry], object]) -> list[Family]:
 def _nameserver(registry: CollectorRegistry) -> object:
     etcd = EtcdSession("127.0.0.1:1", "docs", Clock())
     catalog = Catalog(etcd, EtcdMirror(etcd, "nodes/"), watchers_max=1)
-    registry.register(SetMetrics(catalog))
-    return GroupEvents(registry, _hub(), catalog, 30_000), GroupMetrics(registry)
+    CatalogMetrics(registry, catalog)
+    registry.register(ReplicaSetMetrics(catalog))
+    return MembershipMetrics(registry), LagMetrics(registry)
 
 
 def _hub() -> EventHub:

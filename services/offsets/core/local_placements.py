@@ -20,7 +20,7 @@ class PlacementState(IntEnum):
     """What became of a group here; numbers as in the contract."""
 
     ARRIVING = 1
-    HERE = 2
+    KEPT = 2
     GONE = 3
     FORGOTTEN = 4
 
@@ -40,7 +40,7 @@ class LocalPlacement:
     topic_ids: Mapping[str, int] = field(default_factory=dict)
 
 
-_KEPT = (PlacementState.ARRIVING, PlacementState.HERE)
+_KEPT = (PlacementState.ARRIVING, PlacementState.KEPT)
 
 
 class LocalPlacements:
@@ -60,7 +60,7 @@ class LocalPlacements:
     def keeps(self, group: str) -> bool:
         """Whether what is stored of a group counts here: it is neither on its way nor gone."""
         placement = self._placements.get(group)
-        return placement is None or placement.state is PlacementState.HERE
+        return placement is None or placement.state is PlacementState.KEPT
 
     def topic_id(self, group: str, topic: str) -> int:
         """For which id the progress on a topic was last deleted where the group came from."""
@@ -82,7 +82,7 @@ class LocalPlacements:
             NotServing: it is on its way.
         """
         placement = self._placements.get(group)
-        if placement is None or placement.state is PlacementState.HERE:
+        if placement is None or placement.state is PlacementState.KEPT:
             return
         if placement.state is PlacementState.ARRIVING:
             raise arriving(group)
@@ -107,7 +107,7 @@ class LocalPlacements:
             ):
                 return False
             raise old_move(group, move, placement.move)
-        if placement is not None and placement.state is not PlacementState.HERE:
+        if placement is not None and placement.state is not PlacementState.KEPT:
             raise arriving(group)
         ahead = placement.topic_ids if placement is not None else {}
         joined = {topic: max(ahead.get(topic, 0), one) for topic, one in topic_ids.items()}

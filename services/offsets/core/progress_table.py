@@ -192,7 +192,7 @@ class ProgressTable:
 
     def delete_group(self, group: str, topic: str, now: Instant) -> list[GroupQueue]:
         """End the progress of `group` on `topic` or, if empty, on all; which queues had some."""
-        return self._end((key for key in self.group(group) if topic in ("", key.topic)), now)
+        return self._end((key for key in self.queues_of(group) if topic in ("", key.topic)), now)
 
     def deleted_topic_id(self, topic: str) -> int:
         """The greatest id that `delete_topic` was called with for this name; 0 for none."""
@@ -257,7 +257,7 @@ class ProgressTable:
         """What has to be durable of a queue that has, or had, progress."""
         return self._queues.get(key) or self._tombstones[key]
 
-    def group(self, group: str) -> list[GroupQueue]:
+    def queues_of(self, group: str) -> list[GroupQueue]:
         """Queues of a group, ascending."""
         return sorted(self._groups.get(group, ()))
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq_server.nameserver.core.topics import QueueSpread, Topic
-from batonmq_server.nameserver.set_metrics import SetMetrics
+from batonmq_server.nameserver.metrics import ReplicaSetMetrics
 from batonmq_server.runtime.etcd.session import KeyValue
 from tests.nameserver.service_twins import Scene, scene
 
@@ -26,7 +26,7 @@ def register(to: Scene, kind: str, node_id: str, replica_set: str, *, leader: bo
 def shown(of: Scene) -> tuple[Shown, Shown]:
     """Nodes, and those that lead, by kind and set."""
     registry = CollectorRegistry()
-    registry.register(SetMetrics(of.catalog))
+    registry.register(ReplicaSetMetrics(of.catalog))
     nodes, leaders = (
         {(s.labels["kind"], s.labels["replica_set"]): s.value for s in metric.samples}
         for metric in registry.collect()
