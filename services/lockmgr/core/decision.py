@@ -1,8 +1,8 @@
 """The decision table of the lock manager (protocol section 7): what to do about a requested queue.
 
 `TABLE` is the whole rule set of the default profile; the first row that fits decides. `markdown()`
-prints it, as in docs/explanation/ownership.md. Everything here is pure: it reads the lock entry, the
-observation and the time that the caller passes in, and changes nothing.
+prints it, as in docs/explanation/ownership.md. Everything here is pure: it reads the lock entry,
+the observation and the time that the caller passes in, and changes nothing.
 """
 
 from __future__ import annotations
