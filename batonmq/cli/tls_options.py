@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import typer
-from pydantic import SecretStr
 
+from batonmq._common.secret import Secret
 from batonmq._connection.security import Security
 from batonmq.cli.context_file import SECURITY, Context
 
@@ -94,4 +94,4 @@ def choose_security(given: TlsOptions, token: str, context: Context) -> Security
         wanted = bool(texts or token)
     if not wanted:  # without it no token goes anywhere
         return None
-    return Security(**texts, token=SecretStr(token) if token else None)
+    return Security(**texts, token=Secret(token) if token else None)

@@ -1,4 +1,4 @@
-"""Compare-and-swap writes to etcd: read, decide, write; repeat if another writer was faster."""
+"""Compare-and-swap writes to etcd: read, decide, write; retry if another writer was faster."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
-from batonmq._core.keyed_queues import highest
+from batonmq._core.keyed_queues import index_of_highest
 from batonmq._core.names import check_group, check_offsets_set
 from batonmq.errors import GroupMoving, OffsetsUnreachable, SetNotFound
 from batonmq_server.nameserver.catalog import Catalog
@@ -154,7 +154,7 @@ class PlacementCalls:
         known = sorted(self._placements.registered())
         if not known:
             raise OffsetsUnreachable("no offsets node is registered", retry_after_ms=500)
-        return known[highest(group, known)]
+        return known[index_of_highest(group, known)]
 
 
 def _placement_to_pb(placement: GroupPlacement) -> pb.Placement:

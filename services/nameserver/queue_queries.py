@@ -161,14 +161,20 @@ class QueueQueries:
     async def progress(self, group: str) -> QueryResult[dict[QueueRef, ProgressEvidence]]:
         """Return the progress of a group, by queue."""
         request = offsets_pb.QueryGroupRequest(group=group)
-        answer = await self._query(
-            lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
-        )
-        if answer.value is None:
-            return QueryResult(failure=answer.failure)
-        return QueryResult(
-            {_queue_from_pb(found.queue.queue): _progress(found) for found in answer.value.queues}
-        )
+        progress: dict[QueueRef, ProgressEvidence] = {}
+        while True:
+            answer = await self._query(
+                lambda: self._offsets(group).QueryGroup(request, timeout=self._timeout_s)
+            )
+            if answer.value is None:
+                return QueryResult(failure=answer.failure)
+            progress.update(
+                (_queue_from_pb(found.queue.queue), _progress(found))
+                for found in answer.value.queues
+            )
+            request.page_token = answer.value.next_page_token
+            if not request.page_token:
+                return QueryResult(progress)
 
     async def logs(
         self, broker: str, queues: Sequence[QueueRef]

@@ -64,7 +64,7 @@ class UncleanElection:
                 Compare(key, mod_revision=standing.mod_revision),
                 *(Compare(one, create_revision=0) for one in absent),
             ],
-            put=[Put(key, standing.elected(loss).encode())],
+            put=[Put(key, standing.with_accepted_loss(loss).encode())],
         )
         if revision is None:
             raise StillInSync(

@@ -7,7 +7,6 @@ its election and dropped at its end, so nothing of an earlier epoch is ever answ
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from batonmq.errors import DiskFull, NotServing
@@ -16,115 +15,98 @@ from batonmq_server.offsets.epoch import OffsetsEpoch
 from batonmq_server.offsets.follower import Follower
 from batonmq_server.offsets.leadership import OffsetsLeadership
 from batonmq_server.offsets.metrics import OffsetsMetrics
-from batonmq_server.runtime.replication import leader_servicer as role
 from batonmq_server.runtime.replication.in_sync_set import InSyncSet
 from batonmq_server.runtime.replication.replica_node import ReplicaNode
 from batonmq_server.runtime.service_runtime import Runtime
-
-log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
 
 Serve = Callable[[OffsetsLeadership], Awaitable[OffsetsEpoch]]
 
 
-class OffsetsReplica(role.Role[OffsetsLeadership]):
+class OffsetsReplica(ReplicaNode[OffsetsLeadership]):
     """This node's part in its replica set.
 
     Args:
-        following: This node as a follower.
-        serve: The service on the copy that is on the disk, for one leadership.
+        follower: This node as a follower.
+        serve: Builds the service of one leadership on the copy that is on the disk.
     """
 
     def __init__(
         self,
         settings: OffsetsSettings,
         runtime: Runtime,
-        following: Follower,
+        follower: Follower,
         serve: Serve,
         metrics: OffsetsMetrics,
     ) -> None:
-        self._settings, self._runtime = settings, runtime
-        self._following, self._serve, self._metrics = following, serve, metrics
+        self._settings, self._follower = settings, follower
+        self._serve, self._metrics = serve, metrics
         super().__init__(
-            ReplicaNode(
-                runtime,
-                name=settings.replica_set,
-                members=settings.members,
-                lease_ms=settings.leader_lease_ms,
-                position=lambda: following.changes.position,
-            )
+            runtime,
+            name=settings.replica_set,
+            node_ids=settings.members,
+            lease_ms=settings.leader_lease_ms,
+            position=lambda: follower.changes.position,
         )
-        # Without room a leader could begin nothing, and would keep from it those that can.
-        self.member.standing_back = lambda: not following.has_room()
         self._offsets: OffsetsEpoch | None = None
 
     @property
-    def replica_set(self) -> str:
-        """Name of the set."""
-        return self._settings.replica_set
-
-    @property
     def offsets(self) -> OffsetsEpoch:
-        """What clients ask.
+        """The service of the current epoch.
 
         Raises:
             NotLeader: this node is not the leader.
-            NotServing: it has just been elected.
+            NotServing: this node was elected and does not serve yet.
         """
         self.check()
         if self._offsets is None:
             raise NotServing("the new leader waits for its followers", retry_after_ms=100)
         return self._offsets
 
-    async def run(self) -> None:
-        """Stand for election and lead for ever; to be run as one task."""
-        await self.member.election.run(self._lead)
+    def _can_lead(self) -> bool:
+        # With a full disk this node could not begin an epoch, and would block those that can.
+        return self._follower.has_room()
 
-    async def _lead(self, revision: int) -> None:
-        async with self._following.writing:
-            await self._following.disk.wait_idle()
-            changes = self._following.changes
-            keeper = self.member.keeper(
-                revision, changes.position.version, self._settings.replica_policy
+    async def _lead(self, term: int) -> None:
+        follower = self._follower
+        async with follower.writing:
+            await follower.disk.wait_idle()
+            changes = follower.changes
+            in_sync_set = self._in_sync_set(
+                term, changes.position.version, self._settings.replica_policy
             )
-            if self.member.lacks(keeper):
+            if self._lost_data(in_sync_set):
                 return
-            leadership = self._leadership = OffsetsLeadership(
-                keeper, changes, self._following.disk, self._runtime.clock
-            )
-            self.member.registration.set_epoch(keeper.epoch)
-            self._metrics.lead(keeper)
-            log.info("leader epoch=%d in_sync=%s", keeper.epoch, sorted(keeper.books.in_sync))
+            leadership = OffsetsLeadership(in_sync_set, changes, follower.disk, self._runtime.clock)
+            self._metrics.show_leadership(in_sync_set)
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(keeper.tend())
+                async with self._leading(leadership) as tasks:
                     await leadership.begin()
-                    self._following.stuck.passed()
+                    follower.follow_problem.clear()
                     self._offsets = await self._serve(leadership)
                     tasks.create_task(self._offsets.importer.run())
-                    tasks.create_task(self._watch(self._offsets, keeper))
+                    tasks.create_task(self._watch(self._offsets, in_sync_set))
                     await self._offsets.commits.run()
             except* DiskFull as errors:
-                self.member.step_back(f"an epoch can't be begun: {errors.exceptions[0]}")
+                self.step_back(f"an epoch can't be begun: {errors.exceptions[0]}")
             finally:
-                self._leadership = self._offsets = None
-                self.member.registration.set_epoch(0)
-                self._metrics.follow()
-                await self._following.reload()
+                self._offsets = None
+                self._metrics.show_follower()
+                await follower.reload()
 
-    async def _watch(self, offsets: OffsetsEpoch, keeper: InSyncSet) -> None:
-        """Step back once the disk has been full for a while and another member could go on.
+    async def _watch(self, offsets: OffsetsEpoch, in_sync_set: InSyncSet) -> None:
+        """Resign once the disk has been full for `lag_ms_max` and another replica could lead.
 
-        If none could, this one stays: what it has is read meanwhile.
+        If none could, this node stays the leader, so that its data can be read.
         """
         clock = self._runtime.clock
         room_ms = clock.monotonic_ms()
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            now_ms, full = clock.monotonic_ms(), offsets.commits.full
+            now_ms, full = clock.monotonic_ms(), offsets.commits.disk_full
             if full is None:
                 room_ms = now_ms
-            elif now_ms - room_ms > keeper.policy.lag_ms_max and keeper.successors():
-                self.member.step_back(f"others have room: {full}")
+            elif now_ms - room_ms > in_sync_set.policy.lag_ms_max and in_sync_set.successors():
+                self.step_back(f"its disk is full, and another replica could lead: {full}")
                 return

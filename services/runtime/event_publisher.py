@@ -10,7 +10,8 @@ from baton.metrics.v1 import metrics_service_pb2 as metrics_pb
 from baton.nameserver.v1 import nameserver_service_pb2 as pb
 from batonmq._connection.directory import ClientEnvironment
 from batonmq._producer.producer import Producer
-from batonmq._telemetry.publishing import PRODUCER, Encode, Publisher, as_protobuf
+from batonmq._producer.settings import METRICS_PRODUCER
+from batonmq._telemetry.publishing import Encode, Publisher, as_protobuf
 from batonmq_server.runtime.etcd.mirror import EtcdMirror
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def event_publisher(runtime: Runtime) -> Publisher:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Producer]:
         addresses = await _nameservers(runtime.nodes)
-        async with Producer(addresses, PRODUCER, surroundings=outside) as producer:
+        async with Producer(addresses, METRICS_PRODUCER, surroundings=outside) as producer:
             yield producer
 
     return Publisher(runtime.hub, opened, _encoder(runtime.settings.metrics_encoding))
@@ -34,7 +35,7 @@ def _encoder(encoding: Literal["protobuf", "arrow"]) -> Encode:
     if encoding == "protobuf":
         return as_protobuf
     # Only who asks for it needs pyarrow.
-    from batonmq._telemetry.metric_arrow import encode_events  # noqa: PLC0415
+    from batonmq._columns.metric_arrow import encode_events  # noqa: PLC0415
 
     def as_arrow(batch: metrics_pb.MetricBatch) -> bytes:
         batch.arrow = encode_events(batch.events)

@@ -1,4 +1,4 @@
-"""Tells everybody whether this node leads, as soon as etcd takes it."""
+"""The registration of this node as leader or follower."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BACKOFF = Backoff(first_ms=50, delay_ms_max=2_000)
 
 
 class LeaderRegistration:
-    """This node's entry among the nodes; the newest wish is the one that is written.
+    """Writes to this node's entry whether it leads; only the newest epoch is written.
 
     Args:
-        position: Of a replica's copy, at the moment of writing.
+        position: Returns the position of a replica's copy; called at each write.
         room: Machine room; empty for none.
-        replica_set: That the node belongs to; empty for none.
+        replica_set: Replica set of the node; empty for none.
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class LeaderRegistration:
         self._runtime, self._position = runtime, position
         self._room, self._replica_set = room, replica_set
         self._epoch = 0
-        self._wanted = asyncio.Event()
-        self._wanted.set()
+        self._changed = asyncio.Event()
+        self._changed.set()
 
     def set_epoch(self, epoch: int) -> None:
-        """This node leads, in an epoch or term of its own; 0: it does not."""
+        """Set the epoch or term in which this node leads; 0 if it does not lead."""
         self._epoch = epoch
-        self._wanted.set()
+        self._changed.set()
 
     async def run(self) -> None:
-        """Write for ever; to be run as one task."""
+        """Write each change to etcd until cancelled; run as one task."""
         tries = 0
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._changed.wait()
+            self._changed.clear()
             epoch = self._epoch
             try:
                 await self._runtime.node_entry.write(
@@ -62,6 +62,6 @@ class LeaderRegistration:
                 tries = 0
             except NoQuorum as error:
                 log.warning("not registered epoch=%d error=%s", epoch, error)
-                self._wanted.set()
+                self._changed.set()
                 await asyncio.sleep(_BACKOFF.delay_ms(tries, self._runtime.random) / 1000)
                 tries += 1

@@ -211,15 +211,15 @@ async def replicated(
                     environment.deliveries.run,
                     copy.run,
                     role.run,
-                    role.member.registration.run,
+                    role.registration.run,
                     following.run,
                 ),
                 long_polls=frozenset({"Pull", "Fetch"}),
                 leader=False,
                 room=settings.room,
                 replica_set=settings.broker_name,
-                caught_up=role.member.in_sync,
-                resign=role.member.resign,
+                caught_up=role.is_in_sync,
+                resign=role.resign,
                 drain=copy.drain,
             )
         finally:

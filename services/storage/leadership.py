@@ -6,7 +6,6 @@ disk. The position in a follower's fetch tells how far its log has come (protoco
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from batonmq._common.aio import wait_until
 from batonmq._common.clock import Clock
 from batonmq.errors import DataLoss, NotLeader
 from batonmq_server.runtime.replication.in_sync_set import InSyncSet
+from batonmq_server.runtime.replication.leadership import Leadership
 from batonmq_server.storage.components import StorageComponents
 from batonmq_server.storage.core import checkpoint, floors
 from batonmq_server.storage.core.commitlog import PositionRange
@@ -50,11 +50,11 @@ class FetchResult:
     producers: bytes = b""
 
 
-class StorageLeadership:
+class StorageLeadership(Leadership):
     """One leadership of this node, from its election to its end.
 
-    In the keeper's books a member that has adopted this epoch counts one position more than its log
-    has. So even with an empty log the books show which members have adopted the epoch.
+    In the tracker a replica that has adopted this epoch counts one position more than its log has.
+    So even with an empty log the tracker shows which replicas have adopted the epoch.
 
     Args:
         components: The components of this node's copy; nothing else writes to it meanwhile.
@@ -62,21 +62,16 @@ class StorageLeadership:
 
     def __init__(
         self,
-        keeper: InSyncSet,
+        in_sync_set: InSyncSet,
         components: StorageComponents,
         clock: Clock,
         stream: StorageMetricStream,
     ) -> None:
-        self.keeper, self.components, self._clock = keeper, components, clock
+        super().__init__(in_sync_set, clock)
+        self.components = components
         self._stream, self._synced_s = stream, deque[tuple[int, float]]()
         self._node, self._log = components.node, components.node.store.log
-        self._grown = asyncio.Event()
         self._ended = False
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of this leadership."""
-        return self.keeper.epoch
 
     @property
     def history(self) -> EpochHistory:
@@ -94,20 +89,20 @@ class StorageLeadership:
 
     async def wait_settled(self) -> None:
         """Wait until the in-sync set has this epoch and everything before it, and etcd says so."""
-        self.keeper.on_news.append(self._confirm)
+        self.in_sync_set.on_change.append(self._confirm)
         self.components.flusher.on_sync.append(self._synced)
         self._synced(self._log.next_position)
-        await self.keeper.begun(self._log.next_position + 1)
-        await self.keeper.serve()
+        await self.in_sync_set.begun(self._log.next_position + 1)
+        await self.in_sync_set.record_serving()
 
     def end(self) -> None:
         """End the leadership: nothing more is confirmed, and no log is sent to followers."""
         self._ended = True
-        self._grown.set()
+        self._new_data.set()
         flusher = self.components.flusher
         if self._synced in flusher.on_sync:
             flusher.on_sync.remove(self._synced)
-        self.keeper.on_news.clear()
+        self.in_sync_set.on_change.clear()
 
     async def fetch(
         self, name: str, end: int, theirs: EpochHistory, limits: FetchLimits
@@ -125,17 +120,16 @@ class StorageLeadership:
         mine, log_ = self.history, self._log
         point = common_point(mine, log_.next_position, theirs, end)
         if point < log_.first_position:
-            self.keeper.books.forget(name)
+            self._follower_resets(name)
             return self._reset_result()
         if point < end:
-            self.keeper.books.forget(name)
+            self._follower_resets(name)
             return FetchResult(point, b"", (0, 0))
         has_epoch = theirs.epoch == self.epoch
-        self.keeper.books.heard(name, end + has_epoch, self._clock.monotonic_ms())
-        self.keeper.looked_at()
-        grown = self._grown
+        self._follower_has(name, end + has_epoch)
+        new_data = self._new_data
         if has_epoch and end >= log_.synced_position:
-            await wait_until(grown, limits.hold_ms)
+            await wait_until(new_data, limits.hold_ms)
             if self._ended:  # a new leader may have the log cut meanwhile
                 raise NotLeader("this node is no longer the leader", retry_after_ms=200)
         try:
@@ -165,13 +159,11 @@ class StorageLeadership:
     def _synced(self, position: int) -> None:
         if self._stream.hub.watched:
             self._synced_s.append((position, self._stream.now_s()))
-        self.keeper.books.wrote(position + 1)
-        self.keeper.looked_at()
-        grown, self._grown = self._grown, asyncio.Event()
-        grown.set()
+        self._leader_has(position + 1)
+        self.in_sync_set.tracker_changed()
 
     def _confirm(self) -> None:
-        safe = max(self.keeper.safe - 1, 0)
+        safe = max(self.in_sync_set.safe - 1, 0)
         self.components.flusher.confirmed(safe)
         while self._synced_s and self._synced_s[0][0] <= safe:
             self._stream.observe_since(REPLICATION, self._synced_s.popleft()[1])

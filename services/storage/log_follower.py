@@ -73,12 +73,12 @@ class LogFollower:
         while True:
             try:
                 await self._step()
-                self._stuck.passed()
+                self._stuck.clear()
                 failures = 0
             except OSError as error:
                 self._copy.fail(error)
             except BatonError as error:
-                self._stuck.met(error)
+                self._stuck.report(error)
                 level = logging.WARNING if failures in (10, 1_000) else logging.DEBUG
                 log.log(level, "not following position=%s error=%s", self._copy.position, error)
                 delay_ms = _BACKOFF.delay_ms(failures, self._runtime.random, error.retry_after_ms)

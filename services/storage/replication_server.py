@@ -46,7 +46,7 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
                 f"this leader has epoch {leadership.epoch}, the follower has seen {history.epoch}",
                 detail=OldEpochDetail(epoch=leadership.epoch, current=history.epoch),
             )
-        leadership.keeper.told(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
+        leadership.in_sync_set.set_problem(request.node_id, request.problem[:PROBLEM_CHARS_MAX])
         found = await leadership.fetch(request.node_id, request.position, history, limits)
         self._role.check_still(leadership)
         store = leadership.components.node.store
@@ -69,15 +69,15 @@ class ReplicationServicer(pb_grpc.ReplicationServiceServicer):
     ) -> pb.DescribeReplicasResponse:
         """See the proto."""
         leadership = self._role.leadership
-        keeper = leadership.keeper
-        replicas = keeper.replicas()
+        in_sync_set = leadership.in_sync_set
+        replicas = in_sync_set.replicas()
         for replica in replicas:  # see Leadership
             replica.position = max(replica.position - 1, 0)
         return pb.DescribeReplicasResponse(
             broker=self._role.broker,
             epoch=leadership.epoch,
             confirmed_position=leadership.components.node.store.readable_position,
-            min_in_sync=keeper.policy.min_in_sync,
+            min_in_sync=in_sync_set.policy.min_in_sync,
             replicas=replicas,
         )
 

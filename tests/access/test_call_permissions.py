@@ -87,7 +87,7 @@ OffsetsService      Reset              group-admin
 OffsetsService      Clone              group-admin
 OffsetsService      ListResets         join
 OffsetsService      ListHolds          both
-OffsetsService      HandOver           only offsets
+OffsetsService      ExportGroup        only offsets
 OffsetsService      ForgetGroup        only offsets
 offsets.Replication Fetch              only offsets
 offsets.Replication ReadAll            only offsets

@@ -159,7 +159,7 @@ class BrokerTwin(Manners, storage_grpc.StorageServiceServicer, query_grpc.QueryS
         end, found = BATCH_COUNT * len(log), []
         for batch in log[request.offset // BATCH_COUNT :]:
             header = read_header(batch)
-            if wanted is None or set(tag_hashes(batch, header).tolist()) & wanted:
+            if wanted is None or set(tag_hashes(batch, header)) & wanted:
                 found, end = [batch], header.next_offset
                 break
         return query_pb.ReadResponse(

@@ -115,7 +115,7 @@ async def test_progress_is_forgotten_when_a_topic_is_created_and_not_before(
     await nameserver.delete("orders")
     assert offsets.table.query(keys[0]).token == 1
     created = (await nameserver.create("orders", 3)).topic
-    assert offsets.table.group("g") == [keys[1]]
+    assert offsets.table.queues_of("g") == [keys[1]]
     assert offsets.table.deleted_topic_id("orders") == created.topic_id
 
 

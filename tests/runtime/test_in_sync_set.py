@@ -1,8 +1,8 @@
-"""The keeper of an in-sync set, while etcd is slow, refuses for a moment, or knows less than it.
+"""The in-sync set of a leader while etcd is slow, rejects changes, or loses answers.
 
-Goal: nobody is in the set by etcd whom the leader does not wait for; what goes wrong for a moment
-does not end the keeping; who is not registered is not let in.
-Method: the real keeper and its real books; in place of etcd a set that a test answers for.
+Goal: the leader waits for each follower that is in the set by etcd; errors that pass do not end the
+updates; a follower that is not registered does not join.
+Method: the real set and its real tracker; in place of etcd a store that the test controls.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import pytest
 
 from batonmq._common.clock import Clock
 from batonmq.errors import NoQuorum, NotLeader
-from batonmq_server.runtime.election import Election
 from batonmq_server.runtime.replication.in_sync_set import (
     UPDATE_INTERVAL_MS,
     InSyncSet,
     ReplicaPolicy,
-    Won,
 )
 from batonmq_server.runtime.replication.replica_set import ReplicaSetRecord, ReplicaSetStore
 from tests.support.waiting import until
@@ -30,24 +28,22 @@ from tests.support.waiting import until
 POLICY = ReplicaPolicy(min_in_sync=1, lag_ms_max=60_000, hold_ms=100)
 
 
-class SetTwin:
-    """Takes as many changes as a test allows; refuses some first."""
+class StoreTwin:
+    """Takes as many changes as a test allows; rejects some first."""
 
-    members = frozenset({"a", "b"})
+    node_ids = frozenset({"a", "b"})
 
     def __init__(self) -> None:
         self.in_sync = frozenset({"a"})
         self.allowed = asyncio.Semaphore(0)
-        self.asked = self.refusals = 0
+        self.change_count = self.rejections = 0
         self.loses_answer = False
         self._mod_revision = 1
 
-    async def change(
-        self, _: Election, before: ReplicaSetRecord, wanted: ReplicaSetRecord
-    ) -> ReplicaSetRecord:
-        self.asked += 1
-        if self.refusals:
-            self.refusals -= 1
+    async def change(self, before: ReplicaSetRecord, wanted: ReplicaSetRecord) -> ReplicaSetRecord:
+        self.change_count += 1
+        if self.rejections:
+            self.rejections -= 1
             raise NotLeader("the lease is not known to live")
         await self.allowed.acquire()
         if before.mod_revision == self._mod_revision:
@@ -62,32 +58,29 @@ class Scene:
     """A leader with position 5, and one follower."""
 
     def __init__(self) -> None:
-        self.set, self.up, self.clock = SetTwin(), frozenset({"a", "b"}), Clock()
-        won = Won(
-            cast(Election, None),
-            cast(ReplicaSetStore, self.set),
-            ReplicaSetRecord(7, "a", frozenset({"a"}), served_epoch=6, mod_revision=1),
-        )
-        self.keeper = InSyncSet(won, 5, POLICY, self.clock, lambda: self.up)
-        self.books = self.keeper.books
+        self.store, self.registered, self.clock = StoreTwin(), frozenset({"a", "b"}), Clock()
+        store = cast(ReplicaSetStore, self.store)
+        record = ReplicaSetRecord(7, "a", frozenset({"a"}), served_epoch=6, mod_revision=1)
+        self.in_sync_set = InSyncSet(store, record, 5, POLICY, self.clock, lambda: self.registered)
+        self.tracker = self.in_sync_set.tracker
 
-    def heard(self) -> None:
-        """The follower has everything."""
-        self.books.heard("b", self.books.position, self.clock.monotonic_ms())
+    def acknowledge(self) -> None:
+        """Report that the follower has everything."""
+        self.tracker.acknowledge("b", self.tracker.position, self.clock.monotonic_ms())
 
-    async def asked(self, times: int) -> None:
-        """Wait until etcd was asked so often."""
+    async def changed(self, times: int) -> None:
+        """Wait until the leader has asked etcd for this many changes."""
 
         async def look() -> bool:
-            return self.set.asked >= times
+            return self.store.change_count >= times
 
         await until(look)
 
-    async def let_in(self) -> None:
-        """Wait until the follower is."""
+    async def joined(self) -> None:
+        """Wait until the follower is in the set."""
 
         async def look() -> bool:
-            return self.books.in_sync == {"a", "b"}
+            return self.tracker.in_sync == {"a", "b"}
 
         await until(look)
 
@@ -98,73 +91,73 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 @asynccontextmanager
-async def tended(scene: Scene) -> AsyncIterator[None]:
+async def updated(scene: Scene) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
-        tending = tasks.create_task(scene.keeper.tend())
+        updating = tasks.create_task(scene.in_sync_set.run())
         yield
-        tending.cancel()
+        updating.cancel()
 
 
-async def test_who_is_let_in_while_the_epoch_is_told_is_waited_for_all_along(scene: Scene) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(scene.keeper.serve())
-        await scene.asked(1)
-        scene.heard()
-        async with tended(scene):
-            await asyncio.sleep(
-                3 * UPDATE_INTERVAL_MS / 1000
-            )  # so that it could have decided too early
-            scene.set.allowed.release()
-            await serving
-            await scene.asked(2)
-            scene.books.wrote(6)
-            assert scene.books.confirmed == 5, "by now the follower may be in the set"
-            scene.set.allowed.release()
-            await scene.let_in()
-            assert scene.books.confirmed == 5
-            scene.heard()
-            assert scene.books.confirmed == 6
-
-
-async def test_a_refusal_of_etcd_does_not_end_the_keeping(scene: Scene) -> None:
-    scene.set.refusals = 2
-    scene.heard()
-    async with tended(scene):
-        await scene.asked(3)
-        scene.set.allowed.release()
-        await scene.let_in()
-
-
-async def test_who_was_let_out_by_a_change_whose_answer_is_lost_is_let_in_again(
+async def test_follower_that_joins_during_the_record_of_the_epoch_is_always_waited_for(
     scene: Scene,
 ) -> None:
-    scene.heard()
-    async with tended(scene):
-        scene.set.allowed.release()
-        await scene.let_in()
-        scene.up, scene.set.loses_answer = frozenset({"a"}), True
-        await scene.asked(2)
-        scene.up = frozenset({"a", "b"})
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(scene.in_sync_set.record_serving())
+        await scene.changed(1)
+        scene.acknowledge()
+        async with updated(scene):
+            await asyncio.sleep(3 * UPDATE_INTERVAL_MS / 1000)  # an early decision would be seen
+            scene.store.allowed.release()
+            await serving
+            await scene.changed(2)
+            scene.tracker.advance_leader(6)
+            assert scene.tracker.confirmed == 5, "by now the follower may be in the set"
+            scene.store.allowed.release()
+            await scene.joined()
+            assert scene.tracker.confirmed == 5
+            scene.acknowledge()
+            assert scene.tracker.confirmed == 6
+
+
+async def test_rejected_change_does_not_end_the_updates(scene: Scene) -> None:
+    scene.store.rejections = 2
+    scene.acknowledge()
+    async with updated(scene):
+        await scene.changed(3)
+        scene.store.allowed.release()
+        await scene.joined()
+
+
+async def test_follower_removed_by_a_change_with_a_lost_answer_joins_again(
+    scene: Scene,
+) -> None:
+    scene.acknowledge()
+    async with updated(scene):
+        scene.store.allowed.release()
+        await scene.joined()
+        scene.registered, scene.store.loses_answer = frozenset({"a"}), True
+        await scene.changed(2)
+        scene.registered = frozenset({"a", "b"})
         for _ in range(3):
-            scene.set.allowed.release()
-        await scene.asked(4)
-        await scene.let_in()
-        assert scene.set.in_sync == {"a", "b"}, "the leader must not only believe it"
+            scene.store.allowed.release()
+        await scene.changed(4)
+        await scene.joined()
+        assert scene.store.in_sync == {"a", "b"}, "etcd must have it, not only the leader"
 
 
-async def test_a_refusal_of_etcd_does_not_end_the_serving(scene: Scene) -> None:
-    scene.set.refusals = 2
-    scene.set.allowed.release()
-    await scene.keeper.serve()
-    assert scene.set.asked == 3
+async def test_rejected_record_of_the_epoch_is_tried_again(scene: Scene) -> None:
+    scene.store.rejections = 2
+    scene.store.allowed.release()
+    await scene.in_sync_set.record_serving()
+    assert scene.store.change_count == 3
 
 
-async def test_who_is_not_registered_is_not_let_in(scene: Scene) -> None:
-    scene.up = frozenset({"a"})
-    scene.heard()
-    async with tended(scene):
-        await asyncio.sleep(3 * UPDATE_INTERVAL_MS / 1000)  # so that it could have been let in
-        assert scene.set.asked == 0
-        scene.up = frozenset({"a", "b"})
-        scene.set.allowed.release()
-        await scene.let_in()
+async def test_follower_that_is_not_registered_does_not_join(scene: Scene) -> None:
+    scene.registered = frozenset({"a"})
+    scene.acknowledge()
+    async with updated(scene):
+        await asyncio.sleep(3 * UPDATE_INTERVAL_MS / 1000)  # it could have joined meanwhile
+        assert scene.store.change_count == 0
+        scene.registered = frozenset({"a", "b"})
+        scene.store.allowed.release()
+        await scene.joined()

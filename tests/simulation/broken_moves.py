@@ -25,20 +25,20 @@ from batonmq_server.runtime.group_placements import GroupPlacement
 def adopt_without_seal(patch: pytest.MonkeyPatch) -> None:
     """The old set hands over what it has, and goes on."""
 
-    async def hand_over(
+    async def export(
         self: GroupExporter, group: str, move: int, to_set: str, after_key: bytes
-    ) -> pb.HandOverResponse:
+    ) -> pb.ExportGroupResponse:
         del move, to_set, after_key
         await self._commits.wait_all_durable()
         found = await entries_of_group(self._disk, group)
-        answer = pb.HandOverResponse(
+        answer = pb.ExportGroupResponse(
             last=True, term=self._table.term, topic_ids=self._table.topic_ids
         )
         for key, value in found:
             answer.entries.add(key=key, value=value)
         return answer
 
-    patch.setattr(GroupExporter, "hand_over", hand_over)
+    patch.setattr(GroupExporter, "export", export)
     patch.setattr(LocalPlacements, "forget", lambda *_: False)
     _stays_where_it_was(patch)
 

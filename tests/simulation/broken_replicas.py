@@ -30,26 +30,26 @@ def ack_before_replicate(patch: pytest.MonkeyPatch) -> None:
 def elect_out_of_sync(patch: pytest.MonkeyPatch) -> None:
     """Whoever is up may be elected, in sync or not."""
 
-    async def stand(self: ReplicaSetStore) -> Candidacy | None:
+    async def candidacy(self: ReplicaSetStore) -> Candidacy | None:
         before = await self.read()
         return _candidacy(self, before, before.in_sync | {self._node_id})
 
-    patch.setattr(ReplicaSetStore, "stand", stand)
-    patch.setattr(ReplicaNode, "lacks", lambda *_: False)
+    patch.setattr(ReplicaSetStore, "candidacy", candidacy)
+    patch.setattr(ReplicaNode, "_lost_data", lambda *_: False)
 
 
 def elect_a_lost_disk(patch: pytest.MonkeyPatch) -> None:
     """A member of the in-sync set may be elected, whatever has become of its disk."""
-    real = ReplicaSetStore.stand
+    real = ReplicaSetStore.candidacy
 
-    async def stand(self: ReplicaSetStore) -> Candidacy | None:
+    async def candidacy(self: ReplicaSetStore) -> Candidacy | None:
         before = await self.read()
         if self._node_id not in before.in_sync:
             return await real(self)
         return _candidacy(self, before, before.in_sync)
 
-    patch.setattr(ReplicaSetStore, "stand", stand)
-    patch.setattr(ReplicaNode, "lacks", lambda *_: False)
+    patch.setattr(ReplicaSetStore, "candidacy", candidacy)
+    patch.setattr(ReplicaNode, "_lost_data", lambda *_: False)
 
 
 def _candidacy(
@@ -112,8 +112,8 @@ def shrink_before_etcd_knows(patch: pytest.MonkeyPatch) -> None:
     real = InSyncSet._change
 
     async def change(self: InSyncSet, in_sync: frozenset[str]) -> None:
-        self.books.settled(in_sync)
-        self.looked_at()
+        self.tracker.set_in_sync(in_sync)
+        self.tracker_changed()
         await real(self, in_sync)
 
     patch.setattr(InSyncSet, "_change", change)
@@ -122,10 +122,10 @@ def shrink_before_etcd_knows(patch: pytest.MonkeyPatch) -> None:
 def let_in_too_early(patch: pytest.MonkeyPatch) -> None:
     """A new leader takes nothing for confirmed, so whoever asks it has enough to come in."""
 
-    def wait_for(self: InSyncTracker, names: frozenset[str], *_: int) -> None:
+    def await_joiners(self: InSyncTracker, names: frozenset[str], *_: int) -> None:
         self.awaited = frozenset(
             name for name in names - self.in_sync if self.position > self.lag(name)
         )
         self._confirm()
 
-    patch.setattr(InSyncTracker, "wait_for", wait_for)
+    patch.setattr(InSyncTracker, "await_joiners", await_joiners)

@@ -249,7 +249,7 @@ async def test_damage_of_acknowledged_batches_ends_the_start_with_a_remedy(
         process = await here.start()
         _, errors = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 1
-        assert "acknowledged messages are missing" in errors.decode()
+        assert "acknowledged messages are damaged" in errors.decode()
         await here.start(BATON_STORAGE_ACCEPT_LOSS="true")
         await here.serving(node.start_unix_ms)
 

@@ -340,7 +340,7 @@ async def test_who_has_lost_something_is_not_elected(
     assert before.in_sync == {"a", "b", "c"}
     rot(damaged, receipts[20].position)
     refused: list[str] = []
-    stand = ReplicaSetStore.stand
+    stand = ReplicaSetStore.candidacy
 
     async def counted(self: ReplicaSetStore) -> Candidacy | None:
         candidacy = await stand(self)
@@ -348,7 +348,7 @@ async def test_who_has_lost_something_is_not_elected(
             refused.append(damaged.name)
         return candidacy
 
-    monkeypatch.setattr(ReplicaSetStore, "stand", counted)
+    monkeypatch.setattr(ReplicaSetStore, "candidacy", counted)
     (damaged,) = await scene.start(damaged.name)
     await until(lambda: len(refused) >= 3)
     await scene.vacant()
@@ -368,7 +368,7 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
 ) -> None:
     """Its scrub may find damage between its look at itself and the election."""
     roles: list[StorageReplica] = []
-    begin, stand = StorageReplica.begin, ReplicaSetStore.stand
+    begin, stand = StorageReplica.begin, ReplicaSetStore.candidacy
     armed = asyncio.Event()
     hit: list[ReplicaSetStore] = []
 
@@ -384,7 +384,7 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
             return candidacy  # the try is in vain
         if not hit:
             hit.append(self)
-            (copy,) = [role.copy for role in roles if role.member.set is self]
+            (copy,) = [role.copy for role in roles if role.replica_set is self]
             async with copy.writing:
                 await copy.cut(receipts[20].position, damaged=True)
         elif hit[0] is not self and (await self.read()).epoch == before.epoch:
@@ -392,7 +392,7 @@ async def test_who_loses_something_while_it_is_elected_gives_way(
         return candidacy
 
     monkeypatch.setattr(StorageReplica, "begin", noted)
-    monkeypatch.setattr(ReplicaSetStore, "stand", damaged_meanwhile)
+    monkeypatch.setattr(ReplicaSetStore, "candidacy", damaged_meanwhile)
     leader = await three(scene)
     receipts = await leader.append(*numbered(0, 50))
     await scene.alike()

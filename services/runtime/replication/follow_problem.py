@@ -1,4 +1,4 @@
-"""A follower that can't follow its leader, for a reason that does not pass by itself."""
+"""The problem because of which a follower can't follow its leader until an operator acts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PROBLEM_CHARS_MAX = 300
 
 
 class FollowProblem:
-    """Says so: to people in the log and by a metric, and to the leader.
+    """Reports the problem: in the log, by a metric, and to the leader.
 
     Args:
-        gauge: 1 while it is so.
+        gauge: Set to 1 while there is a problem, else to 0.
 
     Attributes:
-        problem: For the leader; empty if there is none.
+        problem: Text for the leader; empty if there is none.
     """
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge, self.problem = gauge, ""
 
-    def met(self, error: BatonError) -> None:
-        """A step was in vain. Errors that pass by themselves say nothing about the others."""
+    def report(self, error: BatonError) -> None:
+        """Record a step that failed. Errors that pass by themselves change nothing."""
         if not isinstance(error, DataLoss | DiskFull):
             return
         if not self.problem.startswith(f"{error.reason}:"):
@@ -35,8 +35,8 @@ class FollowProblem:
         self.problem = f"{error.reason}: {error.message}"[:PROBLEM_CHARS_MAX]
         self._gauge.set(1)
 
-    def passed(self) -> None:
-        """A step was made, and the next one can be."""
+    def clear(self) -> None:
+        """Record a step that succeeded: the follower can follow."""
         if self.problem:
             log.warning("can follow a leader again")
         self.problem = ""

@@ -1,12 +1,12 @@
-"""Which replicas have what: how far is confirmed, who falls out of the in-sync set, who comes in.
+"""Positions of all replicas as the leader knows them: confirmed position, in-sync set, lag.
 
-A position is any number that only grows as the leader writes: a version, or bytes of a log. Pure:
-times come in as arguments, decisions go out; only etcd makes a decision true.
+A position is any number that grows as the leader writes: a version, or bytes of a log. Pure: times
+are arguments, decisions are results; a decision takes effect only once etcd has it.
 
-Source: Kafka's in-sync replicas (high watermark, replica.lag.time.max.ms), and that the watermark
-waits for who keeps up from outside: with a leader that is busy all the time it would never have
-everything. Deviation: one who comes in is waited for from the moment the leader wants it in, before
-etcd says so.
+Source: Kafka's in-sync replicas (high watermark, replica.lag.time.max.ms), where the watermark
+also waits for followers outside the set that keep up: behind a leader that writes all the time such
+a follower would never have everything. Deviation: the leader waits for a follower that joins from
+the moment it decides so, before etcd has the change.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class _Follower:
     """One follower, as the leader sees it.
 
     Attributes:
-        position: Up to here it has everything, durably.
-        level_ms: At this time it had all that the leader had at that time.
-        goal: What the leader had when it was last heard of,
-        goal_ms: and when that was.
-        follows: It has reached a goal since it began.
+        position: It has everything up to here, durably.
+        level_ms: At this time it had everything that the leader had at that time.
+        goal: Position of the leader when the follower last reached its goal.
+        goal_ms: Time at which `goal` was set.
+        follows: It has reached a goal since it began or was reset.
     """
 
     position: int
@@ -34,39 +34,41 @@ class _Follower:
 
 
 class InSyncTracker:
-    """The books of one leadership.
+    """The positions of one leadership.
 
     Args:
-        me: Node id of the leader.
-        in_sync: By etcd, when the leadership began.
-        position: Of the leader then: what it has durably.
+        leader: Node id of the leader.
+        in_sync: In-sync set in etcd when the leadership began.
+        position: Durable position of the leader at that time.
 
     Attributes:
-        in_sync: By etcd.
-        awaited: Those that keep up from outside: waited for, so that they can come in.
-        joining: Those that the leader has asked etcd to let in: waited for until it is settled.
-        position: Of the leader.
-        confirmed: Every member of the in-sync set has everything up to here. Never falls.
+        in_sync: In-sync set in etcd.
+        awaited: Followers outside the set that keep up; `confirmed` waits for them, so that they
+            can join.
+        joining: Followers that etcd was asked to add; `confirmed` waits for them until the
+            outcome is known.
+        position: Durable position of the leader.
+        confirmed: Every replica of the in-sync set has everything up to here. Never goes back.
     """
 
-    def __init__(self, me: str, in_sync: frozenset[str], position: int, now_ms: int) -> None:
-        assert me in in_sync
-        self.me, self.in_sync, self.position = me, in_sync, position
+    def __init__(self, leader: str, in_sync: frozenset[str], position: int, now_ms: int) -> None:
+        assert leader in in_sync
+        self.leader, self.in_sync, self.position = leader, in_sync, position
         self.awaited: frozenset[str] = frozenset()
         self.joining: frozenset[str] = frozenset()
-        self.confirmed = position if in_sync == {me} else 0
+        self.confirmed = position if in_sync == {leader} else 0
         self._first = position
         self._followers = {
-            name: _Follower(0, now_ms, position, now_ms) for name in in_sync if name != me
+            name: _Follower(0, now_ms, position, now_ms) for name in in_sync if name != leader
         }
 
-    def wrote(self, position: int) -> None:
-        """The leader has everything up to here, durably."""
+    def advance_leader(self, position: int) -> None:
+        """Record that the leader has everything up to `position`, durably."""
         self.position = max(self.position, position)
         self._confirm()
 
-    def heard(self, name: str, position: int, now_ms: int) -> None:
-        """A follower says how far it has everything, durably, in this leader's history."""
+    def acknowledge(self, name: str, position: int, now_ms: int) -> None:
+        """Record that a follower has this leader's history up to `position`, durably."""
         follower = self._followers.get(name)
         if follower is None:
             follower = self._followers[name] = _Follower(0, now_ms, self.position, now_ms)
@@ -80,45 +82,48 @@ class InSyncTracker:
             follower.goal, follower.goal_ms = self.position, now_ms
         self._confirm()
 
-    def forget(self, name: str) -> None:
-        """A follower begins anew: what it had counts no more."""
+    def reset_follower(self, name: str) -> None:
+        """Record that a follower starts anew: its earlier position is void."""
         follower = self._followers.get(name)
         if follower is not None:
             follower.position, follower.follows = 0, False
 
     def lag(self, name: str) -> int:
-        """How far a follower is behind the leader; all of it, if it was never heard of."""
+        """Return how far a follower is behind the leader; an unknown follower lacks everything."""
         follower = self._followers.get(name)
         return self.position - (follower.position if follower is not None else 0)
 
     def lag_ms(self, name: str, now_ms: int) -> int:
-        """For how long a follower has not had everything; a while after it was last heard of."""
+        """Return the milliseconds since a follower last had everything; -1 if it is unknown.
+
+        The value also grows while the follower does not report.
+        """
         follower = self._followers.get(name)
         return now_ms - follower.level_ms if follower is not None else -1
 
-    def holders(self, position: int) -> int:
-        """How many members of the in-sync set, the leader included, have all up to `position`."""
-        have = (self._followers[name].position for name in self.in_sync if name != self.me)
-        return sum(at >= position for at in have) + (self.position >= position)
+    def count_with(self, position: int) -> int:
+        """Return how many replicas of the in-sync set, leader included, reach `position`."""
+        positions = (self._followers[name].position for name in self.in_sync if name != self.leader)
+        return sum(at >= position for at in positions) + (self.position >= position)
 
     @property
     def followers(self) -> tuple[str, ...]:
-        """All followers that were heard of, or are in the set; ascending."""
+        """Followers that have reported or are in the set; ascending."""
         return tuple(sorted(self._followers))
 
     def late(self, now_ms: int, lag_ms_max: int) -> frozenset[str]:
-        """Members that have not had everything for longer than that, or were not heard of."""
+        """Return the followers of the set that have lacked something for over `lag_ms_max`."""
         return frozenset(
             name
-            for name in (self.in_sync | self.joining) - {self.me}
+            for name in (self.in_sync | self.joining) - {self.leader}
             if now_ms - self._followers[name].level_ms > lag_ms_max
         )
 
-    def wait_for(self, names: frozenset[str], now_ms: int, lag_ms_max: int) -> None:
-        """Wait from now on for those of `names` that keep up from outside, and for no others.
+    def await_joiners(self, names: frozenset[str], now_ms: int, lag_ms_max: int) -> None:
+        """From now on wait for those of `names` that keep up from outside the set.
 
-        They have what this leader began with: what earlier ones had confirmed is not known, but
-        that it is among it.
+        Such a follower has at least what this leader began with. What earlier leaders had
+        confirmed is not known, but it is part of that.
         """
         self.awaited = frozenset(
             name
@@ -130,24 +135,24 @@ class InSyncTracker:
         )
         self._confirm()
 
-    def level(self) -> frozenset[str]:
-        """Those waited for that could come in: they have all that is confirmed."""
+    def ready_to_join(self) -> frozenset[str]:
+        """Return the awaited followers that have everything confirmed, so that they can join."""
         return frozenset(
             name for name in self.awaited if self._followers[name].position >= self.confirmed
         )
 
-    def join(self, names: frozenset[str]) -> None:
-        """Etcd is asked to let these in; tell `settled` what came of it."""
+    def start_joining(self, names: frozenset[str]) -> None:
+        """Record that etcd is asked to add these; call `set_in_sync` with the outcome."""
         self.joining |= names
 
-    def settled(self, in_sync: frozenset[str]) -> None:
-        """The set is this now, by etcd."""
-        assert self.me in in_sync
+    def set_in_sync(self, in_sync: frozenset[str]) -> None:
+        """Record the in-sync set that etcd has now."""
+        assert self.leader in in_sync
         self.in_sync, self.joining = in_sync, frozenset()
         self.awaited -= in_sync
         self._confirm()
 
     def _confirm(self) -> None:
-        needed = (self.in_sync | self.joining | self.awaited) - {self.me}
+        needed = (self.in_sync | self.joining | self.awaited) - {self.leader}
         slowest = min((self._followers[name].position for name in needed), default=self.position)
         self.confirmed = max(self.confirmed, min(slowest, self.position))

@@ -1,4 +1,4 @@
-"""How far a copy of something replicated has come."""
+"""The position of a replica's copy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReplicaPosition:
-    """The last change that a node has, and the epoch that wrote it. `NO_POSITION` for nothing.
+    """The last change that a copy has, and the epoch that wrote it; `NO_POSITION` if it has none.
 
-    Of two members of an in-sync set the one with the greater position has all the other one has.
+    Of two replicas of an in-sync set the one with the greater position has all that the other has.
     """
 
     epoch: int

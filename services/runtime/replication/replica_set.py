@@ -1,8 +1,8 @@
-"""A node's part in a replica set: it stands for election when it may, and keeps the in-sync set.
+"""The record of a replica set in etcd, `replicas/<service>/<set>`, and how a node changes it.
 
-`replicas/<service>/<set>` says who may be elected. A candidate takes the election key and raises
-the epoch in one transaction that holds only if nobody has changed the set since it was read; a
-leader changes the set only while the election key is its own. So at any time at most one node can
+The record lists the nodes that may be elected. A candidate takes the election key and raises the
+epoch in one transaction, which succeeds only if the record is unchanged since it was read. A
+leader changes the record only while it holds the election key. So at any time at most one node can
 do either (protocol section 12).
 """
 
@@ -23,12 +23,12 @@ from batonmq_server.runtime.replication.position import ReplicaPosition
 log = logging.getLogger(__name__)
 
 ACCEPTED_LOSSES_MAX = 16
-"""Losses that are remembered."""
+"""Accepted losses that the record keeps; older ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetRecord:
-    """A replica set as it stands in etcd: see the proto; `mod_revision` 0 if it does not."""
+    """A replica set as etcd has it (see the proto); `mod_revision` is 0 if etcd has none."""
 
     epoch: int
     leader: str
@@ -38,7 +38,7 @@ class ReplicaSetRecord:
     mod_revision: int = 0
 
     def encode(self) -> bytes:
-        """As etcd keeps it."""
+        """Return the value that etcd keeps."""
         return replicas_pb2.ReplicaSet(
             epoch=self.epoch,
             leader=self.leader,
@@ -47,10 +47,10 @@ class ReplicaSetRecord:
             accepted_losses=self.accepted,
         ).SerializeToString()
 
-    def elected(self, loss: replicas_pb2.AcceptedLoss) -> ReplicaSetRecord:
-        """The set once an operator has accepted `loss`: its node alone may be elected.
+    def with_accepted_loss(self, loss: replicas_pb2.AcceptedLoss) -> ReplicaSetRecord:
+        """Return the record after an operator accepted `loss`: only its node may be elected.
 
-        Nothing is known any more of what has to be there, so it need not have been served by.
+        `served_epoch` becomes 0, because the node may lack any epoch.
         """
         accepted = (*self.accepted, loss)[-ACCEPTED_LOSSES_MAX:]
         in_sync = frozenset({loss.node_id})
@@ -61,7 +61,7 @@ _NONE = ReplicaSetRecord(0, "", frozenset())
 
 
 def decode_record(stored: KeyValue | None) -> ReplicaSetRecord:
-    """Inverse of `ReplicaSetRecord.encode`."""
+    """Return the record in a key of etcd; the inverse of `ReplicaSetRecord.encode`."""
     if stored is None:
         return _NONE
     found = replicas_pb2.ReplicaSet.FromString(stored.value)
@@ -76,25 +76,25 @@ def decode_record(stored: KeyValue | None) -> ReplicaSetRecord:
 
 
 async def check_single_node(session: EtcdSession, service: str, name: str, node_id: str) -> None:
-    """Let a node run without others only if no other one of the set could be elected.
+    """Return if a node may run without replicas: no other node of the set may be elected.
 
-    What it wrote would be given up once it joins them again, or the other way round. Waits for
-    etcd as long as it takes.
+    Otherwise what it wrote would be dropped once it joins the others again, or what they wrote.
+    Waits for etcd without a bound.
 
     Raises:
-        ConfigError: others could be.
+        ConfigError: another node may be elected.
     """
-    told = False
+    logged = False
     while True:
         try:
-            standing = decode_record(await session.get(session.key("replicas", service, name)))
+            record = decode_record(await session.get(session.key("replicas", service, name)))
             break
         except NoQuorum as error:
-            if not told:
-                log.warning("whether this node may run alone is not known yet error=%s", error)
-            told = True
+            if not logged:
+                log.warning("not known yet whether this node may run alone error=%s", error)
+            logged = True
             await asyncio.sleep(0.5)
-    others = sorted(standing.in_sync - {node_id})
+    others = sorted(record.in_sync - {node_id})
     if others:
         setting = f"BATON_{service.upper()}_REPLICAS"
         raise ConfigError(
@@ -109,43 +109,43 @@ async def check_single_node(session: EtcdSession, service: str, name: str, node_
 
 
 class ReplicaSetStore:
-    """One replica set, seen by one of its nodes.
+    """Reads and changes the record of one replica set, for one of its nodes.
 
     Args:
-        key: Of the set in etcd.
-        members: Node ids that belong to it, by configuration.
-        position: Of this node's own copy, at any moment.
-        positions: Of the members that are up and may begin a set: node id to position.
+        election: Election of the set's leader, with this node as candidate.
+        key: Key of the record.
+        node_ids: Node ids of the set, by configuration.
+        position: Returns the position of this node's copy.
+        positions: Returns the positions of the nodes that are up and may found a set, by node id.
     """
 
     def __init__(
         self,
-        session: EtcdSession,
+        election: Election,
         key: str,
-        node_id: str,
-        members: frozenset[str],
+        node_ids: frozenset[str],
         position: Callable[[], ReplicaPosition],
         positions: Callable[[], dict[str, ReplicaPosition]],
     ) -> None:
-        self._session, self.key, self._node_id = session, key, node_id
-        self.members = members
+        self._election, self._session = election, election.session
+        self.key, self._node_id, self.node_ids = key, election.node_id, node_ids
         self._position, self._positions = position, positions
         self._candidate: ReplicaSetRecord | None = None
 
     async def read(self) -> ReplicaSetRecord:
-        """As it stands now.
+        """Return the record as etcd has it now.
 
         Raises:
             NoQuorum: etcd does not answer.
         """
         return decode_record(await self._session.get(self.key))
 
-    async def stand(self) -> Candidacy | None:
-        """How this node may be elected; None if it may not be at the moment.
+    async def candidacy(self) -> Candidacy | None:
+        """Return what this node's election compares and writes; None if it may not be elected.
 
-        A set that does not stand in etcd, or no longer, is begun by the member with the greatest
-        position, once all members are up, and none runs alone any more: nobody could say otherwise
-        who has everything.
+        If etcd has no record, the node with the greatest position founds the set, once all nodes
+        are up and none of them runs without replicas: only then is it known which node has
+        everything.
 
         Raises:
             NoQuorum: etcd does not answer.
@@ -154,7 +154,7 @@ class ReplicaSetStore:
         in_sync = before.in_sync
         if not before.mod_revision:
             known = {**self._positions(), self._node_id: own}
-            if known.keys() < self.members or self._greatest(known) != self._node_id:
+            if known.keys() < self.node_ids or self._greatest(known) != self._node_id:
                 return None
             in_sync = frozenset({self._node_id})
         if self._node_id not in in_sync or own.epoch < before.served_epoch:
@@ -166,36 +166,34 @@ class ReplicaSetStore:
             put=(Put(self.key, self._candidate.encode()),),
         )
 
-    def won(self, revision: int) -> ReplicaSetRecord:
-        """The set as the election has made it.
+    def elected_record(self, revision: int) -> ReplicaSetRecord:
+        """Return the record that the election has written.
 
         Args:
-            revision: Of the transaction.
+            revision: Revision of the election's transaction.
         """
         assert self._candidate is not None
         return replace(self._candidate, mod_revision=revision)
 
-    async def change(
-        self, election: Election, before: ReplicaSetRecord, wanted: ReplicaSetRecord
-    ) -> ReplicaSetRecord:
-        """Make the set `wanted`, as the leader.
+    async def change(self, before: ReplicaSetRecord, wanted: ReplicaSetRecord) -> ReplicaSetRecord:
+        """Replace `before` by `wanted`, as the leader.
 
         Returns:
-            What it is now: perhaps what an earlier try, whose outcome was not known, has made it.
+            The record in etcd now: `wanted`, or what an earlier call with unknown outcome wrote.
 
         Raises:
-            NotLeader: the election key is no longer ours.
-            NoQuorum: not known whether it is changed: call again.
+            NotLeader: this node no longer holds the election key.
+            NoQuorum: not known whether the record was changed; call again.
         """
         revision = await self._session.txn(
-            compare=[election.compare(), Compare(self.key, mod_revision=before.mod_revision)],
+            compare=[self._election.compare(), Compare(self.key, mod_revision=before.mod_revision)],
             put=[Put(self.key, wanted.encode())],
         )
         if revision is not None:
             return replace(wanted, mod_revision=revision)
         now = await self.read()
-        if now.epoch != before.epoch or now.leader != self._node_id or not election.valid():
-            raise NotLeader(f"{self._node_id} is not the leader any more")
+        if now.epoch != before.epoch or now.leader != self._node_id or not self._election.valid():
+            raise NotLeader(f"{self._node_id} is no longer the leader")
         return now
 
     @staticmethod

@@ -21,9 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from baton.metrics.v1.metrics_service_pb2 import MetricBatch, MetricEvent
-from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS, UNREADABLE, Getter, Total
-from batonmq._core.wire import Field, Int64Array, Messages, NotReadable, packed, zigzag
-from batonmq._telemetry.metric_arrow import (
+from batonmq._columns.metric_arrow import (
     EVENTS,
     TYPES,
     EventRows,
@@ -34,6 +32,15 @@ from batonmq._telemetry.metric_arrow import (
     queue_columns,
     timestamps,
 )
+from batonmq._columns.protobuf_columns import (
+    Field,
+    Int64Array,
+    Messages,
+    NotReadable,
+    packed,
+    zigzag,
+)
+from batonmq._core.metric_columns import EVENT_COLUMNS, KINDS, UNREADABLE, Getter, Total
 
 FEW = 100
 """Up to so many events of a kind it is quicker to read them one by one."""
