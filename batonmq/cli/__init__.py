@@ -6,7 +6,8 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq._connection.security import Security
 from batonmq.cli import (
@@ -36,13 +37,13 @@ from batonmq.cli.output import Output, OutputFormat
 from batonmq.cli.produce import produce
 from batonmq.cli.session import DEFAULT_NAMESERVER, GlobalOptions
 from batonmq.cli.tls_options import (
-    CaFileOption,
-    CertFileOption,
-    KeyFileOption,
-    ServerNameOption,
-    TlsOption,
+    ca_file_option,
+    cert_file_option,
+    key_file_option,
+    server_name_option,
+    tls_option,
     TlsOptions,
-    TokenFileOption,
+    token_file_option,
     choose_security,
     token_of_environment,
 )
@@ -50,7 +51,7 @@ from batonmq.cli.top import top
 from batonmq.cli.topic_stats import stats
 from batonmq.errors import InvalidArgument
 
-app = typer.Typer(
+app = click.Group(
     name="baton",
     help="A message broker whose queues change hands like a baton.",
     no_args_is_help=True,
@@ -63,7 +64,7 @@ app = typer.Typer(
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(version("batonmq"))
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
@@ -111,12 +112,12 @@ def baton(
             show_default=False,
         ),
     ] = None,
-    tls: TlsOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
-    server_name: ServerNameOption = None,
-    token_file: TokenFileOption = None,
+    tls: tls_option = None,
+    ca_file: ca_file_option = None,
+    cert_file: cert_file_option = None,
+    key_file: key_file_option = None,
+    server_name: server_name_option = None,
+    token_file: token_file_option = None,
     _version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Version.")
     ] = False,
@@ -130,7 +131,7 @@ def baton(
         Output(form or OutputFormat.TABLE).failure(
             "BAD_CONTEXT", str(error), "See: baton context list."
         )
-        raise typer.Exit(1) from error
+        raise Exit(1) from error
     given: dict[str, str | bool | None] = {
         "tls": tls,
         "ca_file": ca_file,
@@ -166,7 +167,7 @@ def _security(
         return choose_security(given, token, chosen)
     except InvalidArgument as error:
         Output(form).error(error)
-        raise typer.Exit(1) from error
+        raise Exit(1) from error
 
 
 def _on_command_line(context: typer.Context, parameter: str) -> bool:

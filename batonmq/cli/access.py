@@ -8,31 +8,36 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from functools import partial
+
+import click
+from click.exceptions import Exit
 
 from batonmq.admin.access import AccessControl, Answer, Grant, IdentityAccess, Role
 from batonmq.cli.output import Columns, Item, OutputFormat, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 
-app = typer.Typer(help="Say who may do what, and make tokens.", no_args_is_help=True)
-tokens = typer.Typer(help="Make bearer tokens, and revoke them.", no_args_is_help=True)
+app = click.Group(help="Say who may do what, and make tokens.", no_args_is_help=True)
+tokens = click.Group(help="Make bearer tokens, and revoke them.", no_args_is_help=True)
 app.add_typer(tokens, name="token")
 
-IdentityArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="IDENTITY",
-        help="First URI of a client certificate, else its first DNS name, else its common name; "
-        "or what a token stands for.",
-    ),
-]
-RoleArgument = Annotated[Role, typer.Argument(metavar="ROLE", help="produce, consume or admin.")]
-ResourceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RESOURCE", help="topic:NAME or group:NAME, also with * at the end; or cluster."
-    ),
-]
+identity_argument = partial(
+    argument,
+    metavar="IDENTITY",
+    help="First URI of a client certificate, else its first DNS name, else its common name; "
+    "or what a token stands for.",
+)
+role_argument = partial(
+    argument,
+    type=click.Choice(["produce", "consume", "admin"]),
+    metavar="ROLE",
+    help="produce, consume or admin.",
+)
+resource_argument = partial(
+    argument,
+    metavar="RESOURCE",
+    help="topic:NAME or group:NAME, also with * at the end; or cluster.",
+)
 
 _GRANTS: Columns = {"IDENTITY": "identity", "ROLE": "role", "RESOURCE": "resource"}
 _HELD: Columns = {
@@ -44,17 +49,12 @@ _HELD: Columns = {
 
 
 @app.command()
-def grant(
-    context: typer.Context,
-    identity: IdentityArgument,
-    role: RoleArgument,
-    resource: ResourceArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@identity_argument("identity")
+@role_argument("role")
+@resource_argument("resource")
+@cluster_session
+def grant(session: CommandSession, identity: str, role: str, resource: str) -> None:
     """Give somebody a role on a resource. Granting it again is no error."""
-    session = open_session(context, nameserver, form)
     session.run(_grant(session, identity, Grant(role, resource)))
 
 
@@ -68,20 +68,23 @@ async def _grant(session: CommandSession, identity: str, wanted: Grant) -> None:
 
 
 @app.command()
+@identity_argument("identity")
+@argument(
+    "role",
+    required=False,
+    type=click.Choice(["produce", "consume", "admin"]),
+    metavar="[ROLE]",
+    help="As granted.",
+)
+@argument("resource", required=False, default="", metavar="[RESOURCE]", help="As granted.")
+@click.option("--all", "all_", is_flag=True, help="Everything that is granted.")
+@cluster_session
 def revoke(
-    context: typer.Context,
-    identity: IdentityArgument,
-    role: Annotated[Role | None, typer.Argument(metavar="[ROLE]", help="As granted.")] = None,
-    resource: Annotated[str, typer.Argument(metavar="[RESOURCE]", help="As granted.")] = "",
-    *,
-    all_: Annotated[bool, typer.Option("--all", help="Everything that is granted.")] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession, identity: str, role: str | None, resource: str, all_: bool
 ) -> None:
     """Take a grant from somebody, or with --all every one; its tokens stay."""
     if all_ == bool(role) or bool(role) != bool(resource):
-        raise typer.BadParameter("give ROLE and RESOURCE, or --all")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("give ROLE and RESOURCE, or --all")
     session.run(_revoke(session, identity, Grant(role, resource) if role else None))
 
 
@@ -94,17 +97,10 @@ async def _revoke(session: CommandSession, identity: str, unwanted: Grant | None
 
 
 @app.command("list")
-def list_(
-    context: typer.Context,
-    identity: Annotated[
-        str, typer.Argument(metavar="[IDENTITY]", help="Only of this one.", show_default=False)
-    ] = "",
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@argument("identity", required=False, default="", metavar="[IDENTITY]", help="Only of this one.")
+@cluster_session
+def list_(session: CommandSession, identity: str) -> None:
     """List what is granted to whom, and whose tokens there are."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session, identity))
 
 
@@ -122,22 +118,15 @@ def _items(one: IdentityAccess) -> list[Item]:
 
 
 @app.command()
-def check(
-    context: typer.Context,
-    role: RoleArgument,
-    resource: ResourceArgument,
-    *,
-    identity: Annotated[
-        str, typer.Option(help="About whom; by default whoever asks.", show_default=False)
-    ] = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@role_argument("role")
+@resource_argument("resource")
+@click.option("--identity", default="", help="About whom; by default whoever asks.")
+@cluster_session
+def check(session: CommandSession, role: str, resource: str, identity: str) -> None:
     """Tell whether somebody may do something, and by which grant; status 1 if not."""
-    session = open_session(context, nameserver, form)
     answer = session.run(_check(session, Grant(role, resource), identity))
     if answer.access_on and not answer.allowed:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answer:
@@ -152,24 +141,19 @@ async def _check(session: CommandSession, wanted: Grant, identity: str) -> Answe
 
 
 @tokens.command()
-def create(
-    context: typer.Context,
-    identity: IdentityArgument,
-    *,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file", metavar="FILE", help="Write it to a new file that only you can read."
-        ),
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@identity_argument("identity")
+@click.option(
+    "--file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write it to a new file that only you can read.",
+)
+@cluster_session
+def create(session: CommandSession, identity: str, file: Path | None) -> None:
     """Make a bearer token that stands for somebody. It is shown once, and kept nowhere."""
-    session = open_session(context, nameserver, form)
     if file is not None and file.exists():
         session.output.failure("FILE_EXISTS", f"{file} is there already", "Give another name.")
-        raise typer.Exit(1)
+        raise Exit(1)
     session.run(_create(session, identity, file))
 
 
@@ -194,15 +178,10 @@ async def _create(session: CommandSession, identity: str, file: Path | None) -> 
 
 
 @tokens.command("revoke")
-def revoke_token(
-    context: typer.Context,
-    token_id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As `baton access list`.")],
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@argument("token_id", metavar="TOKEN_ID", help="As `baton access list`.")
+@cluster_session
+def revoke_token(session: CommandSession, token_id: str) -> None:
     """Let a token stand for nobody any more."""
-    session = open_session(context, nameserver, form)
     session.run(_revoke_token(session, token_id))
 
 

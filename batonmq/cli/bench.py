@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
-import typer
+import click
 
 from batonmq._core.records import BODY_BYTES_MAX
 from batonmq._producer.settings import Durability, ProducerSettings
@@ -17,48 +17,81 @@ from batonmq.admin.admin import Admin
 from batonmq.cli.benchmark import SIZE_BYTES_MIN, Bench, BenchLoad, BenchResult, Told, own_topic
 from batonmq.cli.completion import topics_that_begin
 from batonmq.cli.output import Columns, Item
-from batonmq.cli.produce import Compressed, CompressionOption
+from batonmq.cli.produce import Compressed, compression_option
 from batonmq.cli.progress import progress
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.cli.times import parse_rate
 from batonmq.errors import InvalidArgument
 
-app = typer.Typer(help="Measure how fast a running cluster is.", no_args_is_help=True)
+app = click.Group(help="Measure how fast a running cluster is.", no_args_is_help=True)
 
-TopicOption = Annotated[
-    str,
-    typer.Option(
-        help="Use this topic, and leave it as it is; by default a new one, deleted in the end.",
-        show_default=False,
-        autocompletion=topics_that_begin,
-    ),
-]
-QueuesOption = Annotated[int, typer.Option(min=1, max=1_024, help="Queues of a new topic.")]
-KeepOption = Annotated[bool, typer.Option("--keep", help="Do not delete the new topic.")]
-SizeOption = Annotated[
-    int, typer.Option(min=SIZE_BYTES_MIN, max=BODY_BYTES_MAX, help="Bytes of a body.")
-]
-CountOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="So many messages, not for so long.", show_default=False),
-]
-SecondsOption = Annotated[float, typer.Option(min=0.1, help="Send for so long.")]
-RateOption = Annotated[
-    str,
-    typer.Option(
-        metavar="N/s",
-        help="Send so many a second. A latency then counts from when a message was to leave.",
-        show_default=False,
-    ),
-]
-BatchOption = Annotated[int, typer.Option(min=1, max=65_535, help="Messages of a batch, at most.")]
-LingerOption = Annotated[
-    int, typer.Option(min=0, metavar="MS", help="Wait so long for more messages of a batch.")
-]
-ProducersOption = Annotated[int, typer.Option(min=1, max=64, help="Producers in this process.")]
-SendersOption = Annotated[
-    int, typer.Option(min=1, max=100_000, help="Messages under way at once, at most.")
-]
+topic_option = click.option(
+    "--topic",
+    default="",
+    shell_complete=topics_that_begin,
+    help="Use this topic, and leave it as it is; by default a new one, deleted in the end.",
+)
+queues_option = click.option(
+    "--queues",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1, max=1_024),
+    help="Queues of a new topic.",
+)
+keep_option = click.option("--keep", is_flag=True, help="Do not delete the new topic.")
+size_option = click.option(
+    "--size",
+    default=100,
+    show_default=True,
+    type=click.IntRange(min=SIZE_BYTES_MIN, max=BODY_BYTES_MAX),
+    help="Bytes of a body.",
+)
+count_option = click.option(
+    "--count", type=click.IntRange(min=1), help="So many messages, not for so long."
+)
+seconds_option = click.option(
+    "--seconds",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="Send for so long.",
+)
+# TODO names/defaults {('rate', '""'), ('rate', '"1000/s"')}
+rate_option = click.option(
+    "--rate",
+    default="",
+    metavar="N/s",
+    help="Send so many a second. A latency then counts from when a message was to leave.",
+)
+batch_option = click.option(
+    "--batch",
+    default=1_000,
+    show_default=True,
+    type=click.IntRange(min=1, max=65_535),
+    help="Messages of a batch, at most.",
+)
+linger_option = click.option(
+    "--linger",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="MS",
+    help="Wait so long for more messages of a batch.",
+)
+producers_option = click.option(
+    "--producers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1, max=64),
+    help="Producers in this process.",
+)
+senders_option = click.option(
+    "--senders",
+    default=1_000,
+    show_default=True,
+    type=click.IntRange(min=1, max=100_000),
+    help="Messages under way at once, at most.",
+)
 
 
 class Safety(StrEnum):
@@ -75,7 +108,13 @@ class Handling(StrEnum):
     SINGLE = "single"
 
 
-DurabilityOption = Annotated[Safety, typer.Option(help="What a receipt has to mean.")]
+durability_option = click.option(
+    "--durability",
+    default="fsynced",
+    show_default=True,
+    type=click.Choice(["fsynced", "memory"]),
+    help="What a receipt has to mean.",
+)
 _COLUMNS: Columns = {
     "BENCH": "bench",
     "MESSAGES": "count",
@@ -92,27 +131,37 @@ _COLUMNS: Columns = {
 
 
 @app.command()
+@topic_option
+@queues_option
+@keep_option
+@size_option
+@count_option
+@seconds_option
+@rate_option
+@batch_option
+@linger_option
+@producers_option
+@senders_option
+@durability_option
+@compression_option
+@cluster_session
 def produce(
-    context: typer.Context,
-    *,
-    topic: TopicOption = "",
-    queues: QueuesOption = 8,
-    keep: KeepOption = False,
-    size: SizeOption = 100,
-    count: CountOption = None,
-    seconds: SecondsOption = 10.0,
-    rate: RateOption = "",
-    batch: BatchOption = 1_000,
-    linger: LingerOption = 0,
-    producers: ProducersOption = 1,
-    senders: SendersOption = 1_000,
-    durability: DurabilityOption = Safety.FSYNCED,
-    compression: CompressionOption = Compressed.NONE,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic: str,
+    queues: int,
+    keep: bool,
+    size: int,
+    count: int | None,
+    seconds: float,
+    rate: str,
+    batch: int,
+    linger: int,
+    producers: int,
+    senders: int,
+    durability: str,
+    compression: str,
 ) -> None:
     """Measure sending: how many messages a second, and how long until the receipt."""
-    session = open_session(context, nameserver, form)
     place = _Place(session, topic, queues, keep)
     load = _load(size, count, seconds, rate, producers, senders)
     load = replace(load, settings=_settings(batch, linger, durability, compression))
@@ -120,30 +169,40 @@ def produce(
 
 
 @app.command("end-to-end")
+@topic_option
+@queues_option
+@keep_option
+@size_option
+@count_option
+@seconds_option
+@rate_option
+@batch_option
+@linger_option
+@producers_option
+@senders_option
+@durability_option
+@compression_option
+@cluster_session
 def end_to_end(
-    context: typer.Context,
-    *,
-    topic: TopicOption = "",
-    queues: QueuesOption = 8,
-    keep: KeepOption = False,
-    size: SizeOption = 100,
-    count: CountOption = None,
-    seconds: SecondsOption = 10.0,
-    rate: RateOption = "1000/s",
-    batch: BatchOption = 1_000,
-    linger: LingerOption = 0,
-    producers: ProducersOption = 1,
-    senders: SendersOption = 1_000,
-    durability: DurabilityOption = Safety.FSYNCED,
-    compression: CompressionOption = Compressed.NONE,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic: str,
+    queues: int,
+    keep: bool,
+    size: int,
+    count: int | None,
+    seconds: float,
+    rate: str,
+    batch: int,
+    linger: int,
+    producers: int,
+    senders: int,
+    durability: str,
+    compression: str,
 ) -> None:
     """Measure the way from the producer to the handler of a consumer, both in this process.
 
     The exit status is 1 if a message that was stored did not arrive.
     """
-    session = open_session(context, nameserver, form)
     place = _Place(session, topic, queues, keep)
     load = _load(size, count, seconds, rate, producers, senders)
     load = replace(load, settings=_settings(batch, linger, durability, compression))
@@ -153,26 +212,39 @@ def end_to_end(
 
 
 @app.command()
+@topic_option
+@queues_option
+@keep_option
+@size_option
+@click.option(
+    "--count",
+    default=100_000,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Messages to receive.",
+)
+@click.option(
+    "--handler",
+    default="batch",
+    show_default=True,
+    type=click.Choice(["batch", "single"]),
+    help="Whether the handler gets many messages at once, or one.",
+)
+@cluster_session
 def consume(
-    context: typer.Context,
-    *,
-    topic: TopicOption = "",
-    queues: QueuesOption = 8,
-    keep: KeepOption = False,
-    size: SizeOption = 100,
-    count: Annotated[int, typer.Option(min=1, help="Messages to receive.")] = 100_000,
-    handler: Annotated[
-        Handling, typer.Option(help="Whether the handler gets many messages at once, or one.")
-    ] = Handling.BATCH,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic: str,
+    queues: int,
+    keep: bool,
+    size: int,
+    count: int,
+    handler: str,
 ) -> None:
     """Measure receiving with a handler that does nothing.
 
     A new topic is filled first, which is not measured. With --topic, what is there is read, from
     the first message on, by a group of its own.
     """
-    session = open_session(context, nameserver, form)
     session.run(_consume(_Place(session, topic, queues, keep), size, count, handler.value))
 
 
@@ -254,7 +326,7 @@ def _load(
     try:
         per_s = parse_rate(rate) if rate else None
     except InvalidArgument as error:
-        raise typer.BadParameter(f"{error.message}. {error.remedy}") from error
+        raise click.UsageError(f"{error.message}. {error.remedy}") from error
     return BenchLoad(
         size_bytes=size,
         count=count,

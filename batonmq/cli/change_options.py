@@ -8,7 +8,8 @@ import socket
 import sys
 from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.admin.operation import Operation
 from batonmq.cli.session import CommandSession, GlobalOptions
@@ -29,27 +30,23 @@ def resolve_by(context: typer.Context, by: str) -> str:
     return by or (defaults.by if defaults else "") or current_user()
 
 
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask before it is done.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Tell what would happen and change nothing.")
-]
-ReasonOption = Annotated[str, typer.Option(help="Why; it is recorded.", show_default=False)]
-ByOption = Annotated[
-    str,
-    typer.Option(
-        envvar="BATON_BY",
-        help="Who does it; by default what the context says, or user@host.",
-        show_default=False,
-        callback=resolve_by,
-    ),
-]
-OpIdOption = Annotated[
-    str,
-    typer.Option(
-        help="Id of the operation, for repeating the command; by default a new one.",
-        show_default=False,
-    ),
-]
+yes_option = click.option("--yes", "-y", is_flag=True, help="Don't ask before it is done.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Tell what would happen and change nothing."
+)
+reason_option = click.option("--reason", default="", help="Why; it is recorded.")
+by_option = click.option(
+    "--by",
+    default="",
+    envvar="BATON_BY",
+    callback=resolve_by,
+    help="Who does it; by default what the context says, or user@host.",
+)
+op_id_option = click.option(
+    "--op-id",
+    default="",
+    help="Id of the operation, for repeating the command; by default a new one.",
+)
 
 
 def operation(by: str, reason: str, op_id: str) -> Operation:
@@ -61,23 +58,23 @@ def check_can_ask(*, yes: bool) -> None:
     """Refuse a command line that would have to ask where nobody can answer.
 
     Raises:
-        typer.BadParameter: so it is.
+        click.UsageError: so it is.
     """
     if not yes and not sys.stdin.isatty():
-        raise typer.BadParameter("nobody is there to be asked: give --yes")
+        raise click.UsageError("nobody is there to be asked: give --yes")
 
 
 def confirm(session: CommandSession, question: str) -> None:
     """Ask a person before something is done.
 
     Raises:
-        typer.Exit: the answer is no, or Ctrl-C.
+        Exit: the answer is no, or Ctrl-C.
     """
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     try:
         answer = sys.stdin.readline()
     except KeyboardInterrupt as error:
-        raise typer.Exit(130) from error
+        raise Exit(130) from error
     if answer.strip().lower() not in ("y", "yes"):
         session.output.failure("NOT_CONFIRMED", "nothing was changed", "")
-        raise typer.Exit(1)
+        raise Exit(1)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._common.health import SERVING, ask_health
@@ -17,12 +17,12 @@ from batonmq.admin.admin import Admin
 from batonmq.admin.diagnostics import describe_broker
 from batonmq.admin.replication import ElectionPlan, Replica, elect, replicas
 from batonmq.admin.reports import Node
-from batonmq.cli.change_options import ByOption, YesOption, check_can_ask, confirm
+from batonmq.cli.change_options import by_option, yes_option, check_can_ask, confirm
 from batonmq.cli.output import Columns, Item, counted, duration, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.errors import BatonError
 
-app = typer.Typer(help="Look at the processes of the cluster.", no_args_is_help=True)
+app = click.Group(help="Look at the processes of the cluster.", no_args_is_help=True)
 
 SERVICES = ("lockmgr", "nameserver", "offsets", "storage")
 _HEALTH_TIMEOUT_S = 2.0
@@ -99,16 +99,14 @@ def cluster() -> None:
 
 
 @app.command()
-def status(
-    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
+@cluster_session
+def status(session: CommandSession) -> None:
     """Show every process that is registered, and whether it answers at this moment.
 
     Of offsets and storage also who is in sync, and how far each copy is behind its leader: LAG is
     in changes at offsets, in bytes of the log at storage.
     The exit status is 1 if one does not serve, a service has no leader, or a copy can't follow.
     """
-    session = open_session(context, nameserver, form)
     session.run(_status(session))
 
 
@@ -157,21 +155,19 @@ async def _look(node: Node, connect: Connect, now_unix_ms: int) -> dict[str, Any
 
 
 @app.command()
-def brokers(
-    context: typer.Context,
-    *,
-    seconds: Annotated[
-        float,
-        typer.Option(min=0, max=3_600, help="Look twice, so far apart, for the rates; 0: once."),
-    ] = 1.0,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.option(
+    "--seconds",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, max=3_600),
+    help="Look twice, so far apart, for the rates; 0: once.",
+)
+@cluster_session
+def brokers(session: CommandSession, seconds: float) -> None:
     """Show the storage nodes: disk, log, rates, what waits, what is damaged.
 
     The exit status is 1 if one does not answer.
     """
-    session = open_session(context, nameserver, form)
     session.run(_brokers(session, seconds))
 
 
@@ -201,15 +197,13 @@ async def _brokers(session: CommandSession, seconds: float) -> None:
 
 
 @app.command()
-def replication(
-    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
+@cluster_session
+def replication(session: CommandSession) -> None:
     """Show who leads, in which epoch or term, who stands by, and how far each copy has come.
 
     POSITION and LAG count changes at offsets, and bytes of the log at storage; of a node without
     followers LAG is what is not synced yet. lockmgr and nameserver keep nothing: etcd has it.
     """
-    session = open_session(context, nameserver, form)
     session.run(_replication(session))
 
 
@@ -242,28 +236,35 @@ class WithCopies(StrEnum):
 
 
 @app.command("elect")
+@argument("node_id", metavar="NODE", help="Who is to be elected.")
+@click.option(
+    "--service", required=True, type=click.Choice(["storage", "offsets"]), help="Whose copy."
+)
+@click.option(
+    "--set",
+    "replica_set",
+    required=True,
+    metavar="NAME",
+    help="The replica set; of storage the broker.",
+)
+@click.option("--accept-loss", is_flag=True, help="Do it; else it is only told what is given up.")
+@by_option
+@yes_option
+@cluster_session
 def elect_node(
-    context: typer.Context,
-    node_id: Annotated[str, typer.Argument(metavar="NODE", help="Who is to be elected.")],
-    *,
-    service: Annotated[WithCopies, typer.Option(help="Whose copy.")],
-    replica_set: Annotated[
-        str, typer.Option("--set", metavar="NAME", help="The replica set; of storage the broker.")
-    ],
-    accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Do it; else it is only told what is given up.")
-    ] = False,
-    by: ByOption = "",
-    yes: YesOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    node_id: str,
+    service: str,
+    replica_set: str,
+    accept_loss: bool,
+    by: str,
+    yes: bool,
 ) -> None:
     """Let a node be elected that is not in sync, once all that are in sync are lost for good.
 
     What only they had is given up, also if they come back. Refused while one of them is up, or
     somebody leads. Who did it stands in etcd, with the replica set.
     """
-    session = open_session(context, nameserver, form)
     if accept_loss:
         check_can_ask(yes=yes)
     whom = service.value, replica_set, node_id

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import typer
+import click
 
 from batonmq._core.names import is_system_topic
 from batonmq.admin.admin import Admin

@@ -8,14 +8,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from functools import partial
+
+import click
+from click.exceptions import Exit
 
 from batonmq.cli.output import Columns, Item
 from batonmq.cli.service_settings import SERVICES, settings_of
-from batonmq.cli.session import CommandSession, FormatOption, open_session
+from batonmq.cli.session import CommandSession, local_session, open_session
 from batonmq.errors import InvalidArgument
 
-app = typer.Typer(
+app = click.Group(
     help="Look at the settings of the services, and check them.", no_args_is_help=True
 )
 
@@ -29,30 +32,23 @@ class Service(StrEnum):
     NAMESERVER = "nameserver"
 
 
-ServiceArgument = Annotated[
-    Service | None,
-    typer.Argument(metavar="[SERVICE]", help=f"One of {', '.join(SERVICES)}; by default all."),
-]
-EnvFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        help="Lines of NAME=VALUE, such as of a container, in place of the environment of this "
-        "command.",
-        show_default=False,
-    ),
-]
-FileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        exists=True,
-        dir_okay=False,
-        help="The service's TOML file, as if BATON_<SERVICE>_CONFIG_FILE named it.",
-        show_default=False,
-    ),
-]
+service_argument = partial(
+    argument,
+    type=click.Choice(SERVICES),
+    metavar="[SERVICE]",
+    help=f"One of {', '.join(SERVICES)}; by default all.",
+)
+env_file_option = click.option(
+    "--env-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Lines of NAME=VALUE, such as of a container, in place of the environment of this "
+    "command.",
+)
+file_option = click.option(
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The service's TOML file, as if BATON_<SERVICE>_CONFIG_FILE named it.",
+)
 _COLUMNS: Columns = {
     "VARIABLE": "variable",
     "VALUE": "value",
@@ -68,32 +64,28 @@ _EXPLAIN_COLUMNS: Columns = {**_COLUMNS, **_MORE_COLUMNS}
 
 
 @app.command("print")
+@service_argument("service", required=False)
+@file_option
+@env_file_option
+@local_session
 def print_(
-    context: typer.Context,
-    service: ServiceArgument = None,
-    *,
-    file: FileOption = None,
-    env_file: EnvFileOption = None,
-    form: FormatOption = None,
+    session: CommandSession, service: str | None, file: Path | None, env_file: Path | None
 ) -> None:
     """Print every setting of a service, its value, and where that comes from."""
-    session = open_session(context, None, form)
     found = _found(session, service, file, env_file)
     settings = [setting for one in found.values() for setting in one["settings"]]
     session.output.items(settings, _COLUMNS, _MORE_COLUMNS)
 
 
 @app.command()
+@service_argument("service", required=False)
+@file_option
+@env_file_option
+@local_session
 def check(
-    context: typer.Context,
-    service: ServiceArgument = None,
-    *,
-    file: FileOption = None,
-    env_file: EnvFileOption = None,
-    form: FormatOption = None,
+    session: CommandSession, service: str | None, file: Path | None, env_file: Path | None
 ) -> None:
     """Check the settings that a service would start with; the exit status is 1 if one is wrong."""
-    session = open_session(context, None, form)
     found = _found(session, service, file, env_file)
     problems = [
         {"service": name} | problem for name, one in found.items() for problem in one["problems"]
@@ -102,32 +94,22 @@ def check(
     item = {"services": list(found), "problems": problems}
     if problems:
         session.output.detail(item, problems, columns)
-        raise typer.Exit(1)
+        raise Exit(1)
     session.output.line(item, f"{', '.join(found)}: nothing is wrong")
 
 
 @app.command()
-def explain(
-    context: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Such as flush, storage.flush or BATON_STORAGE_FLUSH.",
-        ),
-    ],
-    *,
-    form: FormatOption = None,
-) -> None:
+@argument("name", metavar="NAME", help="Such as flush, storage.flush or BATON_STORAGE_FLUSH.")
+@local_session
+def explain(session: CommandSession, name: str) -> None:
     """Say what a setting means, what it may be, and what it is here."""
-    session = open_session(context, None, form)
     found = _found(session, None, None, None)
     settings = list(_named(name, found))
     if not settings:
         session.output.failure(
             "UNKNOWN_SETTING", f"no service has a setting {name!r}", "See: baton config print."
         )
-        raise typer.Exit(1)
+        raise Exit(1)
     session.output.items(settings, _EXPLAIN_COLUMNS)
 
 
@@ -148,7 +130,7 @@ def _found(
 ) -> dict[str, dict[str, Any]]:
     """What the services say, by service."""
     if file is not None and service is None:
-        raise typer.BadParameter("--file belongs to one service: name it")
+        raise click.UsageError("--file belongs to one service: name it")
     names = SERVICES if service is None else (service.value,)
     try:
         given = None if env_file is None else parse_env(env_file.read_text().splitlines())
@@ -160,7 +142,7 @@ def _found(
         session.output.failure("BAD_ENV_FILE", f"{env_file}: {error.message}", error.remedy)
     except (OSError, ValueError) as error:
         session.output.failure("SYSTEM_ERROR", str(error), "")
-    raise typer.Exit(1)
+    raise Exit(1)
 
 
 def parse_env(lines: Iterable[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Annotated, cast
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._consumer.consumer import Consumer
@@ -20,10 +20,10 @@ from batonmq._core.retries import retry_topic
 from batonmq._core.start_offset import ConsumeFrom
 from batonmq._core.subscription import parse_filter
 from batonmq.admin.admin import Admin
-from batonmq.cli.arguments import TopicArgument
+from batonmq.cli.arguments import topic_argument
 from batonmq.cli.completion import groups_that_begin
 from batonmq.cli.output import Item, printable, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import GroupNotFound, InvalidArgument, Unreachable
 
@@ -62,41 +62,41 @@ def parse_start(text: str, now_unix_ms: int) -> StartPosition:
     return StartPosition("timestamp", parse_unix_ms(text))
 
 
+@click.command("consume")
+@topic_argument("topic")
+@click.option(
+    "--group",
+    required=True,
+    shell_complete=groups_that_begin,
+    help="Consumer group; its progress is kept.",
+)
+@click.option(
+    "--from",
+    "start",
+    default="",
+    metavar="first|last|TIME|SPAN",
+    help="Where the group starts on a queue without progress; by default where its "
+    "members do, and first for a new group. A time such as 2026-01-31T08:00:00Z or Unix "
+    "milliseconds, a span before now such as 2h; timestamp is half an hour ago.",
+)
+@click.option(
+    "--filter",
+    "expression",
+    default="*",
+    show_default=True,
+    help="* for all, tags joined by ||, or a condition: sql: a > 5 AND b = 'x'",
+)
+@click.option("--count", type=click.IntRange(min=1), help="End after so many messages.")
+@click.option("--follow", is_flag=True, help="Go on at the end of the queues, until Ctrl-C.")
+@cluster_session
 def consume(
-    context: typer.Context,
-    topic: TopicArgument,
-    *,
-    group: Annotated[
-        str,
-        typer.Option(
-            help="Consumer group; its progress is kept.", autocompletion=groups_that_begin
-        ),
-    ],
-    start: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            metavar="first|last|TIME|SPAN",
-            help="Where the group starts on a queue without progress; by default where its "
-            "members do, and first for a new group. A time such as 2026-01-31T08:00:00Z or Unix "
-            "milliseconds, a span before now such as 2h; timestamp is half an hour ago.",
-            show_default=False,
-        ),
-    ] = "",
-    expression: Annotated[
-        str,
-        typer.Option(
-            "--filter", help="* for all, tags joined by ||, or a condition: sql: a > 5 AND b = 'x'"
-        ),
-    ] = "*",
-    count: Annotated[
-        int | None, typer.Option(min=1, help="End after so many messages.", show_default=False)
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on at the end of the queues, until Ctrl-C.")
-    ] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic: str,
+    group: str,
+    start: str,
+    expression: str,
+    count: int | None,
+    follow: bool,
 ) -> None:
     """Print messages as a member of a group, and acknowledge each once it is printed.
 
@@ -107,8 +107,7 @@ def consume(
     try:
         begin = parse_start(start, Clock().unix_ms()) if start else None
     except InvalidArgument as error:
-        raise typer.BadParameter(f"{error.message}. {error.remedy}") from error
-    session = open_session(context, nameserver, form)
+        raise click.UsageError(f"{error.message}. {error.remedy}") from error
     reading = _Reading(session, group, topic, expression, begin, count)
     session.run(reading.run(follow=follow), endless=follow)
 

@@ -6,20 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from functools import partial
+
+import click
+from click.exceptions import Exit
 
 from batonmq.cli import context_file
 from batonmq.cli.completion import contexts_that_begin
 from batonmq.cli.context_file import SECURITY, ContextError, Contexts
 from batonmq.cli.output import Columns, OutputFormat
-from batonmq.cli.session import CommandSession, FormatOption, GlobalOptions, open_session
+from batonmq.cli.session import CommandSession, local_session, GlobalOptions, open_session
 
-app = typer.Typer(help="Name clusters, and choose one.", no_args_is_help=True)
-NameArgument = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="Name of the context.", autocompletion=contexts_that_begin),
-]
-_FileOption = Annotated[str | None, typer.Option(metavar="FILE", help="Empty for none.")]
+app = click.Group(help="Name clusters, and choose one.", no_args_is_help=True)
+name_argument = partial(
+    argument, metavar="NAME", shell_complete=contexts_that_begin, help="Name of the context."
+)
+# TODO names/defaults {('ca_file', 'None'), ('token_file', 'None'), ('key_file', 'None'), ('cert_file', 'None')}
+__file_option = click.option("--ca-file", metavar="FILE", help="Empty for none.")
 _COLUMNS: Columns = {
     "CURRENT": lambda item: "*" if item["current"] else None,
     "NAME": "name",
@@ -38,7 +41,8 @@ _MORE_COLUMNS: Columns = {
 
 
 @app.command("list")
-def list_(context: typer.Context, *, form: FormatOption = None) -> None:
+@local_session
+def list_(session: CommandSession) -> None:
     """List the contexts; the current one has a star."""
     session, path = _opened(context, form)
     contexts = _read(session, path)
@@ -47,12 +51,9 @@ def list_(context: typer.Context, *, form: FormatOption = None) -> None:
 
 
 @app.command()
-def show(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="[NAME]", autocompletion=contexts_that_begin)] = "",
-    *,
-    form: FormatOption = None,
-) -> None:
+@argument("name", required=False, default="", metavar="[NAME]", shell_complete=contexts_that_begin)
+@local_session
+def show(session: CommandSession, name: str) -> None:
     """Show one context, the current one by default."""
     session, path = _opened(context, form)
     contexts = _read(session, path)
@@ -64,7 +65,9 @@ def show(
 
 
 @app.command()
-def use(context: typer.Context, name: NameArgument, *, form: FormatOption = None) -> None:
+@name_argument("name")
+@local_session
+def use(session: CommandSession, name: str) -> None:
     """Use a context from now on, for every command."""
     session, path = _opened(context, form)
     _change(session, path, lambda contexts: contexts.used(name))
@@ -72,31 +75,38 @@ def use(context: typer.Context, name: NameArgument, *, form: FormatOption = None
 
 
 @app.command("set")
+@name_argument("name")
+@click.option(
+    "--nameserver", metavar="HOST:PORT", help="Several separated by commas; empty for none."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json", "wide"]),
+    help="What commands print with it.",
+)
+@click.option("--by", help="Who is recorded with changes; empty for user@host.")
+@click.option(
+    "--tls/--no-tls", default=None, help="Talk to services over TLS; so too if a file is set."
+)
+@__file_option
+@__file_option
+@__file_option
+@click.option("--server-name", metavar="NAME", help="In the servers' certificates.")
+@__file_option
+@click.pass_context
 def set_(
-    context: typer.Context,
-    name: NameArgument,
-    *,
-    nameserver: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Several separated by commas; empty for none."),
-    ] = None,
-    form: Annotated[
-        OutputFormat | None, typer.Option("--format", help="What commands print with it.")
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Who is recorded with changes; empty for user@host.")
-    ] = None,
-    tls: Annotated[
-        bool | None,
-        typer.Option("--tls/--no-tls", help="Talk to services over TLS; so too if a file is set."),
-    ] = None,
-    ca_file: _FileOption = None,
-    cert_file: _FileOption = None,
-    key_file: _FileOption = None,
-    server_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In the servers' certificates.")
-    ] = None,
-    token_file: _FileOption = None,
+    context: click.Context,
+    name: str,
+    nameserver: str | None,
+    form: str | None,
+    by: str | None,
+    tls: bool | None,
+    ca_file: str | None,
+    cert_file: str | None,
+    key_file: str | None,
+    server_name: str | None,
+    token_file: str | None,
 ) -> None:
     """Create a context, or change what it says. The first one is used at once.
 
@@ -110,7 +120,7 @@ def set_(
     given["server_name"] = server_name
     changes = {key: value for key, value in given.items() if value is not None}
     if not changes:
-        raise typer.BadParameter("nothing to set: give --nameserver, --format, --by or a file")
+        raise click.UsageError("nothing to set: give --nameserver, --format, --by or a file")
     session, path = _opened(context, None)
 
     def changed(contexts: Contexts) -> Contexts:
@@ -122,7 +132,9 @@ def set_(
 
 
 @app.command()
-def delete(context: typer.Context, name: NameArgument, *, form: FormatOption = None) -> None:
+@name_argument("name")
+@local_session
+def delete(session: CommandSession, name: str) -> None:
     """Forget a context. The cluster is not touched."""
     session, path = _opened(context, form)
     _change(session, path, lambda contexts: contexts.without(name))
@@ -161,9 +173,9 @@ def _looked_up(session: CommandSession, contexts: Contexts, name: str) -> dict[s
         raise _failed(session, error) from error
 
 
-def _failed(session: CommandSession, error: Exception) -> typer.Exit:
+def _failed(session: CommandSession, error: Exception) -> Exit:
     session.output.failure("BAD_CONTEXT", str(error), "")
-    return typer.Exit(1)
+    return Exit(1)
 
 
 def _item(contexts: Contexts, name: str) -> dict[str, Any]:

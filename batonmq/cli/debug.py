@@ -7,16 +7,17 @@ import tarfile
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq._common.clock import Clock
 from batonmq.admin.diagnostics import Diagnostics
 from batonmq.cli.output import counted
 from batonmq.cli.progress import progress
 from batonmq.cli.service_settings import settings_of_services
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 
-app = typer.Typer(help="Collect what somebody needs who helps from afar.", no_args_is_help=True)
+app = click.Group(help="Collect what somebody needs who helps from afar.", no_args_is_help=True)
 
 
 @app.callback()
@@ -25,31 +26,26 @@ def debug() -> None:
 
 
 @app.command()
-def bundle(
-    context: typer.Context,
-    *,
-    out: Annotated[
-        Path,
-        typer.Option("--out", metavar="FILE.tar.gz", dir_okay=False, help="File to be made."),
-    ],
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="With the ends of the logs of the cluster that `baton up` keeps here.",
-        ),
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.tar.gz",
+    help="File to be made.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="With the ends of the logs of the cluster that `baton up` keeps here.",
+)
+@cluster_session
+def bundle(session: CommandSession, out: Path, data_dir: Path | None) -> None:
     """Put what the cluster says of itself into one file: nothing in it is changed.
 
     Versions, nodes, topics, groups with progress and why they are stuck, locks, resets, metrics,
     settings; no message, no secret. What does not answer is noted in problems.txt; the status is
     0 then, too: 1 only if there is no file.
     """
-    session = open_session(context, nameserver, form)
     try:
         with out.open("xb") as file:
             found = session.run(_collected(session, data_dir))
@@ -57,10 +53,10 @@ def bundle(
                 _pack(archive, out.name.partition(".")[0], found.files)
     except FileExistsError as error:
         session.output.failure("FILE_EXISTS", f"{out} is there already", "Give another name.")
-        raise typer.Exit(1) from error
+        raise Exit(1) from error
     except OSError as error:
         session.output.failure("SYSTEM_ERROR", str(error), "")
-        raise typer.Exit(1) from error
+        raise Exit(1) from error
     except BaseException:
         out.unlink()
         raise

@@ -11,22 +11,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
 from batonmq.admin.dead_letters import Criteria, DeadLetter, DeadLetters, Redrive, Redriven
-from batonmq.cli.arguments import GroupArgument
-from batonmq.cli.change_options import ByOption, ReasonOption, operation
-from batonmq.cli.group_resets import ExecuteOption
+from batonmq.cli.arguments import group_argument
+from batonmq.cli.change_options import by_option, reason_option, operation
+from batonmq.cli.group_resets import execute_option
 from batonmq.cli.message import body_of
 from batonmq.cli.output import Columns, Item, counted, described, printable, wall_time
 from batonmq.cli.progress import progress
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import BadExpression, InvalidArgument, LimitExceeded
 
-app = typer.Typer(help="Dead letters: look at them, send them again.", no_args_is_help=True)
+app = click.Group(help="Dead letters: look at them, send them again.", no_args_is_help=True)
 
 _PLAN_ROWS = 20
 _CAUSES = ("asked", "failed", "timeout")
@@ -72,104 +72,107 @@ _MORE: Columns = {
     "BODY": lambda item: item.get("body", "(not text)"),
 }
 
-CauseOption = Annotated[
-    str,
-    typer.Option(
-        help="Only those whose last attempt ended so: asked (the handler said so), failed (it "
-        "raised) or timeout.",
-        show_default=False,
-    ),
-]
-SinceOption = Annotated[
-    str,
-    typer.Option(
-        help="Only those that died since: a time such as 2026-01-31T08:00:00Z, or a span such as "
-        "2h.",
-        show_default=False,
-    ),
-]
-TagOption = Annotated[str, typer.Option(help="Only with this tag.", show_default=False)]
-KeyOption = Annotated[str, typer.Option(help="Only with this key.", show_default=False)]
-SqlOption = Annotated[
-    str,
-    typer.Option(
-        metavar="CONDITION",
-        help="Only those whose properties satisfy this, such as \"region = 'EU'\".",
-        show_default=False,
-    ),
-]
+cause_option = click.option(
+    "--cause",
+    default="",
+    help="Only those whose last attempt ended so: asked (the handler said so), failed (it "
+    "raised) or timeout.",
+)
+since_option = click.option(
+    "--since",
+    default="",
+    help="Only those that died since: a time such as 2026-01-31T08:00:00Z, or a span such as 2h.",
+)
+tag_option = click.option("--tag", default="", help="Only with this tag.")
+key_option = click.option("--key", default="", help="Only with this key.")
+sql_option = click.option(
+    "--sql",
+    default="",
+    metavar="CONDITION",
+    help="Only those whose properties satisfy this, such as \"region = 'EU'\".",
+)
 
 
 @app.command("list")
-def list_groups(
-    context: typer.Context, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
+@cluster_session
+def list_groups(session: CommandSession) -> None:
     """List the groups that have dead letters: how many, how many of those were redriven."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session))
 
 
 @app.command()
+@group_argument("group")
+@cause_option
+@since_option
+@tag_option
+@key_option
+@sql_option
+@click.option(
+    "--limit",
+    default=100,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="At most so many, oldest first.",
+)
+@cluster_session
 def show(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    cause: CauseOption = "",
-    since: SinceOption = "",
-    tag: TagOption = "",
-    key: KeyOption = "",
-    sql: SqlOption = "",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, oldest first.")] = 100,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    cause: str,
+    since: str,
+    tag: str,
+    key: str,
+    sql: str,
+    limit: int,
 ) -> None:
     """Show the dead letters of a group: why each died, after how many attempts, and whose it was.
 
     Nothing is consumed.
     """
-    session = open_session(context, nameserver, form)
     session.run(_show(session, group, _criteria(cause, since, tag, key, sql), limit))
 
 
 @app.command()
+@group_argument("group")
+@cause_option
+@since_option
+@tag_option
+@key_option
+@sql_option
+@click.option(
+    "--to-topic",
+    is_flag=True,
+    help="To the topics they came from, so to every group that reads those. By default to "
+    "this group alone: the others have had them.",
+)
+@click.option("--again", is_flag=True, help="Those too that were sent again before.")
+@click.option("--rate", type=click.FloatRange(min=0.01), help="At most so many messages a second.")
+@click.option(
+    "--replay-id",
+    default="",
+    metavar="ID",
+    help="Id of the replay, for repeating one: no dead letter is sent twice under the "
+    "same. By default a new one.",
+)
+@execute_option
+@reason_option
+@by_option
+@cluster_session
 def redrive(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    cause: CauseOption = "",
-    since: SinceOption = "",
-    tag: TagOption = "",
-    key: KeyOption = "",
-    sql: SqlOption = "",
-    to_topic: Annotated[
-        bool,
-        typer.Option(
-            "--to-topic",
-            help="To the topics they came from, so to every group that reads those. By default to "
-            "this group alone: the others have had them.",
-        ),
-    ] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Those too that were sent again before.")
-    ] = False,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.01, help="At most so many messages a second.", show_default=False),
-    ] = None,
-    replay_id: Annotated[
-        str,
-        typer.Option(
-            metavar="ID",
-            help="Id of the replay, for repeating one: no dead letter is sent twice under the "
-            "same. By default a new one.",
-            show_default=False,
-        ),
-    ] = "",
-    execute: ExecuteOption = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    cause: str,
+    since: str,
+    tag: str,
+    key: str,
+    sql: str,
+    to_topic: bool,
+    again: bool,
+    rate: float | None,
+    replay_id: str,
+    execute: bool,
+    reason: str,
+    by: str,
 ) -> None:
     """Send the dead letters of a group again.
 
@@ -178,34 +181,40 @@ def redrive(
     marked as redriven; another redrive passes it over.
     """
     if execute and not reason:
-        raise typer.BadParameter("--execute needs --reason")
+        raise click.UsageError("--execute needs --reason")
     order = Redrive(
         operation=operation(by, reason, replay_id), to_topic=to_topic, again=again, per_s=rate
     )
     criteria = _criteria(cause, since, tag, key, sql)
-    session = open_session(context, nameserver, form)
     run = _execute if execute else _plan
     session.run(run(session, group, criteria, order))
 
 
 @app.command()
+@group_argument("group")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write, one JSON object per line.",
+)
+@cause_option
+@since_option
+@tag_option
+@key_option
+@sql_option
+@cluster_session
 def export(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    out: Annotated[
-        Path, typer.Option(dir_okay=False, help="File to write, one JSON object per line.")
-    ],
-    cause: CauseOption = "",
-    since: SinceOption = "",
-    tag: TagOption = "",
-    key: KeyOption = "",
-    sql: SqlOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    out: Path,
+    cause: str,
+    since: str,
+    tag: str,
+    key: str,
+    sql: str,
 ) -> None:
     """Write the dead letters of a group to a file; a body that is not UTF-8 stands as base64."""
-    session = open_session(context, nameserver, form)
     session.run(_export(session, group, _criteria(cause, since, tag, key, sql), out))
 
 
@@ -297,18 +306,18 @@ async def _export(session: CommandSession, group: str, criteria: Criteria, out: 
 
 def _criteria(cause: str, since: str, tag: str, key: str, sql: str) -> Criteria:
     if cause and cause not in _CAUSES:
-        raise typer.BadParameter(f"--cause is one of {', '.join(_CAUSES)}")
+        raise click.UsageError(f"--cause is one of {', '.join(_CAUSES)}")
     try:
         since_unix_ms = _since(since)
     except InvalidArgument as error:
-        raise typer.BadParameter(f"--since: {error.message}") from error
+        raise click.UsageError(f"--since: {error.message}") from error
     expression = f"sql: {sql}" if sql else "*"
     try:
         return Criteria(
             cause=cause, since_unix_ms=since_unix_ms, tag=tag, key=key, expression=expression
         )
     except (BadExpression, LimitExceeded) as error:
-        raise typer.BadParameter(f"--sql: {error.message}") from error
+        raise click.UsageError(f"--sql: {error.message}") from error
 
 
 def _since(text: str) -> int:

@@ -7,18 +7,18 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, Literal, cast
 
-import typer
+import click
 
 from batonmq.admin.admin import Strategy
 from batonmq.admin.group_reports import Group, GroupProgress, RefusedClient, Subscription
 from batonmq.admin.placement import Place, locate_group
-from batonmq.cli.arguments import GroupArgument
-from batonmq.cli.change_options import ByOption, YesOption, check_can_ask, confirm
+from batonmq.cli.arguments import group_argument
+from batonmq.cli.change_options import by_option, yes_option, check_can_ask, confirm
 from batonmq.cli.output import Columns, counted, described, differences, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.errors import BatonError, GroupNotFound
 
-app = typer.Typer(
+app = click.Group(
     help="Look at consumer groups, change them, move their progress.", no_args_is_help=True
 )
 
@@ -114,11 +114,9 @@ _QUEUE_COLUMNS: Columns = {
 
 
 @app.command("list")
-def list_(
-    context: typer.Context, *, nameserver: NameserverOption = None, form: FormatOption = None
-) -> None:
+@cluster_session
+def list_(session: CommandSession) -> None:
     """List the groups."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session))
 
 
@@ -129,18 +127,13 @@ async def _list(session: CommandSession) -> None:
 
 
 @app.command()
-def describe(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_argument("name")
+@cluster_session
+def describe(session: CommandSession, name: str) -> None:
     """Show how far a group is on every queue, who owns it and who should, its settings, its place.
 
     The place is the offsets set that keeps its progress, or to which it is on its way.
     """
-    session = open_session(context, nameserver, form)
     session.run(_describe(session, name))
 
 
@@ -169,15 +162,10 @@ async def _describe(session: CommandSession, name: str) -> None:
 
 
 @app.command()
-def members(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_argument("name")
+@cluster_session
+def members(session: CommandSession, name: str) -> None:
     """List the members of a group, and how many queues each is dealt."""
-    session = open_session(context, nameserver, form)
     session.run(_members(session, name))
 
 
@@ -200,33 +188,35 @@ async def _members(session: CommandSession, name: str) -> None:
 
 
 @app.command()
+@group_argument("name")
+@click.option(
+    "--policy",
+    type=click.Choice(["reject", "staged", "staged-latest", "warn"]),
+    help="What happens to a member that asks for another subscription.",
+)
+@click.option(
+    "--ownership",
+    type=click.Choice(["on", "off"]),
+    help="Whether one member at a time owns a queue; changed without members only.",
+)
+@click.option(
+    "--strategy",
+    type=click.Choice(
+        ["sticky", "average", "average-by-circle", "consistent-hash", "machine-room"]
+    ),
+    help="How queues are dealt out.",
+)
+@cluster_session
 def update(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    policy: Annotated[
-        Policy | None,
-        typer.Option(
-            help="What happens to a member that asks for another subscription.", show_default=False
-        ),
-    ] = None,
-    ownership: Annotated[
-        Ownership | None,
-        typer.Option(
-            help="Whether one member at a time owns a queue; changed without members only.",
-            show_default=False,
-        ),
-    ] = None,
-    strategy: Annotated[
-        Dealing | None, typer.Option(help="How queues are dealt out.", show_default=False)
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    policy: str | None,
+    ownership: str | None,
+    strategy: str | None,
 ) -> None:
     """Change the settings of a group; one that nobody has joined yet is created."""
     if (policy, ownership, strategy) == (None, None, None):
-        raise typer.BadParameter("nothing to change: give --policy, --ownership or --strategy")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("nothing to change: give --policy, --ownership or --strategy")
     session.run(_update(session, name, policy, ownership, strategy))
 
 
@@ -255,17 +245,12 @@ async def _update(
 
 
 @app.command()
-def pause(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    reason: Annotated[str, typer.Option(help="Why; it is shown to whoever wonders.")],
-    by: ByOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_argument("name")
+@click.option("--reason", required=True, help="Why; it is shown to whoever wonders.")
+@by_option
+@cluster_session
+def pause(session: CommandSession, name: str, reason: str, by: str) -> None:
     """Stop the deliveries of a group. What was delivered is still handled and acknowledged."""
-    session = open_session(context, nameserver, form)
     session.run(_pause(session, name, by, reason))
 
 
@@ -275,17 +260,12 @@ async def _pause(session: CommandSession, name: str, by: str, reason: str) -> No
 
 
 @app.command()
-def resume(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    reason: Annotated[str, typer.Option(help="Why.", show_default=False)] = "",
-    by: ByOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_argument("name")
+@click.option("--reason", default="", help="Why.")
+@by_option
+@cluster_session
+def resume(session: CommandSession, name: str, reason: str, by: str) -> None:
     """Let the deliveries of a paused group go on."""
-    session = open_session(context, nameserver, form)
     session.run(_resume(session, name, by, reason))
 
 
@@ -295,20 +275,15 @@ async def _resume(session: CommandSession, name: str, by: str, reason: str) -> N
 
 
 @app.command()
-def delete(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    yes: YesOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_argument("name")
+@yes_option
+@cluster_session
+def delete(session: CommandSession, name: str, yes: bool) -> None:
     """Delete a group without members, its progress and its retry topic. There is no way back.
 
     Its dead letters stay.
     """
     check_can_ask(yes=yes)
-    session = open_session(context, nameserver, form)
     if not yes:
         confirm(session, f"Delete group {name}, its progress and its retry topic?")
     session.run(_delete(session, name))

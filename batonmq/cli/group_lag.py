@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.admin.group_reports import Diagnosis
-from batonmq.cli.arguments import GroupArgument, QueueOption, TopicOption, parse_queue
+from batonmq.cli.arguments import group_argument, queue_option, topic_option, parse_queue
 from batonmq.cli.output import Columns, counted
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 
 _WHY_COLUMNS: Columns = {
     "QUEUE": lambda item: f"{item['topic']}/{item['broker']}/{item['queue_id']}",
@@ -40,42 +41,32 @@ _LAG_COLUMNS: Columns = {
 }
 
 
-def why_stuck(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    topic: TopicOption = "",
-    queue: QueueOption = "",
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit status 1 if a queue is stuck.")
-    ] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("why-stuck")
+@group_argument("group")
+@topic_option
+@queue_option
+@click.option("--check", is_flag=True, help="Exit status 1 if a queue is stuck.")
+@cluster_session
+def why_stuck(session: CommandSession, group: str, topic: str, queue: str, check: bool) -> None:
     """Say of every queue of a group why it is not moving, or that it is, and what to do."""
     place = parse_queue(topic, queue)
-    session = open_session(context, nameserver, form)
     found = session.run(_look(session, group, topic, place))
     session.output.items([_item(diagnosis) for diagnosis in found], _WHY_COLUMNS, _WHY_MORE)
     if check and any(diagnosis.stuck for diagnosis in found):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
-def lag(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    topic: TopicOption = "",
-    queue: QueueOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("lag")
+@group_argument("group")
+@topic_option
+@queue_option
+@cluster_session
+def lag(session: CommandSession, group: str, topic: str, queue: str) -> None:
     """Show how far a group is behind on every queue, in messages and in seconds.
 
     The seconds are the age of the oldest message that is not handled, as the log has it.
     """
     place = parse_queue(topic, queue)
-    session = open_session(context, nameserver, form)
     found = session.run(_look(session, group, topic, place))
     queues, whole = [_item(diagnosis) for diagnosis in found], total(found)
     session.output.detail({"group": group} | whole | {"queues": queues}, queues, _LAG_COLUMNS)

@@ -6,14 +6,14 @@ import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
+import click
 
 from batonmq.admin.admin import Admin
 from batonmq.admin.placement import Move, locate_group, move_group
-from batonmq.cli.arguments import GroupArgument
-from batonmq.cli.change_options import DryRunOption
+from batonmq.cli.arguments import group_argument
+from batonmq.cli.change_options import dry_run_option
 from batonmq.cli.output import Columns, counted
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.errors import BatonError
 
 ARRIVED_WITHIN_S = 30.0
@@ -27,45 +27,35 @@ _COLUMNS: Columns = {
 }
 
 
-def move(
-    context: typer.Context,
-    name: GroupArgument,
-    *,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="SET",
-            help="Offsets set that is to keep it; by default the one a new group would get.",
-            show_default=False,
-        ),
-    ] = "",
-    dry_run: DryRunOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("move")
+@group_argument("name")
+@click.option(
+    "--to",
+    default="",
+    metavar="SET",
+    help="Offsets set that is to keep it; by default the one a new group would get.",
+)
+@dry_run_option
+@cluster_session
+def move(session: CommandSession, name: str, to: str, dry_run: bool) -> None:
     """Have another offsets set keep a group: progress, tokens, recorded resets, all of it.
 
     Members go on with what they have in hand; commits and pulls wait until the group has arrived, a
     moment if both sets are up. The exit status is 1 if it has not arrived after 30 s: the move goes
     on.
     """
-    session = open_session(context, nameserver, form)
     session.run(_move(session, [name], to, dry_run=dry_run))
 
 
-def spread_groups(
-    context: typer.Context,
-    *,
-    dry_run: DryRunOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("spread-groups")
+@dry_run_option
+@cluster_session
+def spread_groups(session: CommandSession, dry_run: bool) -> None:
     """Move the groups that a new offsets set would have been given, one after the other.
 
     With one set more, about the share of them that it should have moves there, and no other does.
     Also of groups that were moved by hand.
     """
-    session = open_session(context, nameserver, form)
     session.run(_move(session, None, "", dry_run=dry_run))
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._core.delays import parse_duration_ms
@@ -20,11 +20,17 @@ from batonmq._core.queues import QueueRef
 from batonmq._core.targets import ShiftBy, Target, ToEarliest, ToLatest, ToOffset, ToTime
 from batonmq.admin.operation import Operation
 from batonmq.admin.resets import Done, Plan, Resets, Scope
-from batonmq.cli.arguments import GroupArgument, QueueOption, TopicOption, parse_queue
-from batonmq.cli.change_options import ByOption, DryRunOption, OpIdOption, ReasonOption, operation
+from batonmq.cli.arguments import group_argument, queue_option, topic_option, parse_queue
+from batonmq.cli.change_options import (
+    by_option,
+    dry_run_option,
+    op_id_option,
+    reason_option,
+    operation,
+)
 from batonmq.cli.completion import groups_that_begin
 from batonmq.cli.output import Columns, counted, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument
 
@@ -32,9 +38,9 @@ _WAYS = (
     "--to-offset, --to-datetime, --by-duration, --to-earliest, --to-latest, --to-current, "
     "--shift-by, --from-file and --undo"
 )
-ExecuteOption = Annotated[
-    bool, typer.Option("--execute", help="Do it; without, only the plan is shown.")
-]
+execute_option = click.option(
+    "--execute", is_flag=True, help="Do it; without, only the plan is shown."
+)
 _STEP_COLUMNS: Columns = {
     "GROUP": "group",
     "TOPIC": "topic",
@@ -104,74 +110,70 @@ class TargetOptions:
         return ToEarliest() if self.to_earliest else ToLatest()
 
 
+@click.command("reset-offsets")
+@group_argument("group")
+@topic_option
+@click.option("--all-topics", is_flag=True, help="All topics, as without --topic.")
+@queue_option
+@click.option("--to-offset", type=click.IntRange(min=0), help="To this offset.")
+@click.option(
+    "--to-datetime",
+    default="",
+    help="To the first message stored at or after this time, such as "
+    "2026-01-31T08:00:00Z or Unix milliseconds.",
+)
+@click.option(
+    "--by-duration", default="", help="To the first message that is not older, such as 2h or PT2H."
+)
+@click.option("--to-earliest", is_flag=True, help="To the first message that is kept.")
+@click.option("--to-latest", is_flag=True, help="After the last message.")
+@click.option(
+    "--to-current", is_flag=True, help="Where it is: what is acknowledged beyond comes again."
+)
+@click.option("--shift-by", type=int, help="So many messages on; negative for back.")
+@click.option(
+    "--from-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="To the offsets of a file that --export has made.",
+)
+@click.option(
+    "--undo",
+    default="",
+    metavar="OP_ID",
+    help="Bring back what this operation has moved; see baton group resets.",
+)
+@click.option(
+    "--export",
+    is_flag=True,
+    help="Print the plan as lines of TOPIC,BROKER,QUEUE,OFFSET, and no more.",
+)
+@execute_option
+@dry_run_option
+@reason_option
+@by_option
+@op_id_option
+@cluster_session
 def reset_offsets(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    topic: TopicOption = "",
-    all_topics: Annotated[
-        bool, typer.Option("--all-topics", help="All topics, as without --topic.")
-    ] = False,
-    queue: QueueOption = "",
-    to_offset: Annotated[
-        int | None, typer.Option(min=0, help="To this offset.", show_default=False)
-    ] = None,
-    to_datetime: Annotated[
-        str,
-        typer.Option(
-            help="To the first message stored at or after this time, such as "
-            "2026-01-31T08:00:00Z or Unix milliseconds.",
-            show_default=False,
-        ),
-    ] = "",
-    by_duration: Annotated[
-        str,
-        typer.Option(
-            help="To the first message that is not older, such as 2h or PT2H.", show_default=False
-        ),
-    ] = "",
-    to_earliest: Annotated[
-        bool, typer.Option("--to-earliest", help="To the first message that is kept.")
-    ] = False,
-    to_latest: Annotated[bool, typer.Option("--to-latest", help="After the last message.")] = False,
-    to_current: Annotated[
-        bool,
-        typer.Option("--to-current", help="Where it is: what is acknowledged beyond comes again."),
-    ] = False,
-    shift_by: Annotated[
-        int | None,
-        typer.Option(help="So many messages on; negative for back.", show_default=False),
-    ] = None,
-    from_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="To the offsets of a file that --export has made.",
-            show_default=False,
-        ),
-    ] = None,
-    undo: Annotated[
-        str,
-        typer.Option(
-            metavar="OP_ID",
-            help="Bring back what this operation has moved; see baton group resets.",
-            show_default=False,
-        ),
-    ] = "",
-    export: Annotated[
-        bool,
-        typer.Option(
-            "--export", help="Print the plan as lines of TOPIC,BROKER,QUEUE,OFFSET, and no more."
-        ),
-    ] = False,
-    execute: ExecuteOption = False,
-    dry_run: DryRunOption = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    op_id: OpIdOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    topic: str,
+    all_topics: bool,
+    queue: str,
+    to_offset: int | None,
+    to_datetime: str,
+    by_duration: str,
+    to_earliest: bool,
+    to_latest: bool,
+    to_current: bool,
+    shift_by: int | None,
+    from_file: Path | None,
+    undo: str,
+    export: bool,
+    execute: bool,
+    dry_run: bool,
+    reason: str,
+    by: str,
+    op_id: str,
 ) -> None:
     """Move a group's progress back or forth, while its members are at work.
 
@@ -190,16 +192,15 @@ def reset_offsets(
         from_file,
     )
     if wanted.count + bool(undo) != 1:
-        raise typer.BadParameter(f"give exactly one of {_WAYS}")
+        raise click.UsageError(f"give exactly one of {_WAYS}")
     if all_topics and topic:
-        raise typer.BadParameter("--topic and --all-topics contradict each other")
+        raise click.UsageError("--topic and --all-topics contradict each other")
     if (undo or from_file) and (topic or queue):
-        raise typer.BadParameter("--undo and --from-file name their queues themselves")
+        raise click.UsageError("--undo and --from-file name their queues themselves")
     if export and (execute or undo):
-        raise typer.BadParameter("--export prints a plan: leave out --execute and --undo")
+        raise click.UsageError("--export prints a plan: leave out --execute and --undo")
     scope = Scope(topic, parse_queue(topic, queue))
     how = _how(by, reason or (f"undo of {undo}" if undo else ""), op_id, execute, dry_run)
-    session = open_session(context, nameserver, form)
     if undo:
         _carry_out(
             session,
@@ -219,27 +220,28 @@ def reset_offsets(
     )
 
 
+@click.command("clone")
+@argument(
+    "from_group", metavar="FROM", shell_complete=groups_that_begin, help="Group to take it from."
+)
+@argument("to_group", metavar="TO", shell_complete=groups_that_begin, help="Group that gets it.")
+@topic_option
+@execute_option
+@dry_run_option
+@reason_option
+@by_option
+@op_id_option
+@cluster_session
 def clone(
-    context: typer.Context,
-    from_group: Annotated[
-        str,
-        typer.Argument(
-            metavar="FROM", help="Group to take it from.", autocompletion=groups_that_begin
-        ),
-    ],
-    to_group: Annotated[
-        str,
-        typer.Argument(metavar="TO", help="Group that gets it.", autocompletion=groups_that_begin),
-    ],
-    *,
-    topic: TopicOption = "",
-    execute: ExecuteOption = False,
-    dry_run: DryRunOption = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    op_id: OpIdOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    from_group: str,
+    to_group: str,
+    topic: str,
+    execute: bool,
+    dry_run: bool,
+    reason: str,
+    by: str,
+    op_id: str,
 ) -> None:
     """Give one group the progress of another, single acknowledged messages included.
 
@@ -256,15 +258,11 @@ def clone(
     )
 
 
-def resets(
-    context: typer.Context,
-    group: GroupArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("resets")
+@group_argument("group")
+@cluster_session
+def resets(session: CommandSession, group: str) -> None:
     """List the resets and clones of a group, newest first."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session, group))
 
 
@@ -282,9 +280,9 @@ class _How:
 
 def _how(by: str, reason: str, op_id: str, execute: bool, dry_run: bool) -> _How:
     if execute and dry_run:
-        raise typer.BadParameter("--execute and --dry-run contradict each other")
+        raise click.UsageError("--execute and --dry-run contradict each other")
     if execute and not reason:
-        raise typer.BadParameter("--reason is missing")
+        raise click.UsageError("--reason is missing")
     return _How(operation(by, reason or "plan", op_id), execute)
 
 

@@ -6,19 +6,23 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
+from functools import partial
+
+import click
 
 from batonmq._core.queues import QueueRef
 from batonmq.admin.locks import LockDetail, Locks
 from batonmq.admin.operation import Operation
-from batonmq.cli.arguments import GroupArgument, TopicArgument
-from batonmq.cli.change_options import ByOption, OpIdOption, ReasonOption, operation
+from batonmq.cli.arguments import group_argument, topic_argument
+from batonmq.cli.change_options import by_option, op_id_option, reason_option, operation
 from batonmq.cli.output import Columns, counted, described, duration
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 
-app = typer.Typer(help="Look at the locks on queues, and break them.", no_args_is_help=True)
-BrokerArgument = Annotated[str, typer.Argument(metavar="BROKER", help="The queue's broker.")]
-QueueArgument = Annotated[int, typer.Argument(metavar="QUEUE", min=0, help="The queue's index.")]
+app = click.Group(help="Look at the locks on queues, and break them.", no_args_is_help=True)
+broker_argument = partial(argument, metavar="BROKER", help="The queue's broker.")
+queue_argument = partial(
+    argument, type=click.IntRange(min=0), metavar="QUEUE", help="The queue's index."
+)
 
 _COLUMNS: Columns = {
     "GROUP": "group",
@@ -46,16 +50,11 @@ _KEPT_COLUMNS: Columns = {
 
 
 @app.command("list")
-def list_(
-    context: typer.Context,
-    *,
-    group: Annotated[str, typer.Option(help="Only of this group.")] = "",
-    topic: Annotated[str, typer.Option(help="Only of this topic.")] = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.option("--group", default="", help="Only of this group.")
+@click.option("--topic", default="", help="Only of this topic.")
+@cluster_session
+def list_(session: CommandSession, group: str, topic: str) -> None:
     """List who owns which queue, under which subscription, and who waits for it."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session, group, topic))
 
 
@@ -66,18 +65,13 @@ async def _list(session: CommandSession, group: str, topic: str) -> None:
 
 
 @app.command()
-def show(
-    context: typer.Context,
-    group: GroupArgument,
-    topic: TopicArgument,
-    broker: BrokerArgument,
-    queue_id: QueueArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_argument("group")
+@topic_argument("topic")
+@broker_argument("broker")
+@queue_argument("queue_id")
+@cluster_session
+def show(session: CommandSession, group: str, topic: str, broker: str, queue_id: int) -> None:
     """Show everything known of one lock: its lease, a hand-over under way, the last refusals."""
-    session = open_session(context, nameserver, form)
     session.run(_show(session, group, QueueRef(topic, broker, queue_id)))
 
 
@@ -103,21 +97,25 @@ async def _show(session: CommandSession, group: str, queue: QueueRef) -> None:
 
 
 @app.command()
+@group_argument("group")
+@topic_argument("topic")
+@broker_argument("broker")
+@queue_argument("queue_id")
+@click.option("--force", is_flag=True, help="Do it; without, only the owner is shown.")
+@reason_option
+@by_option
+@op_id_option
+@cluster_session
 def release(
-    context: typer.Context,
-    group: GroupArgument,
-    topic: TopicArgument,
-    broker: BrokerArgument,
-    queue_id: QueueArgument,
-    *,
-    force: Annotated[
-        bool, typer.Option("--force", help="Do it; without, only the owner is shown.")
-    ] = False,
-    reason: ReasonOption = "",
-    by: ByOption = "",
-    op_id: OpIdOption = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    group: str,
+    topic: str,
+    broker: str,
+    queue_id: int,
+    force: bool,
+    reason: str,
+    by: str,
+    op_id: str,
 ) -> None:
     """Take a queue from its owner, whatever it is doing.
 
@@ -126,8 +124,7 @@ def release(
     and is still dealt the queue, asks for it at once and goes on.
     """
     if force and not reason:
-        raise typer.BadParameter("--reason is missing")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("--reason is missing")
     queue = QueueRef(topic, broker, queue_id)
     if force:
         session.run(_force_release(session, group, queue, operation(by, reason, op_id)))
@@ -159,19 +156,14 @@ app.command("describe", hidden=True)(show)
 
 
 @app.command("release-all")
-def release_all(
-    context: typer.Context,
-    client_id: Annotated[str, typer.Argument(metavar="CLIENT_ID", help="The owner.")],
-    *,
-    group: Annotated[str, typer.Option(help="Only in this group.", show_default=False)] = "",
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@argument("client_id", metavar="CLIENT_ID", help="The owner.")
+@click.option("--group", default="", help="Only in this group.")
+@cluster_session
+def release_all(session: CommandSession, client_id: str, group: str) -> None:
     """Give back the queues that a client has closed and not released.
 
     Nothing is taken from a client that is at work: what it has not closed is kept, and listed.
     """
-    session = open_session(context, nameserver, form)
     session.run(_release_all(session, client_id, group))
 
 

@@ -5,51 +5,51 @@ from __future__ import annotations
 import base64
 from typing import Annotated
 
-import typer
+import click
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.redriving import DeadLetter
 from batonmq.admin.admin import Admin
 from batonmq.admin.query import Queries, StoredMessage
 from batonmq.cli.output import Item, printable, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.cli.times import parse_unix_ms
 from batonmq.errors import InvalidArgument, MessageNotFound, QueueNotFound
 
-app = typer.Typer(help="Look messages up; cancel scheduled ones.", no_args_is_help=True)
+app = click.Group(help="Look messages up; cancel scheduled ones.", no_args_is_help=True)
 
 
 @app.command()
+@argument("message_id", required=False, metavar="[ID]", help="Id of a receipt.")
+@click.option("--topic", default="", help="Topic to look in.")
+@click.option("--key", default="", help="With --topic: messages that carry this key.")
+@click.option("--queue", type=click.IntRange(min=0), help="With --topic: a queue of it.")
+@click.option("--broker", default="", help="With --queue: its broker, if the topic has several.")
+@click.option("--offset", type=click.IntRange(min=0), help="With --queue: an offset.")
+@click.option(
+    "--time",
+    default="",
+    help="With --queue: the first message stored at or after this time, such as "
+    "2026-01-31T08:00:00Z or Unix milliseconds.",
+)
+@click.option(
+    "--count",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=1, max=1_000),
+    help="With --key: at most so many, newest first.",
+)
+@cluster_session
 def get(
-    context: typer.Context,
-    message_id: Annotated[
-        str | None,
-        typer.Argument(metavar="[ID]", help="Id of a receipt.", show_default=False),
-    ] = None,
-    *,
-    topic: Annotated[str, typer.Option(help="Topic to look in.")] = "",
-    key: Annotated[str, typer.Option(help="With --topic: messages that carry this key.")] = "",
-    queue: Annotated[
-        int | None, typer.Option(min=0, help="With --topic: a queue of it.", show_default=False)
-    ] = None,
-    broker: Annotated[
-        str, typer.Option(help="With --queue: its broker, if the topic has several.")
-    ] = "",
-    offset: Annotated[
-        int | None, typer.Option(min=0, help="With --queue: an offset.", show_default=False)
-    ] = None,
-    time: Annotated[
-        str,
-        typer.Option(
-            help="With --queue: the first message stored at or after this time, such as "
-            "2026-01-31T08:00:00Z or Unix milliseconds."
-        ),
-    ] = "",
-    count: Annotated[
-        int, typer.Option(min=1, max=1_000, help="With --key: at most so many, newest first.")
-    ] = 64,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    message_id: str | None,
+    topic: str,
+    key: str,
+    queue: int | None,
+    broker: str,
+    offset: int | None,
+    time: str,
+    count: int,
 ) -> None:
     """Show a message by its id, by a key, or by its place: ID, --key, --offset or --time.
 
@@ -57,12 +57,11 @@ def get(
     """
     ways = [message_id is not None, bool(key), offset is not None, bool(time)]
     if sum(ways) != 1:
-        raise typer.BadParameter("give exactly one of ID, --key, --offset and --time")
+        raise click.UsageError("give exactly one of ID, --key, --offset and --time")
     if message_id is None and not topic:
-        raise typer.BadParameter("--topic is missing")
+        raise click.UsageError("--topic is missing")
     if (offset is not None or time) and queue is None:
-        raise typer.BadParameter("--queue is missing")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("--queue is missing")
     if message_id is not None:
         session.run(_get(session, message_id))
     elif key:

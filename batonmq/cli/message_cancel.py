@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+import click
 
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 
 
-def cancel(
-    context: typer.Context,
-    schedule_id: Annotated[str, typer.Argument(metavar="SCHEDULE_ID", help="Id of the receipt.")],
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("cancel")
+@argument("schedule_id", metavar="SCHEDULE_ID", help="Id of the receipt.")
+@cluster_session
+def cancel(session: CommandSession, schedule_id: str) -> None:
     """Take back a message that was sent for later and is not delivered yet."""
-    session = open_session(context, nameserver, form)
     session.run(_cancel(session, schedule_id))
 
 

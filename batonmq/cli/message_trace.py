@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
+import click
 
 from batonmq._core.queues import QueueRef
 from batonmq._core.tracing import Step, What
@@ -14,7 +14,7 @@ from batonmq.admin.query import Queries, StoredMessage
 from batonmq.admin.trace import Copy, GroupTrace, Trace, Tracer
 from batonmq.cli.message import body_of, find_queue
 from batonmq.cli.output import Columns, Item, counted, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.errors import MessageNotFound
 
 _ENDLESS_MS = 1 << 62
@@ -64,28 +64,22 @@ _COLUMNS: Columns = {
 }
 
 
+@click.command("trace")
+@argument("message_id", required=False, metavar="[ID]", help="Id of a receipt.")
+@click.option("--topic", default="", help="Topic to look in.")
+@click.option("--key", default="", help="With --topic: the newest message that carries this key.")
+@click.option("--queue", type=click.IntRange(min=0), help="With --topic: a queue of it.")
+@click.option("--broker", default="", help="With --queue: its broker, if the topic has several.")
+@click.option("--offset", type=click.IntRange(min=0), help="With --queue: an offset.")
+@cluster_session
 def trace(
-    context: typer.Context,
-    message_id: Annotated[
-        str | None,
-        typer.Argument(metavar="[ID]", help="Id of a receipt.", show_default=False),
-    ] = None,
-    *,
-    topic: Annotated[str, typer.Option(help="Topic to look in.")] = "",
-    key: Annotated[
-        str, typer.Option(help="With --topic: the newest message that carries this key.")
-    ] = "",
-    queue: Annotated[
-        int | None, typer.Option(min=0, help="With --topic: a queue of it.", show_default=False)
-    ] = None,
-    broker: Annotated[
-        str, typer.Option(help="With --queue: its broker, if the topic has several.")
-    ] = "",
-    offset: Annotated[
-        int | None, typer.Option(min=0, help="With --queue: an offset.", show_default=False)
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    message_id: str | None,
+    topic: str,
+    key: str,
+    queue: int | None,
+    broker: str,
+    offset: int | None,
 ) -> None:
     """Tell what became of a message, by its id, by a key, or by its place.
 
@@ -94,12 +88,11 @@ def trace(
     only possible is told as such. Nothing is consumed: no group moves.
     """
     if sum((message_id is not None, bool(key), offset is not None)) != 1:
-        raise typer.BadParameter("give exactly one of ID, --key and --offset")
+        raise click.UsageError("give exactly one of ID, --key and --offset")
     if message_id is None and not topic:
-        raise typer.BadParameter("--topic is missing")
+        raise click.UsageError("--topic is missing")
     if offset is not None and queue is None:
-        raise typer.BadParameter("--queue is missing")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("--queue is missing")
     place = None if queue is None else QueueRef(topic, broker, queue)
     session.run(_trace(session, message_id, (topic, key), place, offset))
 

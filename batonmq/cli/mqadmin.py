@@ -11,23 +11,23 @@ import sys
 from enum import Enum
 from typing import Annotated
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq._core.queues import QueueRef
 from batonmq._producer.producer import Producer
 from batonmq._producer.settings import ProducerSettings
 from batonmq.cli import cluster, group, message, topic
-from batonmq.cli.change_options import YesOption, resolve_by
+from batonmq.cli.change_options import yes_option, resolve_by
 from batonmq.cli.completion import groups_that_begin, topics_that_begin
-from batonmq.cli.group_resets import ExecuteOption, reset_offsets
+from batonmq.cli.group_resets import execute_option, reset_offsets
 from batonmq.cli.output import Columns
-from batonmq.cli.session import CommandSession, FormatOption, open_session
+from batonmq.cli.session import CommandSession, local_session, open_session
 from batonmq.cli.topic import Permission
 from batonmq.cli.topic_stats import stats
 from batonmq.errors import TopicNotFound
 
-app = typer.Typer(
+app = click.Group(
     help="The commonest commands of RocketMQ's mqadmin, by their names and flags.",
     no_args_is_help=True,
 )
@@ -51,29 +51,27 @@ def _ignored(parameter: typer.CallbackParam, value: str) -> str:
     return value
 
 
-NamesrvOption = Annotated[
-    str | None,
-    typer.Option(
-        "-n",
-        "--namesrvAddr",
-        metavar="HOST:PORT",
-        help="Nameservers, separated by ; or by commas.",
-        show_default=False,
-        callback=_addresses,
-    ),
-]
-ClusterOption = Annotated[
-    str, typer.Option("-c", "--clusterName", help="Ignored.", callback=_ignored)
-]
-BrokerOption = Annotated[
-    str, typer.Option("-b", "--brokerAddr", help="Ignored.", callback=_ignored)
-]
-TopicOption = Annotated[
-    str, typer.Option("-t", "--topic", help="The topic.", autocompletion=topics_that_begin)
-]
-GroupOption = Annotated[
-    str, typer.Option("-g", "--groupName", help="The group.", autocompletion=groups_that_begin)
-]
+namesrv_option = click.option(
+    "-n",
+    "--namesrvAddr",
+    "nameserver",
+    metavar="HOST:PORT",
+    callback=_addresses,
+    help="Nameservers, separated by ; or by commas.",
+)
+cluster_option = click.option(
+    "-c", "--clusterName", "_cluster", default="", callback=_ignored, help="Ignored."
+)
+broker_option = click.option(
+    "-b", "--brokerAddr", "_broker", default="", callback=_ignored, help="Ignored."
+)
+# TODO names/defaults {('name', None), ('topic', '""'), ('topic_name', None)}
+topic_option = click.option(
+    "-t", "--topic", "name", default="", shell_complete=topics_that_begin, help="The topic."
+)
+group_option = click.option(
+    "-g", "--groupName", "name", default="", shell_complete=groups_that_begin, help="The group."
+)
 _SENT_COLUMNS: Columns = {
     "BROKER": "broker",
     "QUEUE": "queue_id",
@@ -84,31 +82,40 @@ _SENT_COLUMNS: Columns = {
 
 
 @app.command("updateTopic")
+@topic_option
+@click.option(
+    "-r",
+    "--readQueueNums",
+    "read",
+    type=click.IntRange(min=1),
+    help="Queues, of all brokers together; 8 if it is new.",
+)
+@click.option(
+    "-w", "--writeQueueNums", "write", type=click.IntRange(min=1), help="The same, if given."
+)
+@click.option(
+    "-p",
+    "--perm",
+    type=click.Choice(["2", "4", "6"]),
+    help="2 write, 4 read, 6 both; 6 if it is new.",
+)
+@cluster_option
+@broker_option
+@namesrv_option
+@local_session
 def update_topic(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    read: Annotated[
-        int | None,
-        typer.Option(
-            "-r", "--readQueueNums", min=1, help="Queues, of all brokers together; 8 if it is new."
-        ),
-    ] = None,
-    write: Annotated[
-        int | None, typer.Option("-w", "--writeQueueNums", min=1, help="The same, if given.")
-    ] = None,
-    perm: Annotated[
-        Perm | None, typer.Option("-p", "--perm", help="2 write, 4 read, 6 both; 6 if it is new.")
-    ] = None,
-    _cluster: ClusterOption = "",
-    _broker: BrokerOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    read: int | None,
+    write: int | None,
+    perm: str | None,
+    _cluster: str,
+    _broker: str,
+    nameserver: str | None,
 ) -> None:
     """Equals: baton topic create, or baton topic update if the topic is there."""
     if read and write and read != write:
-        raise typer.BadParameter("-r and -w have to be the same: a queue is read and written")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("-r and -w have to be the same: a queue is read and written")
     queues = read or write
     if not session.run(_exists(session, name)):
         topic.create(context, name, queues=queues or 8, nameserver=nameserver, form=form)
@@ -130,75 +137,59 @@ async def _exists(session: CommandSession, name: str) -> bool:
 
 
 @app.command("deleteTopic")
+@topic_option
+@yes_option
+@cluster_option
+@namesrv_option
+@local_session
 def delete_topic(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    yes: YesOption = False,
-    _cluster: ClusterOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession, name: str, yes: bool, _cluster: str, nameserver: str | None
 ) -> None:
     """Equals: baton topic delete TOPIC. Asks first, unless --yes is given."""
     topic.delete(context, name, yes=yes, nameserver=nameserver, form=form)
 
 
 @app.command("topicList")
-def topic_list(
-    context: typer.Context,
-    *,
-    _cluster: ClusterOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@cluster_option
+@namesrv_option
+@local_session
+def topic_list(session: CommandSession, _cluster: str, nameserver: str | None) -> None:
     """Equals: baton topic list."""
     topic.list_(context, nameserver=nameserver, form=form)
 
 
 @app.command("topicStatus")
-def topic_status(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@topic_option
+@namesrv_option
+@local_session
+def topic_status(session: CommandSession, name: str, nameserver: str | None) -> None:
     """Equals: baton topic stats TOPIC."""
     stats(context, name, nameserver=nameserver, form=form)
 
 
 @app.command("topicRoute")
-def topic_route(
-    context: typer.Context,
-    name: TopicOption,
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@topic_option
+@namesrv_option
+@local_session
+def topic_route(session: CommandSession, name: str, nameserver: str | None) -> None:
     """Equals: baton topic describe TOPIC."""
     topic.describe(context, name, nameserver=nameserver, form=form)
 
 
 @app.command("clusterList")
-def cluster_list(
-    context: typer.Context,
-    *,
-    _cluster: ClusterOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@cluster_option
+@namesrv_option
+@local_session
+def cluster_list(session: CommandSession, _cluster: str, nameserver: str | None) -> None:
     """Equals: baton cluster status."""
     cluster.status(context, nameserver=nameserver, form=form)
 
 
 @app.command("consumerProgress")
-def consumer_progress(
-    context: typer.Context,
-    *,
-    name: GroupOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_option
+@namesrv_option
+@local_session
+def consumer_progress(session: CommandSession, name: str, nameserver: str | None) -> None:
     """Equals: baton group describe GROUP; without -g: baton group list."""
     if name:
         group.describe(context, name, nameserver=nameserver, form=form)
@@ -207,32 +198,34 @@ def consumer_progress(
 
 
 @app.command("consumerConnection")
-def consumer_connection(
-    context: typer.Context,
-    name: GroupOption,
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@group_option
+@namesrv_option
+@local_session
+def consumer_connection(session: CommandSession, name: str, nameserver: str | None) -> None:
     """Equals: baton group members GROUP."""
     group.members(context, name, nameserver=nameserver, form=form)
 
 
 @app.command("resetOffsetByTime")
+@group_option
+@topic_option
+@click.option(
+    "-s",
+    "--timestamp",
+    "time",
+    required=True,
+    help="now, Unix milliseconds, or yyyy-MM-dd#HH:mm:ss:SSS in UTC.",
+)
+@execute_option
+@namesrv_option
+@local_session
 def reset_offset_by_time(
-    context: typer.Context,
-    name: GroupOption,
-    topic_name: TopicOption,
-    *,
-    time: Annotated[
-        str,
-        typer.Option(
-            "-s", "--timestamp", help="now, Unix milliseconds, or yyyy-MM-dd#HH:mm:ss:SSS in UTC."
-        ),
-    ],
-    execute: ExecuteOption = False,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    topic_name: str,
+    time: str,
+    execute: bool,
+    nameserver: str | None,
 ) -> None:
     """Equals: baton group reset-offsets GROUP --topic TOPIC --to-datetime TIME."""
     to_datetime = str(Clock().unix_ms()) if time == "now" else iso_time(time)
@@ -255,58 +248,77 @@ def iso_time(text: str) -> str:
 
 
 @app.command("deleteSubGroup")
+@group_option
+@yes_option
+@cluster_option
+@broker_option
+@namesrv_option
+@local_session
 def delete_sub_group(
-    context: typer.Context,
-    name: GroupOption,
-    *,
-    yes: YesOption = False,
-    _cluster: ClusterOption = "",
-    _broker: BrokerOption = "",
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    yes: bool,
+    _cluster: str,
+    _broker: str,
+    nameserver: str | None,
 ) -> None:
     """Equals: baton group delete GROUP. Asks first, unless --yes is given."""
     group.delete(context, name, yes=yes, nameserver=nameserver, form=form)
 
 
 @app.command("queryMsgById")
-def query_msg_by_id(
-    context: typer.Context,
-    message_id: Annotated[str, typer.Option("-i", "--msgId", help="Id of the message.")],
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.option("-i", "--msgId", "message_id", required=True, help="Id of the message.")
+@namesrv_option
+@local_session
+def query_msg_by_id(session: CommandSession, message_id: str, nameserver: str | None) -> None:
     """Equals: baton message get ID."""
     message.get(context, message_id, nameserver=nameserver, form=form)
 
 
 @app.command("queryMsgByKey")
+@topic_option
+@click.option("-k", "--msgKey", "key", required=True, help="Key of the messages.")
+@click.option(
+    "-m",
+    "--maxNum",
+    "count",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=1, max=1_000),
+    help="At most so many.",
+)
+@namesrv_option
+@local_session
 def query_msg_by_key(
-    context: typer.Context,
-    name: TopicOption,
-    key: Annotated[str, typer.Option("-k", "--msgKey", help="Key of the messages.")],
-    *,
-    count: Annotated[
-        int, typer.Option("-m", "--maxNum", min=1, max=1_000, help="At most so many.")
-    ] = 64,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession, name: str, key: str, count: int, nameserver: str | None
 ) -> None:
     """Equals: baton message get --topic TOPIC --key KEY."""
     message.get(context, None, topic=name, key=key, count=count, nameserver=nameserver, form=form)
 
 
 @app.command("queryMsgByOffset")
+@topic_option
+@click.option("-b", "--brokerName", "broker", required=True, help="Broker of the queue.")
+@click.option(
+    "-i",
+    "--queueId",
+    "queue_id",
+    required=True,
+    type=click.IntRange(min=0),
+    help="Index of the queue.",
+)
+@click.option(
+    "-o", "--offset", required=True, type=click.IntRange(min=0), help="Offset in the queue."
+)
+@namesrv_option
+@local_session
 def query_msg_by_offset(
-    context: typer.Context,
-    name: TopicOption,
-    broker: Annotated[str, typer.Option("-b", "--brokerName", help="Broker of the queue.")],
-    queue_id: Annotated[int, typer.Option("-i", "--queueId", min=0, help="Index of the queue.")],
-    offset: Annotated[int, typer.Option("-o", "--offset", min=0, help="Offset in the queue.")],
-    *,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    broker: str,
+    queue_id: int,
+    offset: int,
+    nameserver: str | None,
 ) -> None:
     """Equals: baton message get --topic TOPIC --broker BROKER --queue ID --offset OFFSET."""
     message.get(
@@ -322,25 +334,28 @@ def query_msg_by_offset(
 
 
 @app.command("sendMessage")
+@topic_option
+@click.option("-p", "--body", required=True, help="Body of the message, as UTF-8.")
+@click.option("-k", "--keys", default="", help="Separated by spaces.")
+@click.option("-c", "--tags", "tag", default="", help="Its tag.")
+@click.option("-b", "--broker", default="", help="With -i: to this queue.")
+@click.option("-i", "--qid", "queue_id", type=click.IntRange(min=0), help="With -b: to this queue.")
+@namesrv_option
+@local_session
 def send_message(
-    context: typer.Context,
-    name: TopicOption,
-    body: Annotated[str, typer.Option("-p", "--body", help="Body of the message, as UTF-8.")],
-    *,
-    keys: Annotated[str, typer.Option("-k", "--keys", help="Separated by spaces.")] = "",
-    tag: Annotated[str, typer.Option("-c", "--tags", help="Its tag.")] = "",
-    broker: Annotated[str, typer.Option("-b", "--broker", help="With -i: to this queue.")] = "",
-    queue_id: Annotated[
-        int | None, typer.Option("-i", "--qid", min=0, help="With -b: to this queue.")
-    ] = None,
-    nameserver: NamesrvOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    body: str,
+    keys: str,
+    tag: str,
+    broker: str,
+    queue_id: int | None,
+    nameserver: str | None,
 ) -> None:
     """Equals: baton produce TOPIC, with the body on standard input."""
     if (queue_id is None) == bool(broker):
-        raise typer.BadParameter("-b and -i name a queue together")
+        raise click.UsageError("-b and -i name a queue together")
     queue = None if queue_id is None else QueueRef(name, broker, queue_id)
-    session = open_session(context, nameserver, form)
     session.run(_send(session, name, body.encode(), tag, keys.split(), queue))
 
 

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-import typer
+import click
+from click.exceptions import Exit
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -71,12 +72,12 @@ class Output:
         """What keeps an answer from being complete, or good: told, and the exit status is 1.
 
         Raises:
-            typer.Exit: There are problems.
+            Exit: There are problems.
         """
         for problem in problems:
             self.failure("INCOMPLETE", problem, "")
         if problems:
-            raise typer.Exit(1)
+            raise Exit(1)
 
     def line(self, item: Item, text: str) -> None:
         """One of many: a line of text, or a line of JSON; out at once."""

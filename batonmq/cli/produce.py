@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from batonmq._core.delays import LEVEL_NAMES
 from batonmq._core.queues import QueueRef
@@ -18,7 +18,7 @@ from batonmq._producer.producer import Producer
 from batonmq._producer.receipts import Pending, Receipt
 from batonmq._producer.scheduling import PendingSchedule, ScheduleReceipt
 from batonmq._producer.settings import ProducerSettings
-from batonmq.cli.arguments import TopicArgument, parse_queue
+from batonmq.cli.arguments import topic_argument, parse_queue
 from batonmq.cli.line_reader import read_lines
 from batonmq.cli.outgoing_message import (
     OutgoingMessage,
@@ -30,7 +30,7 @@ from batonmq.cli.outgoing_message import (
 )
 from batonmq.cli.output import Output, OutputFormat, counted, wall_time
 from batonmq.cli.progress import progress
-from batonmq.cli.session import FormatOption, NameserverOption, open_session
+from batonmq.cli.session import local_session, cluster_session, open_session
 from batonmq.cli.times import parse_rate
 from batonmq.errors import BatonError, InvalidArgument
 
@@ -45,67 +45,74 @@ class Compressed(StrEnum):
     ZSTD = "zstd"
 
 
-CompressionOption = Annotated[
-    Compressed, typer.Option(help="Compress batches: lz4 for speed, zstd for size.")
-]
+compression_option = click.option(
+    "--compression",
+    default="none",
+    show_default=True,
+    type=click.Choice(["none", "lz4", "zstd"]),
+    help="Compress batches: lz4 for speed, zstd for size.",
+)
 LINE_BYTES_MAX = 2 * BODY_BYTES_MAX
 """Longer than any message, also as base64; what is cut off there is refused anyway."""
 
 
+@click.command("produce")
+@topic_argument("topic")
+@click.option(
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read this, not standard input.",
+)
+@click.option(
+    "--jsonl",
+    is_flag=True,
+    help="Each line is an object: body or body_base64; tag, keys, properties, "
+    "ordering_key, queue, delay, delay_level and deliver_at, which win over the options.",
+)
+@click.option("--tag", default="", help="Tag of every message, for filters.")
+@click.option("--key", multiple=True, help="Look-up key of every message; may be repeated.")
+@click.option(
+    "--property",
+    "properties",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of every message; may be repeated.",
+)
+@click.option("--ordering-key", help="Send all to the one queue this key belongs to, in order.")
+@click.option("--queue", default="", metavar="BROKER/ID", help="Send all to this queue.")
+@click.option("--delay", help="Deliver later: 500ms, 10s, 5m, 2h; up to 40d.")
+@click.option(
+    "--deliver-at", help="Deliver at a time, such as 2026-01-31T08:00:00Z or Unix milliseconds."
+)
+@click.option(
+    "--delay-level",
+    type=click.IntRange(min=1, max=18),
+    help=f"Deliver later by a level: {' '.join(LEVEL_NAMES)}.",
+)
+@click.option("--rate", default="", metavar="N/s", help="No more than so many a second.")
+@compression_option
+@cluster_session
 def produce(
-    context: typer.Context,
-    topic: TopicArgument,
-    *,
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", exists=True, dir_okay=False, help="Read this, not standard input."),
-    ] = None,
-    jsonl: Annotated[
-        bool,
-        typer.Option(
-            "--jsonl",
-            help="Each line is an object: body or body_base64; tag, keys, properties, "
-            "ordering_key, queue, delay, delay_level and deliver_at, which win over the options.",
-        ),
-    ] = False,
-    tag: Annotated[str, typer.Option(help="Tag of every message, for filters.")] = "",
-    key: Annotated[
-        list[str] | None, typer.Option(help="Look-up key of every message; may be repeated.")
-    ] = None,
-    properties: Annotated[
-        list[str] | None,
-        typer.Option("--property", metavar="NAME=VALUE", help="Of every message; may be repeated."),
-    ] = None,
-    ordering_key: Annotated[
-        str | None, typer.Option(help="Send all to the one queue this key belongs to, in order.")
-    ] = None,
-    queue: Annotated[
-        str, typer.Option(metavar="BROKER/ID", help="Send all to this queue.", show_default=False)
-    ] = "",
-    delay: Annotated[
-        str | None, typer.Option(help="Deliver later: 500ms, 10s, 5m, 2h; up to 40d.")
-    ] = None,
-    deliver_at: Annotated[
-        str | None,
-        typer.Option(help="Deliver at a time, such as 2026-01-31T08:00:00Z or Unix milliseconds."),
-    ] = None,
-    delay_level: Annotated[
-        int | None,
-        typer.Option(min=1, max=18, help=f"Deliver later by a level: {' '.join(LEVEL_NAMES)}."),
-    ] = None,
-    rate: Annotated[
-        str, typer.Option(metavar="N/s", help="No more than so many a second.", show_default=False)
-    ] = "",
-    compression: CompressionOption = Compressed.NONE,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    topic: str,
+    file: Path | None,
+    jsonl: bool,
+    tag: str,
+    key: tuple[str, ...],
+    properties: tuple[str, ...],
+    ordering_key: str | None,
+    queue: str,
+    delay: str | None,
+    deliver_at: str | None,
+    delay_level: int | None,
+    rate: str,
+    compression: str,
 ) -> None:
     """Send each line as a message, and say where they are stored.
 
     With --format json: one receipt per line, in the order of the input. What is to be delivered
     later has a schedule id, for: baton message cancel.
     """
-    session = open_session(context, nameserver, form)
     place = parse_queue(topic, queue)
     try:
         template = OutgoingMessage(
@@ -116,7 +123,7 @@ def produce(
         )
         per_s = parse_rate(rate) if rate else None
     except InvalidArgument as error:
-        raise typer.BadParameter(f"{error.message}. {error.remedy}".rstrip(" .")) from error
+        raise click.UsageError(f"{error.message}. {error.remedy}".rstrip(" .")) from error
     parse = from_json(topic, template) if jsonl else from_text(template)
     sending = _Sending(topic, parse, per_s, _Summary(session.output))
     settings = ProducerSettings(compression=compression.value, security=session.security)

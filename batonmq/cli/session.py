@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq._common.aio import interruptible
 from batonmq._connection.handshake import refused
@@ -27,18 +28,15 @@ from batonmq.errors import BatonError, Unreachable
 DEFAULT_NAMESERVER = "127.0.0.1:9876"
 Value = TypeVar("Value")
 
-NameserverOption = Annotated[
-    str | None,
-    typer.Option(
-        "--nameserver",
-        metavar="HOST:PORT",
-        help="Address of a nameserver; several separated by commas.",
-        show_default=False,
-    ),
-]
-FormatOption = Annotated[
-    OutputFormat | None, typer.Option("--format", help="What to print.", show_default=False)
-]
+nameserver_option = click.option(
+    "--nameserver",
+    metavar="HOST:PORT",
+    help="Address of a nameserver; several separated by commas.",
+)
+# TODO names/defaults {('form', 'None'), ('form', 'None) -> None:')}
+format_option = click.option(
+    "--format", "form", type=click.Choice(["table", "json", "wide"]), help="What to print."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +81,15 @@ class CommandSession:
                 raise _first_of(group) from group
         except BatonError as error:
             self.output.error(self._explained(error))
-            raise typer.Exit(1) from error
+            raise Exit(1) from error
         except BrokenPipeError as error:  # such as `| head`: as if SIGPIPE had ended it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(128 + signal.SIGPIPE) from error
+            raise Exit(128 + signal.SIGPIPE) from error
         except OSError as error:
             self.output.failure("SYSTEM_ERROR", str(error), "")
-            raise typer.Exit(1) from error
+            raise Exit(1) from error
         except asyncio.CancelledError as error:
-            raise typer.Exit(0 if endless else 130) from error
+            raise Exit(0 if endless else 130) from error
 
     def _explained(self, error: BatonError) -> BatonError:
         """The error, or what TLS has to do with it."""
@@ -117,9 +115,7 @@ def open_session(
     address = nameserver or defaults.nameserver
     for part in filter(None, map(str.strip, address.split(","))):
         if ":" not in part:
-            raise typer.BadParameter(
-                f"{part!r} has no port: give HOST:PORT", param_hint="nameserver"
-            )
+            raise click.UsageError(f"{part!r} has no port: give HOST:PORT", param_hint="nameserver")
     return CommandSession(address, Output(form or defaults.form), defaults.security)
 
 

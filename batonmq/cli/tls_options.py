@@ -6,63 +6,45 @@ import os
 from collections.abc import Mapping
 from typing import Annotated
 
-import typer
+import click
 from pydantic import SecretStr
 
 from batonmq._connection.security import Security
 from batonmq.cli.context_file import SECURITY, Context
 
-TlsOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--tls/--no-tls",
-        envvar="BATON_TLS",
-        help="Talk to services over TLS; by default if one of the next is given.",
-        show_default=False,
-    ),
-]
-CaFileOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BATON_CA_FILE",
-        metavar="FILE",
-        help="PEM file of the authorities that are trusted; by default those that gRPC brings.",
-        show_default=False,
-    ),
-]
-CertFileOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BATON_CERT_FILE",
-        metavar="FILE",
-        help="PEM file of the certificate to show.",
-        show_default=False,
-    ),
-]
-KeyFileOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BATON_KEY_FILE", metavar="FILE", help="PEM file of its key.", show_default=False
-    ),
-]
-ServerNameOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BATON_SERVER_NAME",
-        metavar="NAME",
-        help="Name in the servers' certificates, where it is not that of their addresses.",
-        show_default=False,
-    ),
-]
-TokenFileOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BATON_TOKEN_FILE",
-        metavar="FILE",
-        help="File of the bearer token; BATON_TOKEN may hold the token itself.",
-        show_default=False,
-    ),
-]
+tls_option = click.option(
+    "--tls/--no-tls",
+    default=None,
+    envvar="BATON_TLS",
+    help="Talk to services over TLS; by default if one of the next is given.",
+)
+ca_file_option = click.option(
+    "--ca-file",
+    metavar="FILE",
+    envvar="BATON_CA_FILE",
+    help="PEM file of the authorities that are trusted; by default those that gRPC brings.",
+)
+cert_file_option = click.option(
+    "--cert-file",
+    metavar="FILE",
+    envvar="BATON_CERT_FILE",
+    help="PEM file of the certificate to show.",
+)
+key_file_option = click.option(
+    "--key-file", metavar="FILE", envvar="BATON_KEY_FILE", help="PEM file of its key."
+)
+server_name_option = click.option(
+    "--server-name",
+    metavar="NAME",
+    envvar="BATON_SERVER_NAME",
+    help="Name in the servers' certificates, where it is not that of their addresses.",
+)
+token_file_option = click.option(
+    "--token-file",
+    metavar="FILE",
+    envvar="BATON_TOKEN_FILE",
+    help="File of the bearer token; BATON_TOKEN may hold the token itself.",
+)
 TlsOptions = Mapping[str, str | bool | None]
 """By the names of `SECURITY`; None is not given."""
 

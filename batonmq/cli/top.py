@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-import typer
+import click
 from rich.console import Console
 from rich.live import Live
 
@@ -21,7 +21,7 @@ from batonmq._core.board import Board, Place, Standing
 from batonmq.admin.admin import Admin
 from batonmq.admin.event_watch import EventWatch
 from batonmq.cli.output import OutputFormat
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 from batonmq.cli.top_screen import Frame, item_of
 from batonmq.errors import BatonError
 
@@ -30,24 +30,22 @@ GROUPS_MAX = 50
 FRAMES_PER_S = 2
 
 
-def top(
-    context: typer.Context,
-    *,
-    once: Annotated[
-        bool, typer.Option("--once", help="Look for a while, print one frame, and end.")
-    ] = False,
-    seconds: Annotated[
-        float, typer.Option(min=1.0, help="How long to look with --once.", show_default=True)
-    ] = 3.0,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("top")
+@click.option("--once", is_flag=True, help="Look for a while, print one frame, and end.")
+@click.option(
+    "--seconds",
+    default=3.0,
+    show_default=True,
+    type=click.FloatRange(min=1.0),
+    help="How long to look with --once.",
+)
+@cluster_session
+def top(session: CommandSession, once: bool, seconds: float) -> None:
     """Show live what the cluster does: rates, lag, owners, hand-overs, conflicts; q ends.
 
     It is told by the services themselves, once a second. With --once, or if the output is no
     terminal, one frame is printed; with --format json as one object.
     """
-    session = open_session(context, nameserver, form)
     still = once or session.output.form is OutputFormat.JSON or not sys.stdout.isatty()
     session.run(_Top(session).run(seconds if still else None), endless=not still)
 

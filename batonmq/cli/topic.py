@@ -7,16 +7,16 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-import typer
+import click
 
 from batonmq._core.names import is_system_topic
 from batonmq.admin.reports import Topic
-from batonmq.cli.arguments import TopicArgument
-from batonmq.cli.change_options import YesOption, check_can_ask, confirm
+from batonmq.cli.arguments import topic_argument
+from batonmq.cli.change_options import yes_option, check_can_ask, confirm
 from batonmq.cli.output import Columns, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 
-app = typer.Typer(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
+app = click.Group(help="Create, list, describe, change and delete topics.", no_args_is_help=True)
 
 
 class Permission(StrEnum):
@@ -55,18 +55,17 @@ _QUEUE_COLUMNS: Columns = {
 
 
 @app.command()
-def create(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    queues: Annotated[
-        int, typer.Option(min=1, max=1_024, help="Queues, spread evenly over the brokers.")
-    ] = 8,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@topic_argument("name")
+@click.option(
+    "--queues",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1, max=1_024),
+    help="Queues, spread evenly over the brokers.",
+)
+@cluster_session
+def create(session: CommandSession, name: str, queues: int) -> None:
     """Create a topic. Creating it again with as many queues is no error."""
-    session = open_session(context, nameserver, form)
     session.run(_create(session, name, queues))
 
 
@@ -80,17 +79,10 @@ async def _create(session: CommandSession, name: str, queues: int) -> None:
 
 
 @app.command("list")
-def list_(
-    context: typer.Context,
-    *,
-    all_: Annotated[
-        bool, typer.Option("--all", help="Also those that the system uses itself.")
-    ] = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.option("--all", "all_", is_flag=True, help="Also those that the system uses itself.")
+@cluster_session
+def list_(session: CommandSession, all_: bool) -> None:
     """List the topics."""
-    session = open_session(context, nameserver, form)
     session.run(_list(session, all_=all_))
 
 
@@ -101,15 +93,10 @@ async def _list(session: CommandSession, *, all_: bool) -> None:
 
 
 @app.command()
-def describe(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@topic_argument("name")
+@cluster_session
+def describe(session: CommandSession, name: str) -> None:
     """Show the queues of a topic and what they hold."""
-    session = open_session(context, nameserver, form)
     session.run(_describe(session, name))
 
 
@@ -132,32 +119,33 @@ async def _describe(session: CommandSession, name: str) -> None:
 
 
 @app.command()
+@topic_argument("name")
+@click.option(
+    "--queues",
+    type=click.IntRange(min=1, max=1_024),
+    help="Queues in all. More are there at once; fewer once every group has read the last.",
+)
+@click.option(
+    "--permission",
+    type=click.Choice(["rw", "r", "w"]),
+    help="What may be done: read and write, or one of them.",
+)
+@click.option(
+    "--inherited",
+    is_flag=True,
+    help="Whether topics created on demand may take their settings from it.",
+)
+@cluster_session
 def update(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    queues: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1_024,
-            help="Queues in all. More are there at once; fewer once every group has read the last.",
-        ),
-    ] = None,
-    permission: Annotated[
-        Permission | None, typer.Option(help="What may be done: read and write, or one of them.")
-    ] = None,
-    inherited: Annotated[
-        bool | None,
-        typer.Option(help="Whether topics created on demand may take their settings from it."),
-    ] = None,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
+    session: CommandSession,
+    name: str,
+    queues: int | None,
+    permission: str | None,
+    inherited: bool | None,
 ) -> None:
     """Change the number of queues of a topic, or what may be done with it."""
     if queues is None and permission is None and inherited is None:
-        raise typer.BadParameter("nothing to change: give --queues, --permission or --inherited")
-    session = open_session(context, nameserver, form)
+        raise click.UsageError("nothing to change: give --queues, --permission or --inherited")
     session.run(_update(session, name, queues or 0, permission, inherited))
 
 
@@ -181,17 +169,12 @@ async def _update(
 
 
 @app.command()
-def delete(
-    context: typer.Context,
-    name: TopicArgument,
-    *,
-    yes: YesOption = False,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@topic_argument("name")
+@yes_option
+@cluster_session
+def delete(session: CommandSession, name: str, yes: bool) -> None:
     """Delete a topic with all its messages."""
     check_can_ask(yes=yes)
-    session = open_session(context, nameserver, form)
     if not yes:
         confirm(session, f"Delete topic {name} with all its messages?")
     session.run(_delete(session, name))

@@ -6,13 +6,13 @@ import asyncio
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
+import click
 
 from batonmq._common.clock import Clock
 from batonmq.admin.topic_stats import QueueStats, TopicStats
-from batonmq.cli.arguments import TopicArgument
+from batonmq.cli.arguments import topic_argument
 from batonmq.cli.output import Columns, duration, wall_time
-from batonmq.cli.session import CommandSession, FormatOption, NameserverOption, open_session
+from batonmq.cli.session import CommandSession, local_session, cluster_session, open_session
 
 _COLUMNS: Columns = {
     "TOPIC": "topic",
@@ -31,21 +31,19 @@ _MORE_COLUMNS: Columns = {
 }
 
 
-def stats(
-    context: typer.Context,
-    topic: TopicArgument,
-    *,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C; with rates.")
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, max=3_600, help="With --watch: so many seconds apart.")
-    ] = 2.0,
-    nameserver: NameserverOption = None,
-    form: FormatOption = None,
-) -> None:
+@click.command("stats")
+@topic_argument("topic")
+@click.option("--watch", is_flag=True, help="Look again and again, until Ctrl-C; with rates.")
+@click.option(
+    "--interval",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1, max=3_600),
+    help="With --watch: so many seconds apart.",
+)
+@cluster_session
+def stats(session: CommandSession, topic: str, watch: bool, interval: float) -> None:
     """Show what the queues of a topic hold, when they last got a message, how fast they grow."""
-    session = open_session(context, nameserver, form)
     session.run(_stats(session, topic, interval if watch else None), endless=watch)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 from batonmq.cli.output import OutputFormat
-from batonmq.cli.session import CommandSession, FormatOption, open_session
+from batonmq.cli.session import CommandSession, local_session, open_session
 from batonmq_server.demo.demo_run import CARRIERS, SIZES, DemoResult, DemoStalled, run_demo
 from batonmq_server.demo.flights import DatasetMissing, load_flights
 from batonmq_server.demo.member_processes import MemberFailed
@@ -42,29 +43,38 @@ class Stage:
     pace: int
 
 
+@click.command("demo")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the numbers here too.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the demo's own cluster keeps everything.",
+)
+@click.option("--nameserver", metavar="HOST:PORT", help="Use a cluster that is up and start none.")
+@click.option(
+    "--pace",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Messages a member handles in a second; 0: no limit.",
+)
+@local_session
 def demo(
-    context: typer.Context,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write the numbers here too.")
-    ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Where the demo's own cluster keeps everything."),
-    ] = None,
-    nameserver: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Use a cluster that is up and start none."),
-    ] = None,
-    pace: Annotated[
-        int, typer.Option(min=0, help="Messages a member handles in a second; 0: no limit.")
-    ] = 0,
-    form: FormatOption = None,
+    session: CommandSession,
+    json_file: Path | None,
+    data_dir: Path | None,
+    nameserver: str | None,
+    pace: int,
 ) -> None:
     """Publish all New York flights of 2013, consume them while members come and go, and check.
 
     Exit status 1 unless nothing was lost, nothing came twice and everything was in order.
     """
-    session = open_session(context, nameserver, form)
     with tempfile.TemporaryDirectory(prefix="baton-demo-") as folder:
         try:
             results: list[DemoResult] = []
@@ -79,16 +89,16 @@ def demo(
             ClusterDirInUse,
         ) as error:
             session.output.failure("DEMO_FAILED", str(error), "")
-            raise typer.Exit(1) from error
+            raise Exit(1) from error
         except DatasetMissing as error:
             session.output.failure("NO_DATASET", str(error), "")
-            raise typer.Exit(1) from error
+            raise Exit(1) from error
     (result,) = results
     _show(session, result)
     if json_file is not None:
         json_file.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
     if not result.ok:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 async def _demo(session: CommandSession, stage: Stage, results: list[DemoResult]) -> None:

@@ -7,29 +7,23 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.cli.output import OutputFormat
-from batonmq.cli.session import FormatOption, open_session
+from batonmq.cli.session import local_session, open_session
 
 
-def fsck(
-    context: typer.Context,
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            exists=True,
-            file_okay=False,
-            help="Data directory of a storage node that is stopped.",
-        ),
-    ],
-    *,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Make the indexes anew; the log is never changed.")
-    ] = False,
-    form: FormatOption = None,
-) -> None:
+@click.command("fsck")
+@argument(
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Data directory of a storage node that is stopped.",
+)
+@click.option("--repair", is_flag=True, help="Make the indexes anew; the log is never changed.")
+@local_session
+def fsck(session: CommandSession, folder: Path, repair: bool) -> None:
     """Check every batch a storage node has, and its indexes against them.
 
     Status 0 if everything is right or was repaired, 1 if there are problems or the directory is in
@@ -47,4 +41,4 @@ def fsck(
     # Not an import: the command is installed where services are not. -P: a folder called
     # `services` where the command was given is not ours.
     done = subprocess.run([*command, *(["--repair"] if repair else [])], check=False)
-    raise typer.Exit(done.returncode)
+    raise Exit(done.returncode)

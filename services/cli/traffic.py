@@ -8,23 +8,40 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
-from batonmq.cli.session import NameserverOption, open_session
+from batonmq.cli.session import cluster_session, open_session
 from batonmq_server.demo.member_processes import MemberFailed
 from batonmq_server.demo.traffic import TrafficPlan, run
 
 
+@click.command("traffic")
+@click.option(
+    "--members",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="How many handle the messages.",
+)
+@click.option(
+    "--rate",
+    default=200,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Messages sent in a second.",
+)
+@click.option(
+    "--seconds",
+    default=0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="0: until SIGTERM or Ctrl-C.",
+)
+@click.option("--repeats", is_flag=True, help="Messages marked as redelivered may come twice.")
+@cluster_session
 def traffic(
-    context: typer.Context,
-    *,
-    nameserver: NameserverOption = None,
-    members: Annotated[int, typer.Option(min=1, help="How many handle the messages.")] = 3,
-    rate: Annotated[int, typer.Option(min=1, help="Messages sent in a second.")] = 200,
-    seconds: Annotated[float, typer.Option(min=0, help="0: until SIGTERM or Ctrl-C.")] = 0,
-    repeats: Annotated[
-        bool, typer.Option("--repeats", help="Messages marked as redelivered may come twice.")
-    ] = False,
+    session: CommandSession, members: int, rate: int, seconds: float, repeats: bool
 ) -> None:
     """Send to topic `traffic`, handle in group `drivers`, and compare.
 
@@ -45,8 +62,8 @@ def traffic(
             outcome = session.run(run(plan))
         except MemberFailed as error:
             session.output.failure("TRAFFIC_FAILED", str(error), "")
-            raise typer.Exit(1) from error
+            raise Exit(1) from error
     good = outcome.ok(repeats)
     print(json.dumps({**asdict(outcome), "ok": good}), flush=True)
     if not good:
-        raise typer.Exit(1)
+        raise Exit(1)

@@ -9,12 +9,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import typer
+import click
+from click.exceptions import Exit
 
 from batonmq.cli import context_file
 from batonmq.cli.context_file import ContextError
 from batonmq.cli.output import Output, OutputFormat
-from batonmq.cli.session import CommandSession, FormatOption, GlobalOptions, open_session
+from batonmq.cli.session import CommandSession, local_session, GlobalOptions, open_session
 from batonmq_server.local.child_process import NotReady
 from batonmq_server.local.cluster import ClusterFailed, LocalCluster, to_stderr
 from batonmq_server.local.etcd import EtcdNotFound
@@ -37,41 +38,59 @@ class Profile(StrEnum):
     HA = "ha"
 
 
+@click.command("up")
+@click.option(
+    "--data-dir",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where everything is kept.",
+)
+@click.option("--etcd", default="", metavar="HOST:PORT", help="Use this etcd and start none.")
+@click.option(
+    "--cluster",
+    default="baton",
+    show_default=True,
+    help="Name of the cluster, for clusters that share an etcd.",
+)
+@click.option(
+    "--brokers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Storage nodes to start; never fewer than the folder has.",
+)
+@click.option(
+    "--profile",
+    default="single",
+    show_default=True,
+    type=click.Choice(["single", "ha"]),
+    help="single: one of each. ha: enough of everything to lose one of each.",
+)
+@click.option(
+    "--secure",
+    is_flag=True,
+    help="Over TLS, with certificates that are made here, and with access on; commands act "
+    "as the administrator, by a context.",
+)
+@click.option(
+    "--observe",
+    is_flag=True,
+    help="Also start the Prometheus of this machine, with rules and alerts.",
+)
+@click.option(
+    "--log-level", default="INFO", show_default=True, help="Lowest level the services log."
+)
+@local_session
 def up(
-    context: typer.Context,
-    data_dir: Annotated[
-        Path, typer.Option("--data-dir", file_okay=False, help="Where everything is kept.")
-    ],
-    *,
-    etcd: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Use this etcd and start none.")
-    ] = "",
-    cluster: Annotated[
-        str, typer.Option(help="Name of the cluster, for clusters that share an etcd.")
-    ] = "baton",
-    brokers: Annotated[
-        int, typer.Option(min=1, help="Storage nodes to start; never fewer than the folder has.")
-    ] = 1,
-    profile: Annotated[
-        Profile,
-        typer.Option(help="single: one of each. ha: enough of everything to lose one of each."),
-    ] = Profile.SINGLE,
-    secure: Annotated[
-        bool,
-        typer.Option(
-            "--secure",
-            help="Over TLS, with certificates that are made here, and with access on; commands act "
-            "as the administrator, by a context.",
-        ),
-    ] = False,
-    observe: Annotated[
-        bool,
-        typer.Option(
-            "--observe", help="Also start the Prometheus of this machine, with rules and alerts."
-        ),
-    ] = False,
-    log_level: Annotated[str, typer.Option(help="Lowest level the services log.")] = "INFO",
-    form: FormatOption = None,
+    session: CommandSession,
+    data_dir: Path,
+    etcd: str,
+    cluster: str,
+    brokers: int,
+    profile: str,
+    secure: bool,
+    observe: bool,
+    log_level: str,
 ) -> None:
     """Start etcd and the four services on loopback ports and keep them running until Ctrl-C.
 
@@ -193,4 +212,4 @@ def _announce(output: Output, cluster: LocalCluster, name: str, reach: str) -> N
 
 def _fail(session: CommandSession, reason: str, error: Exception, remedy: str) -> NoReturn:
     session.output.failure(reason, str(error), remedy)
-    raise typer.Exit(1) from error
+    raise Exit(1) from error
